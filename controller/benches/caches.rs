@@ -1,5 +1,9 @@
-//! Memory of the controller whose caches are filled with large objects: `caches SANDBOXES KIBIBYTES [whole]`. With `whole` Sandboxes are kept as they are and not as outlines. It prints the bytes of all objects, and this process' memory at its peak and at the end, in
-//! MiB. The apiserver is in this process and makes each page of a list anew, so that it holds none of the objects.
+//! Measures the controller's memory with caches full of large objects: `caches SANDBOXES KIBIBYTES
+//! [whole]`.
+//!
+//! With `whole` the cache keeps complete Sandboxes instead of outlines. The program prints the size
+//! of all objects, and its own memory before, at the peak and at the end, in MiB. The apiserver
+//! runs in the same process and generates each page of a list anew, so it holds no objects.
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
@@ -57,12 +61,12 @@ async fn fill(count: usize, kibibytes: usize, whole: bool) -> anyhow::Result<()>
     Ok(())
 }
 
-/// A figure of this process, in MiB.
+/// Returns a value of `/proc/self/status`, in MiB.
 fn memory(name: &str) -> anyhow::Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find(|line| line.starts_with(name));
     let kibibytes = line.and_then(|line| line.split_whitespace().nth(1));
-    Ok(kibibytes.context("no such figure")?.parse::<u64>()? >> 10)
+    Ok(kibibytes.context("no such value")?.parse::<u64>()? >> 10)
 }
 
 #[derive(Clone, Copy)]
@@ -72,7 +76,9 @@ struct Objects {
 }
 
 impl Objects {
-    /// As many environment variables as the size asks for, 128 bytes each. Written as text, because the JSON of a whole page would be most of this process' memory.
+    /// Returns a Sandbox of the given size, made of environment variables of 128 bytes each.
+    ///
+    /// The JSON is written as text: a parsed page would be most of this process's memory.
     fn sandbox(self, at: usize) -> String {
         let mut text = format!(
             r#"{{"apiVersion":"agents.x-k8s.io/v1beta1","kind":"Sandbox","metadata":{{"name":"s{at}","namespace":"ns","uid":"u{at}","resourceVersion":"5"}},"spec":{{"podTemplate":{{"spec":{{"containers":[{{"name":"c","image":"img","env":["#
@@ -85,18 +91,18 @@ impl Objects {
         text + "]}]}}}}"
     }
 
-    /// A page of Sandboxes, the empty list of another kind, or a watch that shows nothing.
+    /// Returns a page of Sandboxes, an empty list of another kind, or a watch without events.
     async fn answer(self, uri: &Uri) -> Response<Body> {
-        let asked = |key: &str| {
+        let parameter = |key: &str| {
             let query = uri.query().unwrap_or_default().split('&');
             query
                 .filter_map(|pair| pair.split_once('='))
                 .find_map(|(name, value)| (name == key).then(|| value.to_owned()))
         };
-        if asked("watch").is_some() {
+        if parameter("watch").is_some() {
             std::future::pending::<()>().await;
         }
-        let number = |key| asked(key).and_then(|text| text.parse::<usize>().ok());
+        let number = |key| parameter(key).and_then(|text| text.parse::<usize>().ok());
         let mut list = String::from(r#"{"apiVersion":"v1","kind":"List","items":["#);
         let mut next = String::new();
         if uri.path().ends_with("/sandboxes") {

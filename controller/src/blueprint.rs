@@ -1,5 +1,7 @@
-//! No client required. What a SandboxTemplate says about its Sandboxes: the secure defaults that are put in, the hash that marks what was made from it, and whether a
-//! Sandbox is still what the template says.
+//! No client required. Derives Sandboxes from a SandboxTemplate.
+//!
+//! Sets the secure defaults, computes the hash that labels Sandboxes of the template, and compares
+//! a Sandbox with the template.
 
 use std::cell::OnceCell;
 
@@ -20,11 +22,12 @@ mod meaning;
 use self::meaning::{VOLUME_CLAIM, normalized};
 pub use self::meaning::{mean_the_same, normal_form};
 
-/// Name servers of sandboxes that the default NetworkPolicy cuts off from the cluster's DNS.
+/// Name servers of Sandboxes that the default NetworkPolicy cuts off from the cluster's DNS.
 const PUBLIC_NAMESERVERS: [&str; 2] = ["8.8.8.8", "1.1.1.1"];
 
-/// What a SandboxTemplate's own annotations may ask of its Sandboxes; names of the same setting stand together.
-const OF_TEMPLATE: [&[&str]; 5] = [
+/// Annotations that a Sandbox takes over from its SandboxTemplate; each group holds the names of
+/// one setting.
+const TEMPLATE_SETTINGS: [&[&str]; 5] = [
     &[annotations::INJECT_RUNTIME],
     &[annotations::DOZE_AFTER],
     &[
@@ -36,7 +39,10 @@ const OF_TEMPLATE: [&[&str]; 5] = [
     &[annotations::ON_CRASH],
 ];
 
-/// The template's pod spec with the secure defaults: no service account token unless asked for, and public name servers where the default NetworkPolicy applies.
+/// Returns the template's pod spec with the secure defaults.
+///
+/// They are: no service account token unless the template asks for one, and public name servers
+/// where the default NetworkPolicy applies.
 pub fn secured_pod_spec(template: &SandboxTemplate) -> Map<String, Value> {
     let mut spec = template.spec.pod_template.spec.json().clone();
     if is_unset(spec.get("automountServiceAccountToken")) {
@@ -50,7 +56,8 @@ pub fn secured_pod_spec(template: &SandboxTemplate) -> Map<String, Value> {
     spec
 }
 
-/// Names public name servers in a pod spec that says nothing of DNS, where a NetworkPolicy cuts the Pod off from the cluster's.
+/// Sets public name servers in a pod spec without `dnsPolicy`, for a Pod that a NetworkPolicy cuts
+/// off from the cluster's DNS.
 pub fn name_public_servers(spec: &mut Map<String, Value>) {
     if is_unset(spec.get("dnsPolicy")) {
         spec.insert("dnsPolicy".to_owned(), "None".into());
@@ -61,7 +68,8 @@ pub fn name_public_servers(spec: &mut Map<String, Value>) {
     }
 }
 
-/// The spec of a Sandbox to create. What is unset is left out: the schema of a custom resource knows no null.
+/// Returns the spec of a new Sandbox. Unset fields are left out: the schema of a custom resource
+/// allows no null.
 pub fn sandbox_spec(
     template: &SandboxTemplate,
     pod_metadata: Option<&PodMetadata>,
@@ -80,15 +88,19 @@ pub fn sandbox_spec(
     })
 }
 
-/// Annotations of a Sandbox to create. What a template's own annotations ask of the Sandbox stands on it and not in its pod template: that it is there or not makes no Sandbox stale.
+/// Returns the annotations of a new Sandbox.
+///
+/// Settings from the template's own annotations go on the Sandbox and not into its pod template, so
+/// that adding or removing one makes no Sandbox stale.
 pub fn sandbox_annotations(template: &SandboxTemplate) -> Value {
     let mut all = json!({annotations::SANDBOX_TEMPLATE_REF: template.name_any()});
     let pod_template = template.spec.pod_template.annotations();
-    // What stands on the Sandbox would hide what the pod template says, by whatever name.
+    // An annotation of the Sandbox would override the pod template's under any of its names.
     let hides = |names: &[&str]| {
-        pod_template.is_some_and(|said| names.iter().any(|key| said.contains_key(*key)))
+        pod_template
+            .is_some_and(|annotations| names.iter().any(|key| annotations.contains_key(*key)))
     };
-    let names = OF_TEMPLATE.into_iter().filter(|names| !hides(names));
+    let names = TEMPLATE_SETTINGS.into_iter().filter(|names| !hides(names));
     for key in names.flatten() {
         if let Some(value) = template.annotations().get(*key) {
             all[*key] = value.clone().into();
@@ -101,7 +113,7 @@ fn is_unset(value: Option<&Value>) -> bool {
     value.is_none_or(|value| value.is_null() || value == "")
 }
 
-/// Value of the label that marks what was made from this version of a template.
+/// Returns the value of the label that marks Sandboxes made from this version of a template.
 pub fn blueprint_hash(template: &SandboxTemplate) -> String {
     let spec = &template.spec;
     let blueprint = json!({
@@ -112,20 +124,20 @@ pub fn blueprint_hash(template: &SandboxTemplate) -> String {
     name_hash(&blueprint.to_string())
 }
 
-/// Value of the deprecated twin of that label.
+/// Returns the value of the deprecated label for the pod template alone.
 pub fn pod_template_hash(template: &SandboxTemplate) -> String {
     name_hash(&json!(template.spec.pod_template).to_string())
 }
 
-/// A template, prepared to be compared with many Sandboxes.
+/// Template prepared for the comparison with many Sandboxes.
 #[derive(Debug)]
 pub struct Blueprint<'a> {
     template: &'a SandboxTemplate,
     reference: String,
     hash: String,
-    /// Worked out when the first Sandbox with another hash is looked at.
+    /// Normalized spec; computed for the first Sandbox with another hash.
     meaning: OnceCell<Value>,
-    /// The same, of the first that is known by its outline.
+    /// Digest of the normalized spec; computed for the first Sandbox cached as an outline.
     digest: OnceCell<String>,
 }
 
@@ -141,18 +153,20 @@ impl<'a> Blueprint<'a> {
         }
     }
 
-    /// Whether a member was made from another template, or from a version of it that differs in more than metadata and spelling.
+    /// Reports whether a member was made from another template, or from a version of the template
+    /// that differs in more than metadata and spelling.
     pub fn is_stale(&self, member: &Sandbox) -> bool {
         !self.is_current(member) && self.is_stale_orphan(member)
     }
 
-    /// Whether a member was made from the template as it is, metadata and spelling included.
+    /// Reports whether a member was made from the current template, metadata and spelling included.
     pub fn is_current(&self, member: &Sandbox) -> bool {
         let hash = member.labels().get(labels::SANDBOX_TEMPLATE_HASH);
         self.is_named_by(member) && hash == Some(&self.hash)
     }
 
-    /// Whether the template would make the member as it was made: also what is not in the hash, its own annotations and its network's policy.
+    /// Reports whether the template would produce the member unchanged, including what the hash
+    /// leaves out: the template's own annotations and its network policy.
     pub fn would_make(&self, member: &Sandbox) -> bool {
         let wanted = sandbox_annotations(self.template);
         let is_as_wanted = |key: &&str| {
@@ -161,21 +175,26 @@ impl<'a> Blueprint<'a> {
         };
         self.is_current(member)
             && self.is_equivalent(member)
-            && OF_TEMPLATE.iter().copied().flatten().all(is_as_wanted)
+            && TEMPLATE_SETTINGS
+                .iter()
+                .copied()
+                .flatten()
+                .all(is_as_wanted)
     }
 
-    /// The same of a Sandbox that nobody controls. Whoever made it wrote its labels too: its spec has to show what it is.
+    /// Reports whether a Sandbox without a controller is stale. Its creator wrote its labels too,
+    /// so that only its spec is compared.
     pub fn is_stale_orphan(&self, orphan: &Sandbox) -> bool {
         !(self.is_named_by(orphan) && self.is_equivalent(orphan))
     }
 
-    /// Whether a Sandbox says that it was made from this template, in whatever version.
+    /// Reports whether the Sandbox's label names this template, in any version.
     fn is_named_by(&self, sandbox: &Sandbox) -> bool {
         let reference = sandbox.labels().get(labels::SANDBOX_TEMPLATE_REF_HASH);
         reference == Some(&self.reference)
     }
 
-    /// Whether a Sandbox is what the template would make, as far as it matters.
+    /// Reports whether the Sandbox's spec equals the template's, apart from metadata and spelling.
     fn is_equivalent(&self, sandbox: &Sandbox) -> bool {
         let Some(digest) = outline::digest(sandbox) else {
             return *self.meaning() == meaning_of(sandbox);
@@ -195,7 +214,7 @@ impl<'a> Blueprint<'a> {
     }
 }
 
-/// The part of a Sandbox that tells whether its template would make it.
+/// Returns the part of a Sandbox, normalized, that decides whether its template would produce it.
 pub fn meaning_of(sandbox: &Sandbox) -> Value {
     let spec = &sandbox.spec;
     let pod_spec = json!(spec.pod_template.spec);

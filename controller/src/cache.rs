@@ -1,7 +1,10 @@
-//! A watched kind in memory, with one secondary index. kube's own store has no index, and finding the Pods of one Sandbox among ten thousand by a scan, once per
+//! Cache of a watched kind, with one secondary index.
+//!
+//! kube's own store has no index. A scan for the Pods of one Sandbox among ten thousand, once per
 //! reconcile, would cost more than everything else.
 //!
-//! What this process has written itself can be put in before the watch shows it ([`Cache::assume`]), so that the next pass needs no read to know it.
+//! [`Cache::assume`] stores the result of a write by this process before the watch shows it, so
+//! that the next pass needs no read.
 
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
@@ -12,16 +15,16 @@ use std::{
 use kube::{Resource, runtime::watcher::Event};
 use tokio::sync::watch;
 
-use crate::scope::{Scope, Seen};
+use crate::scope::{Scope, ScopedEvent};
 
-/// Namespace (empty for cluster-scoped kinds) and name.
+/// Namespace (empty for cluster-scoped kinds) and name of an object.
 pub type Key = (String, String);
 
 /// Objects of one kind as the watch last showed them. Clones share the content.
 pub struct Cache<K> {
     content: Arc<RwLock<Content<K>>>,
     index_of: fn(&K) -> Option<String>,
-    /// Takes away what is not kept.
+    /// Removes the fields that the cache does not keep.
     trim: fn(&mut K),
     ready: Arc<watch::Sender<bool>>,
 }
@@ -29,14 +32,13 @@ pub struct Cache<K> {
 struct Content<K> {
     objects: HashMap<Key, Arc<K>>,
     index: HashMap<Key, BTreeSet<String>>,
-    /// resourceVersion of what was put in before the watch showed it.
+    /// resourceVersion of each object stored before the watch showed it.
     assumed: HashMap<Key, u64>,
-    /// The lists that are being read, by namespace; each replaces its part of the content once it
-    /// is complete.
+    /// Lists in progress, by namespace. A complete list replaces its part of the content.
     listing: HashMap<Option<Arc<str>>, HashMap<Key, Arc<K>>>,
-    /// The namespaces that have been listed once.
+    /// Namespaces with at least one complete list.
     listed: HashSet<Arc<str>>,
-    /// All of the kind has been listed at once.
+    /// True once a list of the whole kind has completed.
     is_whole: bool,
 }
 
@@ -58,7 +60,8 @@ impl<K> fmt::Debug for Cache<K> {
 }
 
 impl<K> Cache<K> {
-    /// An empty cache. `index_of` gives the index value of an object, such as the value of a label.
+    /// Returns an empty cache. `index_of` gives the index value of an object, such as the value of
+    /// a label.
     pub fn new(index_of: fn(&K) -> Option<String>) -> Self {
         let content = Content {
             objects: HashMap::new(),
@@ -76,12 +79,12 @@ impl<K> Cache<K> {
         }
     }
 
-    /// The same, in which of each object only that is kept which `trim` leaves.
+    /// Sets `trim`, which removes the fields of an object that the cache does not keep.
     pub fn keeping(self, trim: fn(&mut K)) -> Self {
         Self { trim, ..self }
     }
 
-    /// The object of that name.
+    /// Returns the object with that name.
     pub fn get(&self, namespace: &str, name: &str) -> Option<Arc<K>> {
         self.read()
             .objects
@@ -89,7 +92,7 @@ impl<K> Cache<K> {
             .cloned()
     }
 
-    /// Objects of a namespace with this index value, ordered by name.
+    /// Returns the objects of a namespace with this index value, ordered by name.
     pub fn indexed(&self, namespace: &str, value: &str) -> Vec<Arc<K>> {
         let content = self.read();
         let names = content.index.get(&(namespace.to_owned(), value.to_owned()));
@@ -105,7 +108,7 @@ impl<K> Cache<K> {
             .collect()
     }
 
-    /// All objects for which `wanted` holds, in no order.
+    /// Returns all objects for which `wanted` holds, in no order.
     pub fn filtered(&self, wanted: impl Fn(&K) -> bool) -> Vec<Arc<K>> {
         let content = self.read();
         let all = content.objects.values();
@@ -119,18 +122,18 @@ impl<K> Cache<K> {
         let _ = ready.wait_for(|ready| *ready).await;
     }
 
-    /// Whether the first list is complete.
+    /// Reports whether the first list is complete.
     pub fn is_ready(&self) -> bool {
         *self.ready.borrow()
     }
 
-    /// Whether the first list of a namespace is complete.
+    /// Reports whether the first list of a namespace is complete.
     pub fn is_listed(&self, namespace: &str) -> bool {
         let content = self.read();
         content.is_whole || content.listed.contains(namespace)
     }
 
-    // A poisoned lock only says that a reader panicked; writers never leave the content half changed.
+    // A lock is poisoned only by a reader's panic; writers never leave the content half changed.
     fn read(&self) -> RwLockReadGuard<'_, Content<K>> {
         self.content.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -140,7 +143,7 @@ impl<K> Cache<K> {
     }
 }
 
-/// What an event changed: an object before and after.
+/// Change of an object by an event: the object before and after.
 #[derive(Debug)]
 pub struct Change<K> {
     pub before: Option<Arc<K>>,
@@ -148,16 +151,16 @@ pub struct Change<K> {
 }
 
 impl<K: Resource> Cache<K> {
-    /// Takes an event of a watch of the whole kind in, and says what it changed: also what vanished
-    /// while the watch was down.
+    /// Applies an event of a watch of the whole kind and returns the changes, including deletions
+    /// that happened while the watch was down.
     pub fn apply(&self, event: Event<K>) -> Vec<Change<K>> {
         let scope = Scope::default();
-        self.apply_seen(Seen { scope, event })
+        self.apply_seen(ScopedEvent { scope, event })
     }
 
-    /// As [`Self::apply`], of a watch that may show only a part of the kind.
-    pub fn apply_seen(&self, seen: Seen<K>) -> Vec<Change<K>> {
-        let Seen { scope, event } = seen;
+    /// Applies an event of a watch that may cover only a part of the kind, and returns the changes.
+    pub fn apply_seen(&self, seen: ScopedEvent<K>) -> Vec<Change<K>> {
+        let ScopedEvent { scope, event } = seen;
         let event = self.trimmed(event);
         let mut content = self.write();
         match event {
@@ -190,7 +193,7 @@ impl<K: Resource> Cache<K> {
                 }
                 changes
             }
-            Event::Apply(object) => content.take_in(object, self.index_of).into_iter().collect(),
+            Event::Apply(object) => content.store(object, self.index_of).into_iter().collect(),
             Event::Delete(object) => {
                 let key = key_of(&object);
                 content.assumed.remove(&key);
@@ -207,8 +210,11 @@ impl<K: Resource> Cache<K> {
         event
     }
 
-    /// Puts in what the apiserver answered to a write of this process, unless something newer is known. Until the watch has caught up with it, older events about the object
-    /// are passed over. An object that is not there stays away: its deletion may have been seen already.
+    /// Stores the apiserver's answer to a write of this process, unless the cache has a newer
+    /// version.
+    ///
+    /// Older events about the object are ignored until the watch has caught up. An object that is
+    /// not in the cache is not added: its deletion may have been seen already.
     pub fn assume(&self, mut object: K) -> Option<Change<K>> {
         (self.trim)(&mut object);
         let mut content = self.write();
@@ -223,14 +229,15 @@ impl<K: Resource> Cache<K> {
     }
 }
 
-/// Versions are compared only to tell which of two views of one object is the newer, which Kubernetes allows; one that is no number is not compared.
+/// Returns the resourceVersion as a number, or `None` if it is not one. Versions are only compared
+/// for one object, which Kubernetes allows.
 fn version_of<K: Resource>(object: &K) -> Option<u64> {
     object.meta().resource_version.as_ref()?.parse().ok()
 }
 
 impl<K: Resource> Content<K> {
-    /// An event's object, unless this process has written a newer one.
-    fn take_in(&mut self, object: K, index_of: fn(&K) -> Option<String>) -> Option<Change<K>> {
+    /// Stores an event's object, unless this process has written a newer version.
+    fn store(&mut self, object: K, index_of: fn(&K) -> Option<String>) -> Option<Change<K>> {
         let key = key_of(&object);
         if let Some(assumed) = self.assumed.get(&key) {
             if version_of(&object).is_some_and(|version| version < *assumed) {
@@ -271,7 +278,7 @@ impl<K: Resource> Content<K> {
         Change { before, after }
     }
 
-    /// A list takes the place of the part of the content that it is of.
+    /// Replaces the part of the content that the list covers.
     fn replace(
         &mut self,
         scope: &Scope,
@@ -305,7 +312,7 @@ impl<K: Resource> Content<K> {
     }
 }
 
-/// Namespace and name of an object.
+/// Returns namespace and name of an object.
 pub fn key_of<K: Resource>(object: &K) -> Key {
     let meta = object.meta();
     (
@@ -364,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_is_seen_at_once_and_older_events_do_not_undo_it() {
+    fn a_write_is_visible_at_once_and_older_events_do_not_undo_it() {
         let cache = cache();
         cache.apply(Event::Apply(versioned("a", "x", "5")));
         assert!(cache.assume(versioned("a", "y", "7")).is_some());
@@ -380,13 +387,13 @@ mod tests {
         assert_eq!(names(&cache, "y"), ["a"], "an older list does not undo it");
         cache.apply(Event::Apply(versioned("a", "z", "8")));
         assert_eq!(names(&cache, "z"), ["a"]);
-        // From here on the watch alone tells.
+        // The watch has caught up: its events count again.
         cache.apply(Event::Apply(versioned("a", "x", "6")));
         assert_eq!(names(&cache, "x"), ["a"]);
     }
 
     #[test]
-    fn nothing_is_assumed_that_is_older_or_that_is_gone() {
+    fn an_older_or_deleted_object_is_not_assumed() {
         let cache = cache();
         assert!(cache.assume(versioned("a", "x", "3")).is_none());
         cache.apply(Event::Apply(versioned("a", "x", "5")));
@@ -397,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_one_namespace_leaves_the_others_and_the_first_of_each_is_waited_for() {
+    fn a_list_covers_one_namespace_and_readiness_needs_a_list_of_each() {
         let cache = cache();
         let namespaces: crate::scope::Namespaces = "a,b".parse().unwrap();
         let in_namespace = |namespace: &str| {
@@ -412,24 +419,24 @@ mod tests {
             let mut changes = Vec::new();
             for event in events.chain([Event::InitDone]) {
                 let scope = scope.clone();
-                changes.extend(cache.apply_seen(Seen { scope, event }));
+                changes.extend(cache.apply_seen(ScopedEvent { scope, event }));
             }
             changes.len()
         };
         assert_eq!(list(0, &[in_namespace("a")]), 1);
-        assert!(!cache.is_ready(), "b may have any");
+        assert!(!cache.is_ready(), "b has not been listed");
         assert_eq!(list(0, &[in_namespace("a")]), 1);
-        assert!(!cache.is_ready(), "a again is not b");
+        assert!(!cache.is_ready(), "a second list of a does not stand for b");
         assert!(cache.is_listed("a") && !cache.is_listed("b"));
         assert_eq!(list(1, &[in_namespace("b")]), 1);
         assert!(cache.is_ready() && cache.get("a", "m").is_some());
         assert!(cache.is_listed("b") && !cache.is_listed("c"));
-        assert_eq!(list(1, &[]), 1, "b's went");
+        assert_eq!(list(1, &[]), 1, "the object of b is gone");
         assert!(cache.get("b", "m").is_none() && cache.get("a", "m").is_some());
     }
 
     #[test]
-    fn a_new_list_replaces_the_content_and_reports_what_vanished() {
+    fn a_new_list_replaces_the_content_and_reports_deletions() {
         let cache = cache();
         cache.apply(Event::Apply(map("old", "x")));
         cache.apply(Event::Init);

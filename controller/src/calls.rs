@@ -1,7 +1,10 @@
-//! Calls to the apiserver, each with a timeout. A timeout says nothing about whether the call took effect, so that its only answer is to observe again.
+//! Calls to the apiserver, each with a timeout.
 //!
-//! An apiserver that has too much to do (429) has not done what was asked: the call waits as long as it says and is sent again, and meanwhile [`Apiserver::is_pressed`] tells
-//! those who can wait to do so.
+//! A timeout does not tell whether the call took effect; the caller has to observe again.
+//!
+//! An overloaded apiserver (429) has not executed the request: the call waits as long as the answer
+//! says and is sent again. Meanwhile [`Apiserver::is_pressed`] tells callers that can wait to do
+//! so.
 
 use std::{
     fmt::Debug,
@@ -25,16 +28,16 @@ use torpor_api::answers::is_of_another;
 
 use crate::pace::{Advance, Awaited, Pace};
 
-/// Name that creates are recorded under in `managedFields`, as upstream's.
+/// Field manager of creates in `managedFields`, as upstream's.
 pub const FIELD_MANAGER: &str = "sandbox-controller";
 
-/// A call did not do what was asked.
+/// Failure of a call.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No answer in time; the call may have taken effect.
+    /// The call timed out; it may have taken effect.
     #[error("no answer from the apiserver in {0:?}")]
     Timeout(Duration),
-    /// The apiserver refused, or could not be reached. Shown as the apiserver says it.
+    /// The apiserver refused, or could not be reached. Displays the apiserver's message.
     #[error("{}", message_of(.0))]
     Kube(Box<kube::Error>),
     /// An object cannot be turned into JSON or back.
@@ -42,22 +45,24 @@ pub enum Error {
     Convert(#[source] serde_json::Error),
 }
 
-/// What an error means for the caller.
+/// Meaning of an error for the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Answer {
     NotFound,
     AlreadyExists,
-    /// The object is not the one that was meant: uid or resourceVersion differ.
+    /// uid or resourceVersion differ from those in the request.
     Conflict,
-    /// It may or may not have taken effect: observe again.
+    /// The call may have taken effect: observe again.
     Unknown,
-    /// The apiserver said no.
+    /// The call has had no effect.
     Refused,
 }
 
 impl Error {
-    /// Whether the apiserver calls fields of the object invalid: the same call fails again, unless
-    /// something in the cluster had changed the object on its way.
+    /// Reports whether the apiserver calls fields of the object invalid.
+    ///
+    /// The same call then fails again, unless something in the cluster had changed the object on
+    /// its way.
     pub fn is_invalid(&self) -> bool {
         let Self::Kube(error) = self else {
             return false;
@@ -66,7 +71,7 @@ impl Error {
         matches!(error.as_ref(), kube::Error::Api(status) if refused && names_invalid_fields(status))
     }
 
-    /// What the error means for the caller.
+    /// Returns the meaning of the error for the caller.
     pub fn answer(&self) -> Answer {
         match self {
             Self::Timeout(_) => Answer::Unknown,
@@ -84,13 +89,13 @@ impl Error {
     }
 }
 
-/// Whether the controller has no right to ask.
+/// Reports whether the controller lacks the permission for the call.
 pub(crate) fn is_forbidden(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if status.is_forbidden())
 }
 
-/// Whether fields of the object are invalid. Only then is each cause a field: an admission policy
-/// that refuses has the same code and reason.
+/// Reports whether fields of the object are invalid. Only then does each cause name a field: the
+/// refusal of an admission policy has the same code and reason.
 fn names_invalid_fields(status: &Status) -> bool {
     let details = status.details.as_ref();
     let causes = details.map_or(&[][..], |details| &details.causes);
@@ -99,13 +104,16 @@ fn names_invalid_fields(status: &Status) -> bool {
         && causes.iter().all(|cause| !cause.field.is_empty())
 }
 
-/// Whether an admission webhook could not be asked, which is an internal error to the apiserver. Admission comes before the write, so that it is certain that nothing took effect; and it may
-/// last until somebody sees it and mends it.
+/// Reports whether an admission webhook could not be called, which the apiserver reports as an
+/// internal error.
+///
+/// Admission comes before the write, so that the call certainly had no effect. The fault may last
+/// until an administrator repairs the webhook.
 fn is_kept_out(status: &Status) -> bool {
     status.code == 500 && status.message.contains("failed calling webhook")
 }
 
-/// The apiserver's own words where it answered, which is what Go clients show.
+/// Returns the apiserver's message where it answered, as Go clients do.
 fn message_of(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) if !status.message.is_empty() => status.message.clone(),
@@ -119,20 +127,20 @@ impl From<kube::Error> for Error {
     }
 }
 
-/// A client with a limit on how long each call may take.
+/// Client with a time limit for each call.
 #[derive(Clone)]
 pub struct Apiserver {
     client: Client,
     timeout: Duration,
-    /// Until when the apiserver asked to be left alone.
+    /// Time until which the apiserver asked for fewer requests.
     pressed: Arc<Mutex<Option<Instant>>>,
     pace: Arc<Pace>,
-    /// Nobody waits for these calls.
+    /// Set for calls that no request waits for.
     in_advance: Option<Advance>,
 }
 
-/// How long to wait when the apiserver does not say.
-const BUSY: Duration = Duration::from_secs(1);
+/// Wait after a 429 without `retryAfterSeconds`.
+const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
 
 impl Debug for Apiserver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -140,7 +148,7 @@ impl Debug for Apiserver {
     }
 }
 
-/// Kinds that live in namespaces and whose type is known when compiling.
+/// Namespaced kinds with a type known at compile time.
 pub trait Namespaced:
     Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + Debug + DeserializeOwned
 {
@@ -154,7 +162,7 @@ impl<K> Namespaced for K where
 }
 
 impl Apiserver {
-    /// Calls through `client`, each at most `timeout` long.
+    /// Returns an apiserver that is called through `client`, each call at most `timeout` long.
     pub fn new(client: Client, timeout: Duration) -> Self {
         Self {
             client,
@@ -165,7 +173,7 @@ impl Apiserver {
         }
     }
 
-    /// The same apiserver, for calls that nobody waits for: they give way to the others.
+    /// Returns the same apiserver for calls that no request waits for: they yield to the others.
     pub fn in_advance(&self, advance: Advance) -> Self {
         Self {
             in_advance: Some(advance),
@@ -173,17 +181,17 @@ impl Apiserver {
         }
     }
 
-    /// Says that somebody waits for what is written until this is dropped.
+    /// Marks the following writes as awaited until the returned guard is dropped.
     pub fn awaited(&self) -> Awaited {
         self.pace.awaited()
     }
 
-    /// The client, for watches.
+    /// Returns the client, for watches.
     pub fn client(&self) -> Client {
         self.client.clone()
     }
 
-    /// Whether the apiserver has asked for less within the last moments.
+    /// Reports whether a delay that the apiserver asked for (429) has not passed yet.
     pub fn is_pressed(&self) -> bool {
         let pressed = self.pressed.lock().unwrap_or_else(PoisonError::into_inner);
         pressed.is_some_and(|until| until > Instant::now())
@@ -205,7 +213,8 @@ impl Apiserver {
                     Err(kube::Error::Api(status)) if status.code == 429 => {
                         let asked = status.details.as_ref().map(|d| d.retry_after_seconds);
                         let wait = asked.filter(|seconds| *seconds > 0);
-                        let wait = wait.map_or(BUSY, |s| Duration::from_secs(s.into()));
+                        let wait =
+                            wait.map_or(DEFAULT_RETRY_AFTER, |s| Duration::from_secs(s.into()));
                         self.pressed_for(wait);
                         tokio::time::sleep(wait).await;
                     }
@@ -213,9 +222,9 @@ impl Apiserver {
                 }
             }
         };
-        // Waiting for one's turn is no part of the call.
+        // The wait for a turn does not count against the timeout.
         let _turn = match self.in_advance {
-            Some(advance) => Some(self.pace.turn(advance).await),
+            Some(advance) => Some(self.pace.permit(advance).await),
             None => None,
         };
         match tokio::time::timeout(self.timeout, tries).await {
@@ -224,7 +233,7 @@ impl Apiserver {
         }
     }
 
-    /// Reads from the apiserver itself; `None` when there is no such object.
+    /// Reads an object from the apiserver itself; `None` when it does not exist.
     pub async fn get<K: Namespaced>(
         &self,
         namespace: &str,
@@ -234,7 +243,7 @@ impl Apiserver {
         self.limited(|| api.get_opt(name)).await
     }
 
-    /// Reads all of a namespace from the apiserver itself, but for what cannot be read.
+    /// Lists a namespace from the apiserver itself, without objects that cannot be deserialized.
     pub async fn list<K: Namespaced>(&self, namespace: &str) -> Result<Vec<K>, Error> {
         let api: Api<DeserializeGuard<K>> = Api::namespaced(self.client(), namespace);
         let params = ListParams::default();
@@ -246,8 +255,10 @@ impl Apiserver {
             .collect())
     }
 
-    /// Whether a cluster-scoped object exists. Without the right to read it the answer is yes, so
-    /// that a missing right costs no image.
+    /// Reports whether a cluster-scoped object exists.
+    ///
+    /// Returns true without the permission to read it, so that a missing permission causes no
+    /// deletion of an image.
     pub async fn exists<K>(&self, name: &str) -> Result<bool, Error>
     where
         K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
@@ -260,7 +271,7 @@ impl Apiserver {
         }
     }
 
-    /// Creates an object from JSON, so that fields that our types do not know are sent too.
+    /// Creates an object from JSON, so that fields unknown to this crate's types are sent too.
     pub async fn create<K: Namespaced>(&self, namespace: &str, object: Value) -> Result<K, Error> {
         let resource = ApiResource::erase::<K>(&());
         let api: Api<DynamicObject> = Api::namespaced_with(self.client(), namespace, &resource);
@@ -274,7 +285,7 @@ impl Apiserver {
         serde_json::from_value(created).map_err(Error::Convert)
     }
 
-    /// Merge patch of an object.
+    /// Applies a merge patch to an object.
     pub async fn patch<K: Namespaced>(
         &self,
         namespace: &str,
@@ -286,7 +297,7 @@ impl Apiserver {
         self.limited(|| api.patch(name, &params, &patch)).await
     }
 
-    /// Merge patch of the status of an object.
+    /// Applies a merge patch to the status of an object.
     pub async fn patch_status<K: Namespaced>(
         &self,
         namespace: &str,
@@ -299,7 +310,7 @@ impl Apiserver {
             .await
     }
 
-    /// Deletes exactly the object with this uid, and this resourceVersion when one is given.
+    /// Deletes the object with exactly this uid, and this resourceVersion when one is given.
     pub async fn delete<K: Namespaced>(
         &self,
         namespace: &str,
@@ -315,7 +326,8 @@ impl Apiserver {
             .await
     }
 
-    /// Deletes exactly the object with this uid, which stays visible until what it owns is gone.
+    /// Deletes the object with exactly this uid in the foreground: it stays visible until its
+    /// dependents are gone.
     pub async fn delete_foreground<K: Namespaced>(
         &self,
         namespace: &str,
@@ -369,7 +381,7 @@ mod tests {
     #[case::no_causes("Invalid", 422, json!([]), false)]
     #[case::a_limit_range("Forbidden", 403, json!([{"field": "spec.x"}]), false)]
     #[case::another_of_that_name("Invalid", 422, json!([{"field": "metadata.uid"}]), false)]
-    fn only_invalid_fields_are_beyond_help(
+    fn only_invalid_fields_make_a_call_invalid(
         #[case] reason: &str,
         #[case] code: u16,
         #[case] causes: Value,
@@ -387,12 +399,12 @@ mod tests {
 
     #[rstest]
     #[case::a_quota(403, "pods \"a\" is forbidden: exceeded quota: q", Answer::Refused)]
-    #[case::a_webhook_that_says_no(
+    #[case::a_webhook_that_denies(
         400,
         "admission webhook \"w\" denied the request",
         Answer::Refused
     )]
-    #[case::a_webhook_that_is_away(
+    #[case::an_unreachable_webhook(
         500,
         "Internal error occurred: failed calling webhook \"w\": failed to call webhook: Post \"https://w.ns.svc:443/\": connection refused",
         Answer::Refused
@@ -407,9 +419,9 @@ mod tests {
         "Pod \"s\" is invalid: metadata.ownerReferences.uid: Invalid value: \"\": must not be empty",
         Answer::Refused
     )]
-    #[case::a_store_that_is_away(500, "etcdserver: request timed out", Answer::Unknown)]
+    #[case::an_unreachable_store(500, "etcdserver: request timed out", Answer::Unknown)]
     #[case::a_call_that_took_too_long(504, "Timeout: request did not complete", Answer::Unknown)]
-    fn it_is_known_whether_a_call_took_effect_where_that_is_certain(
+    fn an_error_is_refused_where_it_certainly_had_no_effect(
         #[case] code: u16,
         #[case] message: &str,
         #[case] answer: Answer,

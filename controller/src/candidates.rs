@@ -1,7 +1,8 @@
-//! Members of warm pools that a claim may take, kept up to date by the watch, so that taking one costs neither a call nor a walk over the pool.
+//! Index of warm pool members that claims may take, updated by the watch, so that taking one costs
+//! neither a call nor a walk over the pool.
 //!
-//! Order, as upstream: Ready ones first; among them from the node with the most left, so that the load is spread; on a node the oldest first. What nobody has scheduled
-//! counts as being on a node of its own. A member is offered to one claim at a time; the apiserver has the last word through the fence of the write.
+//! Order, as upstream: Ready members first; among them from the node with the most members left, so
+//! that the load is spread; on a node the oldest first. Members without a node come last.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
@@ -16,21 +17,24 @@ use torpor_api::{Sandbox, SandboxWarmPool, conditions, extensions, labels};
 
 use crate::{cache::Change, pace::Advance};
 
-/// A pool that has less left than went in this time is low, and short when it has less than went in half of it: about twice what a member takes from its creation until it is Ready
-/// on a busy apiserver.
+/// Window for the demand of a pool, about twice the time that a member takes from its creation
+/// until it is Ready on a busy apiserver.
+///
+/// A pool is low when it has fewer members left than were taken in the window, and short when it
+/// has fewer than were taken in half of it.
 const SUPPLY: Duration = Duration::from_secs(4);
 
-/// How far a member has come.
+/// Progress of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
     Ready,
-    /// It has an address, but is not ready.
+    /// The member has an address, but is not ready.
     Addressed,
-    /// It has no address yet: not to be had.
+    /// The member has no address yet and cannot be taken.
     Pending,
 }
 
-/// What decides about a member's turn.
+/// Sort key of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Entry {
     stage: Stage,
@@ -38,11 +42,11 @@ struct Entry {
     age: (Timestamp, String),
 }
 
-/// What a pool has to offer.
+/// Result of a request for a member.
 #[derive(Debug)]
 pub enum Offer {
     Sandbox(Taken),
-    /// Members are on their way.
+    /// The pool has only members without an address.
     Pending,
     Nothing,
 }
@@ -55,8 +59,8 @@ pub struct Candidates(Arc<Mutex<HashMap<String, Pool>>>);
 struct Pool {
     members: HashMap<String, Member>,
     free: BTreeMap<Stage, BTreeMap<String, BTreeSet<(Timestamp, String)>>>,
-    /// When members went, within [`SUPPLY`].
-    went: VecDeque<Instant>,
+    /// Times at which members were taken, within [`SUPPLY`].
+    taken_at: VecDeque<Instant>,
 }
 
 #[derive(Debug)]
@@ -66,7 +70,7 @@ struct Member {
     sandbox: Arc<Sandbox>,
 }
 
-/// A member that is offered to one claim; it is free again when this is dropped and it is still in its pool.
+/// Member offered to one claim. On drop the member is free again if it is still in its pool.
 #[derive(Debug)]
 pub struct Taken {
     candidates: Candidates,
@@ -84,7 +88,7 @@ impl Drop for Taken {
 }
 
 impl Candidates {
-    /// Takes a change of a Sandbox in.
+    /// Applies a change of a Sandbox.
     pub fn update(&self, change: &Change<Sandbox>) {
         let pool_before = change.before.as_deref().and_then(pool_of);
         let after = change.after.as_ref().and_then(|sandbox| {
@@ -109,7 +113,7 @@ impl Candidates {
         }
     }
 
-    /// The member whose turn it is.
+    /// Takes the first free member in order.
     pub fn take(&self, pool_uid: &str) -> Offer {
         let mut pools = self.lock();
         let Some(pool) = pools.get_mut(pool_uid) else {
@@ -125,8 +129,11 @@ impl Candidates {
         }
     }
 
-    /// How much a pool needs new members. It is low when it has less than half of them left to give, and less than went in the last four seconds; short with half of that, or with none at all.
-    /// So a large pool that lasts is not filled up beside those who wait.
+    /// Returns how urgently a pool needs new members.
+    ///
+    /// A pool is low when it has less than half of its replicas left and fewer than were taken in
+    /// the last four seconds; it is short with half of that, or with none at all. So a large pool
+    /// with enough members is not filled up at the cost of waiting claims.
     pub fn advance(&self, pool: &SandboxWarmPool) -> Advance {
         let wanted = usize::try_from(pool.spec.replicas.unwrap_or(1)).unwrap_or_default();
         let mut pools = self.lock();
@@ -136,7 +143,7 @@ impl Candidates {
         }
     }
 
-    /// A certain member, if it is free.
+    /// Takes the member with this name, if it is free.
     pub fn take_named(&self, pool_uid: &str, name: &str) -> Option<Taken> {
         let sandbox = self.lock().get_mut(pool_uid)?.take(name)?;
         Some(self.taken(pool_uid, sandbox))
@@ -150,7 +157,7 @@ impl Candidates {
         }
     }
 
-    // A panic elsewhere leaves the sets as they were.
+    // A panic elsewhere leaves the sets unchanged.
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Pool>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -159,7 +166,7 @@ impl Candidates {
 impl Pool {
     fn put(&mut self, entry: Entry, sandbox: Arc<Sandbox>) {
         let name = entry.age.1.clone();
-        // The same object as before stays with the claim that it is offered to.
+        // An update of the same object leaves it with the claim that it is offered to.
         let taken = self
             .members
             .get(&name)
@@ -189,22 +196,22 @@ impl Pool {
         self.occupy(&entry);
         let now = Instant::now();
         self.forget(now);
-        self.went.push_back(now);
+        self.taken_at.push_back(now);
         Some(sandbox)
     }
 
     fn forget(&mut self, now: Instant) {
-        while self.went.front().is_some_and(|at| *at + SUPPLY < now) {
-            self.went.pop_front();
+        while self.taken_at.front().is_some_and(|at| *at + SUPPLY < now) {
+            self.taken_at.pop_front();
         }
     }
 
     fn advance(&mut self, wanted: usize, now: Instant) -> Advance {
         self.forget(now);
         let free = self.ready();
-        let recently = self.went.partition_point(|at| *at + SUPPLY / 2 < now);
-        let low = self.went.len().min(wanted / 2);
-        let short = (self.went.len() - recently).min(wanted / 4);
+        let recently = self.taken_at.partition_point(|at| *at + SUPPLY / 2 < now);
+        let low = self.taken_at.len().min(wanted / 2);
+        let short = (self.taken_at.len() - recently).min(wanted / 4);
         if free < short || (free == 0 && wanted > 0) {
             Advance::Short
         } else if free < low {
@@ -219,7 +226,7 @@ impl Pool {
             return;
         };
         member.taken = false;
-        self.went.pop_back();
+        self.taken_at.pop_back();
         let entry = member.entry.clone();
         self.free(&entry);
     }
@@ -234,7 +241,8 @@ impl Pool {
             let Some(nodes) = self.free.get(&stage) else {
                 continue;
             };
-            // Of equally full nodes the one with the oldest member; what is on no node comes last.
+            // Among equally full nodes the one with the oldest member wins; unscheduled members
+            // come last.
             let fullest = nodes.iter().max_by_key(|(node, members)| {
                 let oldest = members.first().map(|(created, _)| *created);
                 (!node.is_empty(), members.len(), std::cmp::Reverse(oldest))
@@ -271,19 +279,19 @@ impl Pool {
     }
 }
 
-/// UID of the pool that controls a Sandbox.
+/// Returns the UID of the pool that controls a Sandbox.
 pub fn pool_of(sandbox: &Sandbox) -> Option<&str> {
     let owner = sandbox
         .owner_references()
         .iter()
         .find(|owner| owner.controller == Some(true))?;
-    // Any version of the group, because an older controller may have written it.
+    // Any version of the group: an older controller may have written it.
     let group = owner.api_version.split_once('/').map(|(group, _)| group);
     (owner.kind == SandboxWarmPool::kind(&()) && group == Some(extensions::GROUP))
         .then_some(owner.uid.as_str())
 }
 
-/// Whether a Sandbox is a member of a pool that a claim could take.
+/// Reports whether a Sandbox is a member of a pool that a claim could take.
 pub fn is_member(sandbox: &Sandbox) -> bool {
     let has = |label| sandbox.labels().contains_key(label);
     sandbox.metadata.deletion_timestamp.is_none()

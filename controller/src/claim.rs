@@ -1,10 +1,16 @@
-//! The SandboxClaim kind: each claim gets one Sandbox, out of a pool or made for it. One pass: **dereference** → **plan** (pure) → **apply** → **status** (pure), as for a Sandbox.
+//! Reconciler of SandboxClaims: each claim gets one Sandbox, taken from a pool or made for it.
 //!
-//! A claim that takes a member of a pool is Ready after two writes: the Sandbox is assigned ([`adopt::assignment`]), and the claim's status says so. Everything that decides comes
-//! from the watch caches. What it names (its Sandbox, when it was seen) is written beside the
-//! first; nobody waits for what comes after (an Event, the Pod's labels). [`binding`] says why no
-//! schedule of crashes and no second controller can give a claim two Sandboxes or a Sandbox two
-//! claims.
+//! One pass: **dereference** → **plan** (pure) → **apply** → **status** (pure), as for a
+//! Sandbox.
+//!
+//! A claim that takes a member of a pool is Ready after two writes: the Sandbox is assigned
+//! ([`adopt::assignment`]), and the claim's status reports it. Every decision is made from the
+//! watch caches. The claim's annotations (name of its Sandbox, time of first sight) are written at
+//! the same time as the first write. The writes that follow (an Event, the Pod's labels) delay no
+//! request.
+//!
+//! [`binding`] explains why no schedule of crashes and no second controller can give a claim two
+//! Sandboxes or a Sandbox two claims.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,34 +31,35 @@ mod annotate;
 pub mod apply;
 pub mod binding;
 pub mod dereference;
+pub mod memory;
 pub mod metadata;
 pub mod plan;
 pub mod sandbox_spec;
-pub mod sightings;
 pub mod status;
 
-pub use self::after::News;
+pub use self::after::Reports;
 use self::{
-    apply::{Happened, Step},
+    apply::{Effect, Step},
     dereference::Session,
     plan::{Outlook, Plan},
 };
 
-/// How often the plan is made anew within one pass, before the rest is left to the next one.
+/// Most plans within one pass; the rest is left to the next pass.
 const ROUNDS: usize = 16;
-/// How often the status is worked out anew when somebody else has changed the claim meanwhile.
+/// Most computations of the status within one pass, when another client changes the claim
+/// meanwhile.
 const REWRITES: usize = 4;
 
-/// A pass did not come through; it is tried again with a growing delay.
+/// Failure of a pass; the pass is tried again with a growing delay.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot see what is there")]
+    #[error("cannot read the current state")]
     Observe(#[source] calls::Error),
     #[error("cannot tell whether a step took effect")]
     Unknown(#[source] calls::Error),
     #[error("cannot write the status")]
     WriteStatus(#[source] calls::Error),
-    /// In the status already, in these words.
+    /// The claim's status has this message already.
     #[error("{0}")]
     Refused(String),
     #[error("the objects around the SandboxClaim keep changing")]
@@ -60,7 +67,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Stable name, for metrics and logs.
+    /// Returns a stable name for metrics and logs.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Observe(_) => "ObserveFailed",
@@ -72,7 +79,7 @@ impl Error {
     }
 }
 
-/// Owner reference of a claim for its Sandbox.
+/// Returns the owner reference of a claim for its Sandbox.
 pub fn owner_reference(claim: &SandboxClaim) -> OwnerReference {
     OwnerReference {
         api_version: SandboxClaim::api_version(&()).into_owned(),
@@ -84,29 +91,30 @@ pub fn owner_reference(claim: &SandboxClaim) -> OwnerReference {
     }
 }
 
-/// What a pass over a claim leaves.
+/// Result of a pass over a claim.
 #[derive(Debug, Default)]
 pub struct Served {
-    /// When to look again though nothing has changed.
+    /// Delay until the next pass when nothing changes.
     pub requeue: Option<Duration>,
-    /// What is to be told when it is its turn. The next pass over the claim need not wait for it.
-    pub news: Option<News>,
+    /// Reports to write later. The next pass over the claim need not wait for them.
+    pub reports: Option<Reports>,
 }
 
-/// One pass over one claim, and what it leaves to be told. Says when to look again though nothing has changed.
+/// Reconciles one claim, including its reports. Returns the delay until the next pass when nothing
+/// changes.
 pub async fn reconcile(
     claim: Arc<SandboxClaim>,
     context: Arc<Context>,
 ) -> Result<Option<Duration>, Error> {
-    let Served { requeue, news } = serve(claim, &context).await?;
-    let untold = match news {
-        Some(news) => news.tell(&context).await,
+    let Served { requeue, reports } = serve(claim, &context).await?;
+    let unwritten = match reports {
+        Some(reports) => reports.write(&context).await,
         None => None,
     };
-    Ok(requeue.into_iter().chain(untold).min())
+    Ok(requeue.into_iter().chain(unwritten).min())
 }
 
-/// The part of a pass that somebody waits for.
+/// Runs the part of a pass that requests wait for.
 pub async fn serve(claim: Arc<SandboxClaim>, context: &Context) -> Result<Served, Error> {
     if claim.metadata.deletion_timestamp.is_some() {
         return Ok(Served::default());
@@ -122,23 +130,23 @@ pub async fn serve(claim: Arc<SandboxClaim>, context: &Context) -> Result<Served
     for _ in 0..REWRITES {
         let plan = settle(&mut session, context).await?;
         if plan.ends {
-            let (requeue, news) = (None, after::finish(&session, &plan, context));
-            return Ok(Served { requeue, news });
+            let (requeue, reports) = (None, after::finish(&session, &plan, context));
+            return Ok(Served { requeue, reports });
         }
-        match conclude(&mut session, &plan, context).await? {
-            Concluded::Said => {
+        match write_status(&mut session, &plan, context).await? {
+            StatusWrite::Written => {
                 drop(awaited);
-                let news = after::finish(&session, &plan, context);
-                return leave(plan, news, context).await;
+                let reports = after::finish(&session, &plan, context);
+                return leave(plan, reports, context).await;
             }
-            Concluded::Changed(claim) => session.start_anew(claim),
-            Concluded::Gone => return Ok(Served::default()),
+            StatusWrite::Changed(claim) => session.start_anew(claim),
+            StatusWrite::Gone => return Ok(Served::default()),
         }
     }
     Err(Error::Unsettled)
 }
 
-/// The claim itself, where the cache has only its outline; `None` if it is gone.
+/// Returns the whole claim where the cache has only its outline; `None` if the claim is gone.
 async fn whole(
     claim: Arc<SandboxClaim>,
     context: &Context,
@@ -146,24 +154,26 @@ async fn whole(
     if !outline::is_outline(&*claim) {
         return Ok(Some(claim));
     }
-    let found = outline::whole(&context.api, &*claim).await;
+    let found = outline::read_full(&context.api, &*claim).await;
     let found = found.map_err(Error::Observe)?;
     Ok(found
         .filter(|found| found.metadata.deletion_timestamp.is_none())
         .map(Arc::new))
 }
 
-/// The trace that passes over a claim belong to, as a carrier: the one that its annotation names, or that of its first pass.
+/// Returns the carrier of the trace for passes over a claim: the trace in its annotation, or that
+/// of its first pass.
 pub fn trace(claim: &SandboxClaim, context: &Context) -> Option<String> {
-    trace::carried(claim).or_else(|| context.sightings.trace(claim, || None))
+    trace::carried(claim).or_else(|| context.claims.trace(claim, || None))
 }
 
-/// The claim with its trace in the annotation, from where its Sandbox gets it; and the trace, if the claim in the API has none yet.
+/// Returns the claim with its trace in the annotation, from which its Sandbox takes it; and the
+/// trace, if the claim in the API has none yet.
 fn traced(claim: Arc<SandboxClaim>, context: &Context) -> (Arc<SandboxClaim>, Option<String>) {
     if claim.annotations().contains_key(annotations::TRACE_CONTEXT) {
         return (claim, None);
     }
-    let Some(carrier) = context.sightings.trace(&claim, trace::carrier) else {
+    let Some(carrier) = context.claims.trace(&claim, trace::carrier) else {
         return (claim, None);
     };
     let mut traced = (*claim).clone();
@@ -173,21 +183,21 @@ fn traced(claim: Arc<SandboxClaim>, context: &Context) -> (Arc<SandboxClaim>, Op
     (Arc::new(traced), Some(carrier))
 }
 
-/// What failed is tried again soon, and what is to be told by then is told now.
-async fn leave(plan: Plan, news: Option<News>, context: &Context) -> Result<Served, Error> {
+/// Ends a pass. After a failure the pass is tried again soon, so that its reports are written now.
+async fn leave(plan: Plan, reports: Option<Reports>, context: &Context) -> Result<Served, Error> {
     let Outlook::Failed { message, .. } = plan.outlook else {
         return Ok(Served {
             requeue: plan.requeue,
-            news,
+            reports,
         });
     };
-    if let Some(news) = news {
-        news.tell(context).await;
+    if let Some(reports) = reports {
+        reports.write(context).await;
     }
     Err(Error::Refused(message))
 }
 
-/// Plans and applies until a plan went through as planned.
+/// Plans and applies until a plan was applied completely.
 async fn settle(session: &mut Session, context: &Context) -> Result<Plan, Error> {
     for _ in 0..ROUNDS {
         apply::complete(session, context).await?;
@@ -197,7 +207,7 @@ async fn settle(session: &mut Session, context: &Context) -> Result<Plan, Error>
             continue;
         }
         match apply::apply(&plan, session, context).await? {
-            Step::Through => return Ok(plan),
+            Step::Done => return Ok(plan),
             Step::Again => {}
             Step::Refused(why) => {
                 plan.requeue = why.retry();
@@ -218,24 +228,24 @@ async fn settle(session: &mut Session, context: &Context) -> Result<Plan, Error>
     Err(Error::Unsettled)
 }
 
-enum Concluded {
-    Said,
-    /// Somebody else has changed the claim: this is how it is now.
+enum StatusWrite {
+    Written,
+    /// Another client has changed the claim; holds its current version.
     Changed(Arc<SandboxClaim>),
     Gone,
 }
 
-/// Writes the status, if it says something new, on exactly the version of the claim that it was worked out for.
-async fn conclude(
+/// Writes a changed status on exactly the version of the claim that it was computed from.
+async fn write_status(
     session: &mut Session,
     plan: &Plan,
     context: &Context,
-) -> Result<Concluded, Error> {
+) -> Result<StatusWrite, Error> {
     let claim = Arc::clone(&session.observed.claim);
     let before = claim.status.clone().unwrap_or_default();
     let after = status::next(&claim, &plan.outlook, Timestamp::now());
     let Some(patch) = status::patch(&claim, &before, &after) else {
-        return Ok(Concluded::Said);
+        return Ok(StatusWrite::Written);
     };
     let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
     let api = &context.api;
@@ -246,27 +256,27 @@ async fn conclude(
         Ok(written) => {
             context.caches.claims.assume(written.clone());
             session.observed.claim = Arc::new(written);
-            session.happened.push(Happened::Said {
+            session.effects.push(Effect::StatusWritten {
                 before: Box::new(before),
                 after: Box::new(after),
             });
-            Ok(Concluded::Said)
+            Ok(StatusWrite::Written)
         }
         Err(error) if error.answer() == Answer::Conflict => {
             let found = api.get::<SandboxClaim>(&namespace, &name).await;
             match found.map_err(Error::Observe)? {
-                Some(now) if now.metadata.uid != claim.metadata.uid => Ok(Concluded::Gone),
-                Some(now) if now.metadata.deletion_timestamp.is_some() => Ok(Concluded::Gone),
-                Some(now) => Ok(Concluded::Changed(Arc::new(now))),
-                None => Ok(Concluded::Gone),
+                Some(now) if now.metadata.uid != claim.metadata.uid => Ok(StatusWrite::Gone),
+                Some(now) if now.metadata.deletion_timestamp.is_some() => Ok(StatusWrite::Gone),
+                Some(now) => Ok(StatusWrite::Changed(Arc::new(now))),
+                None => Ok(StatusWrite::Gone),
             }
         }
-        Err(error) if error.answer() == Answer::NotFound => Ok(Concluded::Gone),
+        Err(error) if error.answer() == Answer::NotFound => Ok(StatusWrite::Gone),
         Err(error) => Err(Error::WriteStatus(error)),
     }
 }
 
-/// Whether the claim's status says Ready=True.
+/// Reports whether the claim's status has Ready=True.
 fn is_ready(claim: &SandboxClaim) -> bool {
     claim.status.as_ref().is_some_and(|status| {
         torpor_api::conditions::is_true(&status.conditions, torpor_api::conditions::READY)

@@ -1,11 +1,11 @@
-//! What every pass needs.
+//! State shared by all reconcile passes.
 
 use std::{collections::HashMap, sync::Mutex, time::Duration};
 
 use crate::{
     calls::Apiserver,
     candidates::Candidates,
-    claim::sightings::Sightings,
+    claim,
     metrics::{Counted, Metrics},
     pool,
     settings::Settings,
@@ -13,7 +13,7 @@ use crate::{
     watches::{Caches, Queues},
 };
 
-/// What every pass needs.
+/// State shared by all reconcile passes.
 #[derive(Debug)]
 pub struct Context {
     pub api: Apiserver,
@@ -25,16 +25,16 @@ pub struct Context {
     pub failures: Failures,
     /// Members of pools that claims may take.
     pub candidates: Candidates,
-    /// What this process knows of claims that stands in no object yet.
-    pub sightings: Sightings,
-    /// What this process knows of pools that stands in no object yet.
+    /// Facts about claims that this process knows and no object holds yet.
+    pub claims: claim::memory::Memory,
+    /// Facts about pools that this process knows and no object holds yet.
     pub pools: pool::memory::Memory,
-    /// What the users of templates were told.
+    /// Events published about templates.
     pub templates: template::memory::Memory,
 }
 
 impl Context {
-    /// A context with nothing known yet.
+    /// Returns a context with empty caches.
     pub fn new(api: Apiserver, cluster_domain: String, settings: Settings) -> Self {
         let caches = Caches::default();
         let metrics = Metrics::default();
@@ -52,7 +52,7 @@ impl Context {
             metrics,
             failures: Failures::default(),
             candidates: Candidates::default(),
-            sightings: Sightings::default(),
+            claims: claim::memory::Memory::default(),
             pools: pool::memory::Memory::default(),
             templates: template::memory::Memory::default(),
         }
@@ -60,7 +60,7 @@ impl Context {
 }
 
 impl Context {
-    /// The metrics as they are now, in OpenMetrics text format.
+    /// Returns the current metrics in OpenMetrics text format.
     pub fn metrics_text(&self) -> Result<String, std::fmt::Error> {
         let Queues {
             sandboxes,
@@ -92,17 +92,17 @@ impl Context {
     }
 }
 
-/// How often each object has failed in a row, for the growing delay between tries.
+/// Consecutive failures of each object, for the growing delay between tries.
 #[derive(Debug, Default)]
 pub struct Failures(Mutex<HashMap<String, u32>>);
 
-/// Delay after the first failure, doubled with each further one.
+/// Delay after the first failure, doubled with each further failure.
 const FIRST_DELAY: Duration = Duration::from_millis(50);
 /// Longest delay between tries.
 const LONGEST_DELAY: Duration = Duration::from_secs(120);
 
 impl Failures {
-    /// Counts a failure; says how long to wait before the next try.
+    /// Counts a failure and returns the delay before the next try.
     pub fn count(&self, object: &str) -> Duration {
         let mut all = self
             .0
@@ -116,7 +116,7 @@ impl Failures {
         delay
     }
 
-    /// Forgets the failures of an object that came through, or is gone.
+    /// Forgets the failures of an object after a success or after its deletion.
     pub fn forget(&self, object: &str) {
         self.0
             .lock()

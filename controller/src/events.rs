@@ -1,4 +1,4 @@
-//! Kubernetes Events. A failure to publish one is logged and forgotten: an Event is news, the state is in the status.
+//! Publishes Kubernetes Events. A failure to publish is only logged: the status holds the state.
 
 use std::time::Duration;
 
@@ -12,29 +12,31 @@ use torpor_api::reasons::event as reasons;
 
 use crate::calls::Apiserver;
 
-/// Who reports, as upstream names itself.
+/// Reporting controller, with upstream's name.
 const REPORTER: &str = "sandbox-controller";
-/// Action of the reporter where upstream names none that is more exact.
-const DOING: &str = "Reconciling";
-/// The API's limit for the text of an Event.
+/// Action of an Event for which upstream has no more specific one.
+const DEFAULT_ACTION: &str = "Reconciling";
+/// Limit of the API for the note of an Event, in bytes.
 const LONGEST_NOTE: usize = 1024;
-/// How often what is still so is told. The apiserver keeps an Event for an hour, and whoever looks later finds the next one.
-pub const AGAIN: Duration = Duration::from_secs(55 * 60);
+/// Interval at which an Event about a lasting state is repeated. The apiserver keeps an Event for
+/// an hour, so that there is always one.
+pub const REPEAT_INTERVAL: Duration = Duration::from_secs(55 * 60);
 
-/// How bad the news is.
+/// Type of an Event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Severity {
     Normal,
     Warning,
 }
 
-/// Words without the numbers in them, by which two refusals of the same kind differ: of a quota,
-/// for example, how much of it is used.
+/// Returns a message without its digits, to compare refusals of the same kind.
+///
+/// The message of a quota, for example, contains the used amount.
 pub fn without_numbers(words: &str) -> String {
     words.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
-/// Something worth an Event.
+/// Content of an Event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
     pub severity: Severity,
@@ -42,7 +44,7 @@ pub struct Note {
     pub message: String,
 }
 
-/// Publishes a note about an object.
+/// Publishes an Event about an object.
 pub async fn publish<K: Resource<DynamicType = ()>>(api: &Apiserver, about: &K, note: Note) {
     let Note {
         severity, reason, ..
@@ -73,7 +75,7 @@ fn event<K: Resource<DynamicType = ()>>(about: &K, note: Note, now: Timestamp) -
             namespace: Some(about.namespace().unwrap_or_else(|| "default".to_owned())),
             ..ObjectMeta::default()
         },
-        action: Some(doing(note.reason).to_owned()),
+        action: Some(action(note.reason).to_owned()),
         event_time: Some(MicroTime(now)),
         note: Some(shortened(note.message)),
         reason: Some(note.reason.to_owned()),
@@ -99,13 +101,13 @@ fn event<K: Resource<DynamicType = ()>>(about: &K, note: Note, now: Timestamp) -
     }
 }
 
-/// Action of the reporter, in upstream's words (#782, #1532).
-fn doing(reason: &str) -> &'static str {
+/// Returns the action, which is upstream's (#782, #1532).
+fn action(reason: &str) -> &'static str {
     match reason {
         reasons::SANDBOX_POD_CREATED | reasons::SANDBOX_POD_CREATE_FAILED => "PodCreation",
         reasons::SANDBOX_READY => "Ready",
         reasons::SANDBOX_EXPIRED => "Expiry",
-        _ => DOING,
+        _ => DEFAULT_ACTION,
     }
 }
 

@@ -1,5 +1,8 @@
-//! Command line: every flag of upstream's controller, in the ways that Go programs take flags (`--flag=value`, `--flag value`, `-flag=value`, a bare boolean). Flags that
-//! mean nothing here are taken and named once in the log; unknown ones are an error.
+//! Command line: every flag of upstream's controller, in the forms that Go programs accept
+//! (`--flag=value`, `--flag value`, `-flag=value`, a bare boolean).
+//!
+//! Flags of upstream's without an effect here are accepted and named once in the log; unknown flags
+//! are an error.
 
 use std::{collections::BTreeMap, ffi::OsString, path::PathBuf, time::Duration};
 
@@ -18,24 +21,24 @@ use crate::{
 
 pub mod config;
 
-/// Flags that mean something here.
+/// Flags that have an effect.
 #[derive(Clone, Debug, Parser)]
 #[command(
     name = "agent-sandbox-controller",
-    version,
+    version = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("TORPOR_GIT_COMMIT"), ")"),
     about = "Reconciles Sandboxes and their memory."
 )]
 pub struct Flags {
     /// Domain of the cluster, for status.serviceFQDN.
     #[arg(long, default_value = "cluster.local")]
     pub cluster_domain: String,
-    /// Where metrics are served; 0 serves none.
+    /// Address on which metrics are served; 0 serves none.
     #[arg(long, default_value = ":8080")]
     pub metrics_bind_address: BindAddress,
-    /// Where /healthz and /readyz are served; 0 serves none.
+    /// Address on which /healthz and /readyz are served; 0 serves none.
     #[arg(long, default_value = ":8081")]
     pub health_probe_bind_address: BindAddress,
-    /// Run only while holding the lease, so that of several replicas one works.
+    /// Run only while holding the lease, so that one of several replicas works.
     #[arg(long, default_value = "true", go_boolean())]
     pub leader_elect: bool,
     /// Namespace of the lease; the Pod's own when empty.
@@ -44,38 +47,40 @@ pub struct Flags {
     /// Reconcile SandboxClaims, SandboxTemplates and SandboxWarmPools too.
     #[arg(long, default_value = "false", go_boolean())]
     pub extensions: bool,
-    /// How many Sandboxes are reconciled at once.
+    /// Number of Sandboxes that are reconciled at once.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..))]
     pub sandbox_concurrent_workers: u16,
-    /// How many SandboxClaims are reconciled at once: more finish later, because the apiserver serves all that are under way at the same time.
+    /// Number of SandboxClaims that are reconciled at once. A larger number delays claims, because
+    /// the apiserver serves all of them at the same time.
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..))]
     pub sandbox_claim_concurrent_workers: u16,
-    /// How many SandboxWarmPools are reconciled at once.
+    /// Number of SandboxWarmPools that are reconciled at once.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub sandbox_warm_pool_concurrent_workers: u16,
-    /// How many SandboxTemplates are reconciled at once.
+    /// Number of SandboxTemplates that are reconciled at once.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub sandbox_template_concurrent_workers: u16,
-    /// Most members of a pool that are made or deleted in one pass.
+    /// Most members of a pool that are created or deleted in one pass.
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u16).range(1..))]
     pub sandbox_warm_pool_max_batch_size: u16,
-    /// How long a pool waits before it replaces members that were claimed; each further claim begins the wait anew.
+    /// Delay before a pool replaces members that were claimed; each further claim restarts the
+    /// delay.
     #[arg(long, default_value = "0", value_parser = duration)]
     pub sandbox_warm_pool_replenish_delay: Duration,
-    /// Members per second that a pool makes at most; 0 does not limit.
+    /// Most members per second that a pool creates; 0 is no limit.
     #[arg(long, default_value_t = 0.0, value_parser = rate)]
     pub sandbox_warm_pool_max_refill_rate: f64,
-    /// How long a member of a pool may take to become ready before it is replaced.
+    /// Time that a member of a pool may take to become ready before it is replaced.
     #[arg(long, default_value = "5m", value_parser = duration)]
     pub sandbox_warm_pool_readiness_grace_period: Duration,
-    /// How long after its creation a claim waits for a member of its pool that has no address yet,
-    /// before it starts cold.
+    /// Time after its creation that a claim waits for a member of its pool without an address,
+    /// before the claim starts cold.
     #[arg(long, default_value = "2s", value_parser = duration)]
     pub sandbox_claim_warm_candidate_grace_period: Duration,
-    /// How often a member that no node has room for is looked at again.
+    /// Interval at which a member that no node has room for is checked again.
     #[arg(long, default_value = "1m", value_parser = duration)]
     pub sandbox_warm_pool_unschedulable_recheck_interval: Duration,
-    /// Let the cluster autoscaler take unclaimed members of pools away.
+    /// Let the cluster autoscaler evict unclaimed members of pools.
     #[arg(long, default_value = "true", go_boolean())]
     pub enable_warm_pool_eviction: bool,
     /// Publish no Events about Sandboxes.
@@ -84,56 +89,62 @@ pub struct Flags {
     /// Publish no Events about SandboxClaims.
     #[arg(long, default_value = "false", go_boolean())]
     pub disable_claim_events: bool,
-    /// Do not write on a SandboxClaim when it was first seen, nor its trace.
+    /// Do not write the time of first sight and the trace to SandboxClaims.
     #[arg(long, default_value = "false", go_boolean())]
     pub disable_claim_observability_annotations: bool,
-    /// Namespaces, separated by commas, that the controller is confined to; all when empty. Name of
-    /// upstream's #1476.
+    /// Namespaces, separated by commas, to which the controller is confined; all when empty. Named
+    /// as in upstream's #1476.
     #[arg(long, default_value = "")]
     pub watch_namespaces: Namespaces,
-    /// Watch only Services that carry the label of a Sandbox, as Pods and PersistentVolumeClaims are watched in any case.
+    /// Watch only Services with the label of a Sandbox; Pods and PersistentVolumeClaims are always
+    /// watched by that label.
     #[arg(long, default_value = "false", go_boolean())]
     pub cache_label_selectors: bool,
-    /// Calls to the apiserver per second in the long run; what is not positive is no limit.
+    /// Calls to the apiserver per second in the long run; no limit unless positive.
     #[arg(long, default_value_t = -1.0, allow_hyphen_values = true)]
     pub kube_api_qps: f64,
-    /// Calls to the apiserver that may follow one another at once, where --kube-api-qps limits them.
+    /// Calls to the apiserver that may follow at once after a pause, where --kube-api-qps limits
+    /// them.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     pub kube_api_burst: u32,
-    /// Export spans by OTLP over gRPC, to where the variable OTEL_EXPORTER_OTLP_ENDPOINT says.
+    /// Export spans by OTLP over gRPC to the endpoint in the variable OTEL_EXPORTER_OTLP_ENDPOINT.
     #[arg(long, default_value = "false", go_boolean())]
     pub enable_tracing: bool,
-    /// Kubeconfig file; without one KUBECONFIG, or the Pod's own account.
+    /// Kubeconfig file; by default the one in KUBECONFIG, or the Pod's service account.
     #[arg(long)]
     pub kubeconfig: Option<PathBuf>,
-    /// What is logged: debug, info, error, or a number as zap takes it. RUST_LOG goes before it.
+    /// Log level: debug, info, error, or a number as in zap. RUST_LOG takes precedence.
     #[arg(long, default_value = "info", value_parser = log_level)]
     pub zap_log_level: String,
-    /// Format of the log: json, or console, which is text.
+    /// Log format: json, or console, which is text.
     #[arg(long, value_parser = ["json", "console"])]
     pub zap_encoder: Option<String>,
-    /// File with the domains whose labels a claim may put on its Pod; need not exist. Upstream's place.
+    /// File with the domains whose labels a claim may set on its Pod; need not exist. Upstream's
+    /// path.
     #[arg(long, default_value = "/etc/sandbox-config/allowed-label-domains")]
     pub allowed_label_domains_file: PathBuf,
-    /// Image of the sandbox runtime, for Sandboxes with the annotation torpor.dev/inject-runtime; none when empty. Torpor's.
+    /// Image of the sandbox runtime for Sandboxes with the annotation torpor.dev/inject-runtime;
+    /// none when empty. Torpor's.
     #[arg(long, default_value = "")]
     pub runtime_image: String,
-    /// Give Sandboxes without a SandboxTemplate the strict NetworkPolicy that templates have, unless their annotation torpor.dev/network-policy says none. Torpor's.
+    /// Give Sandboxes without a SandboxTemplate the strict NetworkPolicy that templates have,
+    /// unless their annotation torpor.dev/network-policy is none. Torpor's.
     #[arg(long, default_value = "false", go_boolean())]
     pub default_network_policy: bool,
-    /// Ranges of addresses (198.51.100.0/24,2001:db8::/32) that the strict NetworkPolicies block beside the private ones; may be given again. Torpor's.
+    /// Address ranges (198.51.100.0/24,2001:db8::/32) that the strict NetworkPolicies block in
+    /// addition to the private ones; may be repeated. Torpor's.
     #[arg(long, value_name = "CIDR", value_delimiter = ',')]
     pub network_policy_except: Vec<Cidr>,
-    /// Format of the log: text or json. Torpor's.
+    /// Log format: text or json. Torpor's.
     #[arg(long, default_value = "text", value_parser = ["text", "json"])]
     pub log_format: String,
-    /// How long one call to the apiserver may take. Torpor's.
+    /// Time limit of one call to the apiserver. Torpor's.
     #[arg(long, default_value = "30s", value_parser = duration)]
     pub api_timeout: Duration,
 }
 
 impl Flags {
-    /// Format of the log: Torpor's flag, or upstream's.
+    /// Returns the log format, from Torpor's flag or upstream's.
     pub fn log_format(&self) -> &str {
         match self.zap_encoder.as_deref() {
             Some("json") => "json",
@@ -142,7 +153,8 @@ impl Flags {
         }
     }
 
-    /// What the flags say about how kinds are reconciled. `domains` is the text of the allow-list of label domains.
+    /// Returns the settings of the reconcilers. `domains` is the text of the allow-list of label
+    /// domains.
     pub fn settings(&self, domains: Option<&str>) -> Settings {
         let defaults = ClaimSettings::default();
         Settings {
@@ -182,59 +194,62 @@ impl Flags {
     }
 }
 
-/// A flag of upstream's that is taken and changes nothing, and why. `bare`: it may stand without a value. `guards`: who sets it counts on being guarded by it.
-struct WithoutMeaning {
+/// Flag of upstream's that has no effect here, and the reason.
+///
+/// `bare`: the flag may stand without a value. `guards`: the flag stands for a protection that is
+/// missing here.
+struct IgnoredFlag {
     name: &'static str,
     bare: bool,
     guards: bool,
     why: &'static str,
 }
 
-const PPROF: &str = "it is about Go's runtime";
-const CONNECTIONS: &str = "each call that is under way has a connection of its own";
+const PPROF: &str = "it concerns Go's runtime";
+const CONNECTIONS: &str = "each running call has its own connection";
 const WEBHOOK: &str = "there is no webhook";
-const LOG: &str = "the log has its own form";
+const LOG: &str = "the log has its own format";
 const TLS: &str = "metrics are served without TLS: keep the port within the cluster";
-const PLAIN: &str = "metrics are served in plain text, to whoever reaches their port: let only those in who scrape, by the component deploy/networkpolicy (Helm: networkPolicy.enabled), or serve none with --metrics-bind-address=0";
+const PLAIN: &str = "metrics are served in plain text to every client that reaches their port: restrict access to the scraper with the component deploy/networkpolicy (Helm: networkPolicy.enabled), or serve none with --metrics-bind-address=0";
 
-/// Upstream's other flags. They take any value.
-const WITHOUT_MEANING: [WithoutMeaning; 23] = [
-    without("enable-pprof", true, PPROF),
-    without("enable-pprof-debug", true, PPROF),
-    without("pprof-block-profile-rate", false, PPROF),
-    without("pprof-mutex-profile-fraction", false, PPROF),
-    without("api-connections", false, CONNECTIONS),
-    without("separate-watch-connection", true, CONNECTIONS),
-    without(
+/// Upstream's other flags. They accept any value.
+const IGNORED_FLAGS: [IgnoredFlag; 23] = [
+    ignored_flag("enable-pprof", true, PPROF),
+    ignored_flag("enable-pprof-debug", true, PPROF),
+    ignored_flag("pprof-block-profile-rate", false, PPROF),
+    ignored_flag("pprof-mutex-profile-fraction", false, PPROF),
+    ignored_flag("api-connections", false, CONNECTIONS),
+    ignored_flag("separate-watch-connection", true, CONNECTIONS),
+    ignored_flag(
         "sandbox-write-behind-window",
         false,
-        "nobody waits for the writes that it would put off",
+        "no request waits for the writes that it would delay",
     ),
-    WithoutMeaning {
+    IgnoredFlag {
         name: "metrics-secure-serving",
         bare: true,
         guards: true,
         why: PLAIN,
     },
-    without("metrics-cert-dir", false, TLS),
-    without("tls-min-version", false, TLS),
-    without("tls-cipher-suites", false, TLS),
-    without("webhook-port", false, WEBHOOK),
-    without("webhook-cert-dir", false, WEBHOOK),
-    without("webhook-cert-name", false, WEBHOOK),
-    without("webhook-key-name", false, WEBHOOK),
-    without("webhook-service-name", false, WEBHOOK),
-    without("webhook-namespace", false, WEBHOOK),
-    without("manage-webhook-certs", true, WEBHOOK),
-    without("enable-webhook", true, WEBHOOK),
-    without("zap-devel", true, LOG),
-    without("zap-stacktrace-level", false, LOG),
-    without("zap-time-encoding", false, LOG),
-    without("alsologtostderr", true, LOG),
+    ignored_flag("metrics-cert-dir", false, TLS),
+    ignored_flag("tls-min-version", false, TLS),
+    ignored_flag("tls-cipher-suites", false, TLS),
+    ignored_flag("webhook-port", false, WEBHOOK),
+    ignored_flag("webhook-cert-dir", false, WEBHOOK),
+    ignored_flag("webhook-cert-name", false, WEBHOOK),
+    ignored_flag("webhook-key-name", false, WEBHOOK),
+    ignored_flag("webhook-service-name", false, WEBHOOK),
+    ignored_flag("webhook-namespace", false, WEBHOOK),
+    ignored_flag("manage-webhook-certs", true, WEBHOOK),
+    ignored_flag("enable-webhook", true, WEBHOOK),
+    ignored_flag("zap-devel", true, LOG),
+    ignored_flag("zap-stacktrace-level", false, LOG),
+    ignored_flag("zap-time-encoding", false, LOG),
+    ignored_flag("alsologtostderr", true, LOG),
 ];
 
-const fn without(name: &'static str, bare: bool, why: &'static str) -> WithoutMeaning {
-    WithoutMeaning {
+const fn ignored_flag(name: &'static str, bare: bool, why: &'static str) -> IgnoredFlag {
+    IgnoredFlag {
         name,
         bare,
         guards: false,
@@ -242,19 +257,19 @@ const fn without(name: &'static str, bare: bool, why: &'static str) -> WithoutMe
     }
 }
 
-/// A flag that was given and means nothing here.
+/// Flag that was given and has no effect here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ignored {
     pub name: &'static str,
     pub why: &'static str,
-    /// Somebody counts on being guarded by it, and is not.
+    /// The flag asks for a protection that is missing here.
     pub unguarded: bool,
 }
 
-/// The flags cannot be read.
+/// Failure to read the flags.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The command line is wrong, or asks for words such as `--help`.
+    /// The command line is invalid, or asks for output such as `--help`.
     #[error("the command line: {0}")]
     CommandLine(clap::Error),
     #[error("ConfigMap agent-sandbox-config, key {key}: {source}")]
@@ -264,7 +279,7 @@ pub enum Error {
     },
 }
 
-/// The flags that were read.
+/// Result of reading the flags.
 #[derive(Debug)]
 pub struct Parsed {
     pub flags: Flags,
@@ -273,7 +288,7 @@ pub struct Parsed {
     pub configured: Vec<&'static str>,
 }
 
-/// Reads the command line, and from the ConfigMap what that leaves out.
+/// Reads the command line, and from the ConfigMap the flags that the command line leaves out.
 pub fn parse(
     arguments: impl IntoIterator<Item = OsString>,
     configured: &BTreeMap<&'static str, String>,
@@ -288,7 +303,7 @@ pub fn parse(
             continue;
         }
         let argument = OsString::from(format!("--{key}={value}"));
-        // By itself first, so that an error is that of the key.
+        // Parsed alone first, so that an error names the key.
         command()
             .try_get_matches_from([OsString::from("controller"), argument.clone()])
             .map_err(|source| Error::Configured { key, source })?;
@@ -300,7 +315,7 @@ pub fn parse(
         .map_err(Error::CommandLine)?;
     let flags = Flags::from_arg_matches(&matches).map_err(Error::CommandLine)?;
     let ignored = given(&matches);
-    // A flag without a meaning has no effect, wherever it is set.
+    // A flag without an effect is not reported as set by the ConfigMap.
     effective.retain(|key| ignored.iter().all(|flag| flag.name != *key));
     Ok(Parsed {
         flags,
@@ -309,7 +324,7 @@ pub fn parse(
     })
 }
 
-/// Whether the command line sets a flag.
+/// Reports whether the command line sets a flag.
 fn is_given(flag: &str, matches: &ArgMatches) -> bool {
     let command = command();
     let mut known = command.get_arguments();
@@ -319,9 +334,9 @@ fn is_given(flag: &str, matches: &ArgMatches) -> bool {
         .is_some_and(|id| matches.value_source(id) == Some(ValueSource::CommandLine))
 }
 
-/// Upstream's flags, those without a meaning among them.
+/// Returns the command with all of upstream's flags, those without an effect included.
 fn command() -> clap::Command {
-    Flags::command().args(WITHOUT_MEANING.iter().map(|flag| {
+    Flags::command().args(IGNORED_FLAGS.iter().map(|flag| {
         let argument = Arg::new(flag.name)
             .long(flag.name)
             .hide(true)
@@ -335,7 +350,7 @@ fn command() -> clap::Command {
 }
 
 fn given(matches: &ArgMatches) -> Vec<Ignored> {
-    WITHOUT_MEANING
+    IGNORED_FLAGS
         .iter()
         .filter(|flag| matches.value_source(flag.name) == Some(ValueSource::CommandLine))
         .map(|flag| Ignored {
@@ -351,7 +366,7 @@ fn switched_off(matches: &ArgMatches, name: &str) -> bool {
     value.is_some_and(|value| boolean(value) == Ok(false))
 }
 
-/// Zap's levels in the words of our log. Its numbers are the more talkative the greater they are.
+/// Converts zap's level to the log's. Greater numbers log more.
 fn log_level(text: &str) -> Result<String, String> {
     let level = match text {
         "debug" | "info" | "warn" | "error" => text,
@@ -362,7 +377,7 @@ fn log_level(text: &str) -> Result<String, String> {
             Ok(_) => "trace",
             Err(_) => {
                 return Err(format!(
-                    "{text:?} is no level: debug, info, error or a number"
+                    "{text:?} is not a level: debug, info, error or a number"
                 ));
             }
         },
@@ -370,7 +385,7 @@ fn log_level(text: &str) -> Result<String, String> {
     Ok(level.to_owned())
 }
 
-/// A rate: a number that is not negative.
+/// Parses a rate: a number that is not negative.
 fn rate(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(rate) if rate >= 0.0 && rate.is_finite() => Ok(rate),

@@ -1,9 +1,9 @@
-//! Leader election over a Lease, as client-go does it: whoever holds the lease renews it; who sees
-//! it not renewed for its whole duration takes it. No clocks are compared: what counts is how long
-//! *this* process has seen the same record.
+//! Leader election with a Lease, as client-go does it. The holder renews the Lease. Another
+//! candidate takes the Lease after it has seen no renewal for the Lease's whole duration. No clocks
+//! are compared: a candidate measures how long it has itself seen the same record.
 //!
-//! Losing the lease is fatal on purpose. The lease saves work, it is not what keeps the cluster
-//! right: every dangerous call is fenced by itself.
+//! A process that loses the Lease exits on purpose. The Lease only saves work. Correctness does not
+//! depend on it, because every dangerous call has its own fence.
 
 use std::time::Duration;
 
@@ -16,18 +16,18 @@ use kube::{Api, Client, api::PostParams};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-/// Name of the lease.
+/// Name of the Lease.
 pub const LEASE_NAME: &str = torpor_api::install::CONTROLLER_LEASE;
 
-/// The three spans of leader election.
+/// Durations of leader election.
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
-    /// How long a lease lasts without being renewed.
+    /// Time after which a Lease that was not renewed expires.
     pub duration: Duration,
-    /// Time from a renewal within which the next one has to succeed, all tries together; shorter
-    /// than `duration`.
+    /// Time from a renewal within which the next one must succeed, over all tries; shorter than
+    /// `duration`.
     pub renew_deadline: Duration,
-    /// How long to wait between tries.
+    /// Time between tries.
     pub retry: Duration,
 }
 
@@ -42,11 +42,11 @@ impl Default for Timing {
 }
 
 impl Timing {
-    /// Time that is left for tries to renew a lease; none once the leader has to stop.
+    /// Returns the time left to renew the Lease, or `None` if the leader must stop.
     ///
     /// `renewed` is when the request of the last renewal was sent. Another candidate sees the
-    /// renewed record later than that, and waits for `duration` from then on: it does not lead
-    /// before this one has stopped.
+    /// renewed record later than that, and waits for `duration` from then on. It therefore does not
+    /// lead before this process has stopped.
     fn left(&self, renewed: Instant, now: Instant) -> Option<Duration> {
         let since = now.saturating_duration_since(renewed);
         let left = self.renew_deadline.saturating_sub(since);
@@ -54,24 +54,24 @@ impl Timing {
     }
 }
 
-/// How a wait for the lease, or a time as leader, ended.
+/// End of a wait for the Lease, or of a time as leader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// The program is being stopped; the lease was given back.
+    /// The process is stopping and has released the Lease.
     Stopped,
-    /// Somebody else may hold the lease by now.
+    /// Another process may hold the Lease.
     Lost,
 }
 
-/// A lease, seen by one candidate.
+/// State of one candidate for the Lease.
 #[derive(Clone)]
 pub struct Candidate {
     api: Api<Lease>,
     identity: String,
     timing: Timing,
-    /// The record as last seen, and since when it has been the same.
-    seen: Option<(LeaseSpec, Instant)>,
-    /// When the request was sent that last made the lease this candidate's.
+    /// Record as last seen, and since when it has been the same.
+    observed: Option<(LeaseSpec, Instant)>,
+    /// Time at which the request of the last successful renewal was sent.
     renewed: Option<Instant>,
 }
 
@@ -82,24 +82,24 @@ impl std::fmt::Debug for Candidate {
 }
 
 impl Candidate {
-    /// A candidate for the lease of a namespace. `identity` has to differ from that of every other
-    /// candidate.
+    /// Makes a candidate for the Lease of a namespace. `identity` must be unique among the
+    /// candidates.
     pub fn new(client: Client, namespace: &str, identity: String, timing: Timing) -> Self {
         Self {
             api: Api::namespaced(client, namespace),
             identity,
             timing,
-            seen: None,
+            observed: None,
             renewed: None,
         }
     }
 
-    /// Waits for the lease. `None`: the program is being stopped.
+    /// Waits for the Lease. Returns `None` if the process is stopping.
     pub async fn acquire(&mut self, shutdown: &CancellationToken) -> Option<()> {
         loop {
-            match self.limited_try(self.timing.renew_deadline).await {
+            match self.try_within(self.timing.renew_deadline).await {
                 Ok(true) => return Some(()),
-                Ok(false) => tracing::debug!("another process leads"),
+                Ok(false) => tracing::debug!("another process holds the lease"),
                 Err(error) => tracing::warn!(%error, "cannot get the lease"),
             }
             tokio::select! {
@@ -109,7 +109,7 @@ impl Candidate {
         }
     }
 
-    /// Keeps the lease until `shutdown`, then gives it back; or until it is lost.
+    /// Renews the Lease until `shutdown` and then releases it, or until it is lost.
     pub async fn keep(&mut self, shutdown: &CancellationToken) -> Ended {
         let began = Instant::now();
         let left = |this: &Self| {
@@ -130,7 +130,7 @@ impl Candidate {
             let Some(limit) = left(self) else {
                 return Ended::Lost;
             };
-            match self.limited_try(limit).await {
+            match self.try_within(limit).await {
                 Ok(true) => {}
                 Ok(false) => return Ended::Lost,
                 Err(error) => tracing::warn!(%error, "cannot renew the lease"),
@@ -138,7 +138,7 @@ impl Candidate {
         }
     }
 
-    async fn limited_try(&mut self, limit: Duration) -> Result<bool, Error> {
+    async fn try_within(&mut self, limit: Duration) -> Result<bool, Error> {
         let sent = Instant::now();
         let held = tokio::time::timeout(limit, self.try_to_hold())
             .await
@@ -149,7 +149,7 @@ impl Candidate {
         Ok(held)
     }
 
-    /// One try to get or renew the lease. `false`: somebody else holds it.
+    /// Tries once to get or renew the Lease. Returns `false` if another process holds it.
     async fn try_to_hold(&mut self) -> Result<bool, Error> {
         let Some(mut lease) = self.api.get_opt(LEASE_NAME).await.map_err(Error::Call)? else {
             let lease = Lease {
@@ -159,27 +159,27 @@ impl Candidate {
                 },
                 spec: Some(self.record(None)),
             };
-            return Self::settled(self.api.create(&PostParams::default(), &lease).await);
+            return Self::write_result(self.api.create(&PostParams::default(), &lease).await);
         };
         let current = lease.spec.take().unwrap_or_default();
         let ours = current.holder_identity.as_deref() == Some(&self.identity);
-        if !ours && !self.has_run_out(&current) {
+        if !ours && !self.has_expired(&current) {
             return Ok(false);
         }
         lease.spec = Some(self.record(Some(&current)));
         // The resourceVersion in the object makes two candidates' writes exclude each other.
-        Self::settled(
+        Self::write_result(
             self.api
                 .replace(LEASE_NAME, &PostParams::default(), &lease)
                 .await,
         )
     }
 
-    fn settled(written: Result<Lease, kube::Error>) -> Result<bool, Error> {
+    fn write_result(written: Result<Lease, kube::Error>) -> Result<bool, Error> {
         match written {
             Ok(_) => Ok(true),
-            // Somebody wrote in between; perhaps an earlier write of ours whose answer was lost.
-            // The next look tells.
+            // Another write came in between, perhaps an earlier one of ours whose answer was lost.
+            // The next read shows the holder.
             Err(kube::Error::Api(status)) if status.is_conflict() || status.is_already_exists() => {
                 Err(Error::Raced)
             }
@@ -187,8 +187,8 @@ impl Candidate {
         }
     }
 
-    /// Whether nobody holds the lease, or its holder has not renewed it for as long as it lasts.
-    fn has_run_out(&mut self, current: &LeaseSpec) -> bool {
+    /// Reports whether the Lease has no holder, or its holder has not renewed it for its duration.
+    fn has_expired(&mut self, current: &LeaseSpec) -> bool {
         if current.holder_identity.as_deref().unwrap_or("").is_empty() {
             return true;
         }
@@ -196,10 +196,10 @@ impl Candidate {
             .lease_duration_seconds
             .and_then(|s| u64::try_from(s).ok());
         let lasts = seconds.map_or(self.timing.duration, Duration::from_secs);
-        match &self.seen {
+        match &self.observed {
             Some((record, since)) if record == current => since.elapsed() > lasts,
             _ => {
-                self.seen = Some((current.clone(), Instant::now()));
+                self.observed = Some((current.clone(), Instant::now()));
                 false
             }
         }
@@ -227,7 +227,7 @@ impl Candidate {
         }
     }
 
-    /// Gives the lease back, so that the next one need not wait for it to run out.
+    /// Releases the Lease, so that the next candidate need not wait until it expires.
     async fn release(&self) {
         let release = async {
             let mut lease = self.api.get(LEASE_NAME).await?;
@@ -245,19 +245,19 @@ impl Candidate {
                 .map(drop)
         };
         match tokio::time::timeout(self.timing.retry, release).await {
-            Ok(Ok(())) => tracing::info!("gave the lease back"),
-            Ok(Err(error)) => tracing::warn!(%error, "cannot give the lease back"),
-            Err(_) => tracing::warn!("no answer while giving the lease back"),
+            Ok(Ok(())) => tracing::info!("released the lease"),
+            Ok(Err(error)) => tracing::warn!(%error, "cannot release the lease"),
+            Err(_) => tracing::warn!("no answer while releasing the lease"),
         }
     }
 }
 
-/// A try did not come through.
+/// Failure of a try to get or renew the Lease.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no answer from the apiserver")]
     NoAnswer,
-    #[error("somebody else wrote the lease at the same time")]
+    #[error("another process wrote the lease at the same time")]
     Raced,
     // kube's Display names its causes already.
     #[error("{0}")]
@@ -272,7 +272,7 @@ mod tests {
 
     #[rstest]
     #[case::just_renewed(0, Some(10))]
-    #[case::the_tries_so_far_took_a_while(7, Some(3))]
+    #[case::earlier_tries_took_time(7, Some(3))]
     #[case::over(10, None)]
     #[case::long_over(22, None)]
     fn all_tries_of_a_renewal_share_one_deadline(#[case] since: u64, #[case] left: Option<u64>) {

@@ -1,16 +1,20 @@
-//! The controller: it reconciles Sandboxes (upstream's kind, upstream's behaviour, and Torpor's memory beside it), SandboxTemplates, SandboxClaims and SandboxWarmPools, and looks
-//! after SandboxSnapshots. It knows nothing of runtimes beyond what each node's SandboxNode says.
+//! Controller of Torpor: reconciles Sandboxes, SandboxTemplates, SandboxClaims and
+//! SandboxWarmPools, and manages SandboxSnapshots.
+//!
+//! Sandbox is upstream's kind with upstream's behaviour; Torpor saves and restores its memory. The
+//! controller knows runtimes only through the SandboxNode of each node.
 //!
 //! ```text
-//! watches ──► caches                 one task per kind; each event names the objects that it concerns
-//!    └──────► queues ─► reconcile    one queue per kind, namespaces take turns, one pass per object at a time
-//!                          dereference → validate → plan → apply → status
-//! pace ────► what nobody waits for is written when it is its turn
-//! lease ───► runs all of it only while this process leads
+//! watches -> caches                one task per kind; an event queues the objects that it concerns
+//!     `----> queues -> reconcile   one queue per kind, namespaces take turns, one pass per object
+//!                dereference -> validate -> plan -> apply -> status
+//! pace ----> delays writes that no request waits for
+//! lease ---> runs all of it only while this process leads
 //! ```
-//! `plan` and `status` are pure; `apply` executes without choosing. Every call to the apiserver has a timeout, and a call without an answer leads to observing again.
+//! `plan` and `status` are pure; `apply` executes and makes no choices. Every call to the apiserver
+//! has a timeout. After a call without an answer the controller observes again.
 
-pub mod afterwards;
+pub mod background;
 pub mod blueprint;
 pub mod cache;
 pub mod calls;

@@ -1,4 +1,4 @@
-//! `torpor-controller`: see the crate's own documentation.
+//! Binary `torpor-controller`; the crate's documentation describes it.
 
 use std::{path::Path, process::ExitCode, sync::Arc};
 
@@ -23,11 +23,11 @@ use torpor_controller::{
 };
 use torpor_daemon::spans::Exporter;
 
-/// File in which a Pod finds its own namespace.
+/// File with the Pod's own namespace.
 const OWN_NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 
 fn main() -> ExitCode {
-    // First of all: with two TLS providers in the tree the first connection would panic.
+    // Before anything else: with two TLS providers linked, the first connection would panic.
     if rustls::crypto::aws_lc_rs::default_provider()
         .install_default()
         .is_err()
@@ -57,7 +57,7 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
         Err(error) => {
-            tracing::error!(error = format!("{error:#}"), "cannot go on");
+            tracing::error!(error = format!("{error:#}"), "exiting after an error");
             ExitCode::FAILURE
         }
     }
@@ -70,7 +70,7 @@ async fn work(parsed: &Parsed, configured: &Configured) -> anyhow::Result<Ended>
         .enable_tracing
         .then(|| Exporter::start(trace::SERVICE))
         .transpose();
-    // A process that cannot begin says why in its log, too.
+    // A process that fails to start logs the reason, too.
     let spans = exporter.as_ref().ok().and_then(Option::as_ref);
     torpor_daemon::log::start_with_spans(
         flags.log_format(),
@@ -85,9 +85,9 @@ async fn work(parsed: &Parsed, configured: &Configured) -> anyhow::Result<Ended>
     } in &parsed.ignored
     {
         if *unguarded {
-            tracing::warn!(flag = name, why, "taken, and does not guard what it says");
+            tracing::warn!(flag = name, why, "flag ignored: its protection is missing");
         } else {
-            tracing::info!(flag = name, why, "taken, and means nothing here");
+            tracing::info!(flag = name, why, "flag ignored");
         }
     }
     for key in &parsed.configured {
@@ -95,15 +95,12 @@ async fn work(parsed: &Parsed, configured: &Configured) -> anyhow::Result<Ended>
         tracing::info!(key, value, "set by the ConfigMap agent-sandbox-config");
     }
     for key in &configured.unknown {
-        tracing::warn!(
-            key,
-            "the ConfigMap agent-sandbox-config has a key that means nothing here"
-        );
+        tracing::warn!(key, "the ConfigMap agent-sandbox-config has an unknown key");
     }
     let exporter = exporter?;
     let ended = serve_and_lead(flags).await;
     if let Some(exporter) = exporter {
-        // It waits for its own thread.
+        // `end` blocks on its own thread.
         tokio::task::spawn_blocking(move || exporter.end()).await?;
     }
     ended
@@ -122,7 +119,7 @@ async fn serve_and_lead(flags: &Flags) -> anyhow::Result<Ended> {
     } = flags.clone();
     let shutdown = CancellationToken::new();
     stop_on_signal(shutdown.clone())?;
-    let config = way_to_apiserver(flags.kubeconfig.as_deref()).await?;
+    let config = client_config(flags.kubeconfig.as_deref()).await?;
     let requests = Requests::default();
     let rate = Rate::of(flags.kube_api_qps, flags.kube_api_burst);
     let api = Apiserver::new(client(config.clone(), rate, &requests)?, api_timeout);
@@ -145,7 +142,7 @@ async fn serve_and_lead(flags: &Flags) -> anyhow::Result<Ended> {
         return Ok(Ended::Stopped);
     }
     let namespace = lease_namespace(&leader_election_namespace)?;
-    // The lease is renewed in time whatever the other calls wait for.
+    // The lease's own client is not held back by the rate limit of the other calls.
     let client = client(config, None, &requests)?;
     let mut candidate = Candidate::new(client, &namespace, identity(), Timing::default());
     if candidate.acquire(&shutdown).await.is_none() {
@@ -156,8 +153,9 @@ async fn serve_and_lead(flags: &Flags) -> anyhow::Result<Ended> {
     lead(candidate, context, shutdown).await
 }
 
-/// The way to the apiserver: the file named, else what kubectl would take, else the Pod's account.
-async fn way_to_apiserver(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
+/// Returns the configuration of the apiserver's client: from the given file, else as kubectl finds
+/// it, else from the Pod's service account.
+async fn client_config(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
     let mut config = match kubeconfig {
         Some(path) => {
             let file = Kubeconfig::read_from(path).context("--kubeconfig")?;
@@ -166,13 +164,16 @@ async fn way_to_apiserver(kubeconfig: Option<&Path>) -> anyhow::Result<Config> {
                 .await
                 .with_context(|| format!("--kubeconfig={}", path.display()))?
         }
-        None => Config::infer().await.context("no way to an apiserver")?,
+        None => Config::infer()
+            .await
+            .context("no configuration for a connection to the apiserver")?,
     };
     config.default_retry = false;
     Ok(config)
 }
 
-/// A client that sends nothing twice by itself: an object without a fixed name would be made twice, and who asks too much has to know it.
+/// Returns a client that does not repeat a request by itself: an object without a fixed name would
+/// be created twice, and [`Apiserver`] has to see a 429.
 fn client(config: Config, rate: Option<Rate>, requests: &Requests) -> anyhow::Result<Client> {
     let authority = config.cluster_url.authority();
     let host = authority.map_or_else(String::new, ToString::to_string);
@@ -181,7 +182,8 @@ fn client(config: Config, rate: Option<Rate>, requests: &Requests) -> anyhow::Re
     Ok(builder.with_layer(&transport).build())
 }
 
-/// Text of the allow-list of label domains, read once, as upstream. The file need not be there.
+/// Returns the text of the allow-list of label domains, read once, as upstream. The file need not
+/// exist.
 fn label_domains(path: &Path) -> anyhow::Result<Option<String>> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
@@ -190,7 +192,8 @@ fn label_domains(path: &Path) -> anyhow::Result<Option<String>> {
     }
 }
 
-/// Reconciles while the lease is held. It is given back only once the last pass has ended, so that no two processes work at once.
+/// Reconciles while the lease is held. The lease is released only after the last pass has ended, so
+/// that no two processes work at once.
 async fn lead(
     mut candidate: Candidate,
     context: Arc<Context>,
@@ -200,11 +203,11 @@ async fn lead(
     let work = async {
         run::run(context, shutdown).await;
         released.cancel();
-        // The lease's own future ends this one.
+        // The future of the lease ends this one.
         std::future::pending::<()>().await;
     };
     tokio::select! {
-        () = work => anyhow::bail!("the work ended by itself"),
+        () = work => anyhow::bail!("reconciling ended before the lease was released"),
         ended = candidate.keep(&released) => Ok(ended),
     }
 }
@@ -233,7 +236,7 @@ fn lease_namespace(flag: &str) -> anyhow::Result<String> {
     Ok(text.trim().to_owned())
 }
 
-/// Differs from every other process: machine, process and time.
+/// Returns an identity unique to this process: host, process id and time.
 fn identity() -> String {
     let host = std::env::var("HOSTNAME").unwrap_or_else(|_| "torpor-controller".to_owned());
     let now = jiff::Timestamp::now().as_nanosecond();
@@ -247,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_allow_list_of_label_domains_need_not_be_there_but_has_to_be_readable() {
+    fn the_allow_list_of_label_domains_is_optional_but_has_to_be_readable() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("allowed-label-domains");
         let domains = || {

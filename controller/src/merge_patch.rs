@@ -1,8 +1,10 @@
-//! JSON merge patches (RFC 7386): the difference between an object as it was read and as it shall be.
+//! JSON merge patches (RFC 7386) from the current and the wanted form of an object.
 
 use serde_json::{Map, Value};
 
-/// The smallest patch that turns `old` into `new`; `None` when they are equal. Lists are replaced as a whole.
+/// Returns the smallest patch that turns `old` into `new`, or `None` if they are equal.
+///
+/// A patch replaces lists as a whole.
 pub fn difference(old: &Value, new: &Value) -> Option<Value> {
     match (old, new) {
         (Value::Object(old), Value::Object(new)) => object_difference(old, new).map(Value::Object),
@@ -50,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_went_is_set_to_null_and_a_list_is_replaced() {
+    fn a_removed_key_is_set_to_null_and_a_list_is_replaced() {
         let old = json!({"a": 1, "b": {"c": 1, "d": 2}, "e": [1, 2]});
         let new = json!({"b": {"c": 1}, "e": [2]});
         let patch = difference(&old, &new).unwrap();

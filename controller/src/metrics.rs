@@ -1,4 +1,5 @@
-//! Metrics, under upstream's names (and those of controller-runtime and client-go for passes, queues and calls), so that dashboards and alerts keep working.
+//! Metrics, under upstream's names (and those of controller-runtime and client-go for passes,
+//! queues and calls), so that dashboards and alerts keep working.
 
 use std::{
     collections::HashMap,
@@ -23,20 +24,21 @@ use crate::{transport::Requests, watches::extensions::controller_of_kind};
 pub mod lifecycle;
 mod scrape;
 
-use self::lifecycle::{Change, Turn};
+use self::lifecycle::{Change, Transition};
 pub use self::scrape::Counted;
 
-/// Upper bounds of the latencies of Sandboxes: upstream's, and finer ones below 50 ms.
+/// Upper bounds of the latencies of Sandboxes: upstream's, and finer buckets below 50 ms.
 const SANDBOX_BUCKETS_MS: [f64; 17] = [
     5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0,
     120_000.0, 240_000.0, 300_000.0, 600_000.0,
 ];
-/// Upper bounds of the claims' startup latencies: upstream's, and finer ones below 100 ms, where most claims of a warm pool are.
+/// Upper bounds of the claims' startup latencies: upstream's, and finer buckets below 100 ms, where
+/// most claims of a warm pool are.
 const STARTUP_BUCKETS_MS: [f64; 24] = [
     1.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 250.0, 500.0, 750.0, 1000.0, 1250.0,
     1500.0, 2000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0, 120_000.0, 240_000.0,
 ];
-/// Upper bounds of the time of a pass, in seconds.
+/// Upper bounds of the duration of a pass, in seconds.
 const PASS_BUCKETS: [f64; 11] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0,
 ];
@@ -71,7 +73,7 @@ struct LifecycleLabels {
     owned_by: &'static str,
 }
 
-/// As [`LifecycleLabels`], and how it went.
+/// As [`LifecycleLabels`], with the result.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OutcomeLabels {
     namespace: String,
@@ -134,9 +136,9 @@ struct BuildLabels {
     platform: &'static str,
 }
 
-/// Value of labels that cannot be told.
+/// Value of unknown labels.
 const UNKNOWN: &str = "unknown";
-/// The same for the template of a claim's metrics, where upstream writes it so.
+/// Value of an unknown template in a claim's metrics, as upstream writes it.
 const UNKNOWN_TEMPLATE: &str = "__unknown__";
 
 type SandboxLatency<L> = Family<L, Histogram, fn() -> Histogram>;
@@ -155,7 +157,8 @@ fn startup_latency() -> StartupLatency {
 pub struct Metrics {
     registry: Mutex<Registry>,
     counted: Arc<OnceLock<Counted>>,
-    /// Since when each Sandbox, by UID, is being suspended or resumed.
+    /// Change in progress and its beginning, by UID of the Sandbox that is being suspended or
+    /// resumed.
     changing: Mutex<HashMap<String, (Change, Timestamp)>>,
     creation: SandboxLatency<CreationLabels>,
     suspends: Family<OutcomeLabels, Counter>,
@@ -218,7 +221,7 @@ impl Metrics {
         for (name, help, latency) in [
             (
                 "agent_sandbox_claim_startup_latency_ms",
-                "Time from a webhook's first sight of a SandboxClaim, or its creation, to its first Ready, in milliseconds",
+                "Time from a webhook's first sight of a SandboxClaim, or from its creation, to its first Ready, in milliseconds",
                 &self.startup,
             ),
             (
@@ -228,7 +231,7 @@ impl Metrics {
             ),
             (
                 "agent_sandbox_client_claim_startup_latency_ms",
-                "Time from a client's wish for a SandboxClaim to its first Ready, in milliseconds",
+                "Time from a client's first request for a SandboxClaim to its first Ready, in milliseconds",
                 &self.client_startup,
             ),
         ] {
@@ -236,13 +239,17 @@ impl Metrics {
         }
         let (name, help) = (
             "agent_sandbox_claim_creation",
-            "SandboxClaims that got a Sandbox",
+            "SandboxClaims that were assigned a Sandbox",
         );
         registry.register(name, help, self.claims.clone());
         self.register_runtime(&mut registry);
         let build = Family::<BuildLabels, Gauge>::default();
         build.get_or_create(&build_labels()).set(1);
-        registry.register("agent_sandbox_build_info", "What was built", build);
+        registry.register(
+            "agent_sandbox_build_info",
+            "Version and build of the controller",
+            build,
+        );
         let counted = Arc::clone(&self.counted);
         registry.register_collector(Box::new(scrape::Scrape { counted }));
     }
@@ -256,12 +263,12 @@ impl Metrics {
         for (name, help, counter) in [
             (
                 "agent_sandbox_suspend",
-                "Suspensions of Sandboxes by what came of them",
+                "Suspensions of Sandboxes by result",
                 &self.suspends,
             ),
             (
                 "agent_sandbox_resume",
-                "Resumes of Sandboxes by what came of them",
+                "Resumes of Sandboxes by result",
                 &self.resumes,
             ),
         ] {
@@ -288,16 +295,16 @@ impl Metrics {
         );
         registry.register(
             "agent_sandbox_expired",
-            "Sandboxes whose time was over",
+            "Sandboxes that expired",
             self.expired.clone(),
         );
     }
 
-    /// What Go controllers tell of themselves.
+    /// Registers the metrics that Go controllers have.
     fn register_runtime(&self, registry: &mut Registry) {
         registry.register(
             "controller_runtime_reconcile_time_seconds",
-            "Time of a pass, in seconds",
+            "Duration of a pass, in seconds",
             self.pass_time.clone(),
         );
         registry.register(
@@ -312,7 +319,7 @@ impl Metrics {
         );
         registry.register(
             "workqueue_depth",
-            "Objects that wait for a pass",
+            "Objects waiting for a pass",
             self.depths.clone(),
         );
         registry.register(
@@ -327,18 +334,18 @@ impl Metrics {
         );
     }
 
-    /// The objects to count at each scrape; the first call holds.
+    /// Sets the objects to count at each scrape; only the first call has an effect.
     pub fn count(&self, counted: Counted) {
         let _ = self.counted.set(counted);
     }
 
-    /// Shows the calls that a client has counted.
+    /// Registers the counter of a client's calls.
     pub fn show_requests(&self, requests: &Requests) {
         let mut registry = self.registry.lock().unwrap_or_else(PoisonError::into_inner);
         requests.register(&mut registry);
     }
 
-    /// Says how many objects of a kind wait for a pass.
+    /// Sets the number of objects of a kind that wait for a pass.
     pub fn set_depth(&self, controller: &'static str, depth: usize) {
         let labels = QueueLabels {
             name: controller,
@@ -348,12 +355,12 @@ impl Metrics {
         self.depths.get_or_create(&labels).set(depth);
     }
 
-    /// Says whether this process leads.
+    /// Sets whether this process leads.
     pub fn set_leading(&self, leads: bool) {
         self.leader.set(i64::from(leads));
     }
 
-    /// Says whether everything in a namespace has been listed.
+    /// Sets whether everything in a namespace has been listed.
     pub fn set_listed(&self, namespace: &str, listed: bool) {
         let labels = NamespaceLabels {
             namespace: namespace.to_owned(),
@@ -361,7 +368,7 @@ impl Metrics {
         self.listed.get_or_create(&labels).set(i64::from(listed));
     }
 
-    /// Counts a pass. `failure` is the reason of one that failed.
+    /// Counts a pass. `failure` is the reason of a failed pass.
     pub fn observe_pass(
         &self,
         controller: &'static str,
@@ -387,7 +394,7 @@ impl Metrics {
         }
     }
 
-    /// Counts what a pass has made of a Sandbox, once its status says so.
+    /// Counts the changes that a pass made to a Sandbox, once its status has them.
     pub fn observe_sandbox(
         &self,
         sandbox: &Sandbox,
@@ -397,12 +404,12 @@ impl Metrics {
     ) {
         let uid = sandbox.uid().unwrap_or_default();
         let resumes = matches!(self.changing().get(&uid), Some((Change::Resume, _)));
-        let turns = lifecycle::between(before, after, resumes);
-        for turn in &turns {
-            self.count_turn(sandbox, &uid, *turn, now);
+        let transitions = lifecycle::between(before, after, resumes);
+        for transition in &transitions {
+            self.count_transition(sandbox, &uid, *transition, now);
         }
-        // One that becomes Ready again, or after a suspension, is not new.
-        if !turns.contains(&Turn::Resumed)
+        // A Sandbox that becomes Ready again, or after a suspension, is not new.
+        if !transitions.contains(&Transition::Resumed)
             && became_ready_first(before, after)
             && let Some(created) = &sandbox.metadata.creation_timestamp
         {
@@ -417,26 +424,32 @@ impl Metrics {
         }
     }
 
-    fn count_turn(&self, sandbox: &Sandbox, uid: &str, turn: Turn, now: Timestamp) {
+    fn count_transition(
+        &self,
+        sandbox: &Sandbox,
+        uid: &str,
+        transition: Transition,
+        now: Timestamp,
+    ) {
         let labels = self.lifecycle_labels(sandbox);
-        match turn {
-            Turn::SuspendRequested => {
+        match transition {
+            Transition::SuspendRequested => {
                 count_outcome(&self.suspends, labels, "requested");
                 self.begin(uid, Change::Suspend, now);
             }
-            Turn::Suspended(result) => {
+            Transition::Suspended(result) => {
                 count_outcome(&self.suspends, labels.clone(), result);
                 self.end(uid, Change::Suspend, now, &self.suspend_time, &labels);
             }
-            Turn::ResumeRequested => {
+            Transition::ResumeRequested => {
                 count_outcome(&self.resumes, labels, "requested");
                 self.begin(uid, Change::Resume, now);
             }
-            Turn::Resumed => {
+            Transition::Resumed => {
                 count_outcome(&self.resumes, labels.clone(), "ready");
                 self.end(uid, Change::Resume, now, &self.resume_time, &labels);
             }
-            Turn::Finished(reason) => {
+            Transition::Finished(reason) => {
                 let LifecycleLabels {
                     namespace,
                     sandbox_template,
@@ -450,7 +463,7 @@ impl Metrics {
                 };
                 self.finished.get_or_create(&labels).inc();
             }
-            Turn::Expired => {
+            Transition::Expired => {
                 let LifecycleLabels {
                     namespace,
                     sandbox_template,
@@ -470,7 +483,7 @@ impl Metrics {
         }
     }
 
-    /// Counts a pass that failed while it was to suspend or resume a Sandbox.
+    /// Counts a failed pass that was to suspend or resume a Sandbox.
     pub fn count_failed_change(&self, sandbox: &Sandbox) {
         let counter = match lifecycle::under_way(sandbox) {
             Some(Change::Suspend) => &self.suspends,
@@ -480,7 +493,7 @@ impl Metrics {
         count_outcome(counter, self.lifecycle_labels(sandbox), "error");
     }
 
-    /// The Sandbox with this UID is gone.
+    /// Forgets the deleted Sandbox with this UID.
     pub fn forget(&self, uid: &str) {
         self.changing().remove(uid);
     }
@@ -489,7 +502,7 @@ impl Metrics {
         self.changing().insert(uid.to_owned(), (change, now));
     }
 
-    /// Without a beginning that this process saw there is no time to tell.
+    /// Records the duration of a change, if this process saw its beginning.
     fn end(
         &self,
         uid: &str,
@@ -507,12 +520,12 @@ impl Metrics {
         }
     }
 
-    // A panic elsewhere leaves the map as it was.
+    // A panic elsewhere leaves the map unchanged.
     fn changing(&self) -> MutexGuard<'_, HashMap<String, (Change, Timestamp)>> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a claim that got its Sandbox.
+    /// Counts a claim that was assigned its Sandbox.
     pub fn count_claim(&self, claim: &SandboxClaim, sandbox: &Sandbox) {
         let status = sandbox.status.as_ref();
         let ready =
@@ -531,7 +544,8 @@ impl Metrics {
         self.claims.get_or_create(&labels).inc();
     }
 
-    /// Records how long a claim took to its first Ready, as its creation, the controller and the client saw it.
+    /// Records the time from a claim's creation, the controller's first sight and the client's
+    /// request to its first Ready.
     pub fn observe_claim_ready(
         &self,
         claim: &SandboxClaim,
@@ -586,7 +600,7 @@ impl Metrics {
         self.counted.get()?.template(sandbox)
     }
 
-    /// The metrics in OpenMetrics text format.
+    /// Returns the metrics in OpenMetrics text format.
     pub fn text(&self) -> Result<String, fmt::Error> {
         let mut text = String::new();
         encode(
@@ -597,13 +611,17 @@ impl Metrics {
     }
 }
 
-/// Clocks of several machines may differ: never less than nothing.
+/// Returns the time between two instants in milliseconds, at least 0: the clocks of several
+/// machines may differ.
 fn milliseconds(since: Timestamp, now: Timestamp) -> f64 {
     let span = (now - since).total(jiff::Unit::Millisecond);
     span.unwrap_or_default().max(0.0)
 }
 
-/// The conditions tell: Ready and Suspended are written together first, and each keeps its transition time until it changes.
+/// Reports whether the Sandbox became Ready for the first time.
+///
+/// Ready and Suspended are first written together, and each keeps its transition time until it
+/// changes.
 fn became_ready_first(before: &SandboxStatus, after: &SandboxStatus) -> bool {
     if !conditions::is_true(&after.conditions, conditions::READY) {
         return false;
@@ -666,7 +684,7 @@ const PLATFORM: &str = "linux/amd64";
 fn build_labels() -> BuildLabels {
     BuildLabels {
         git_version: concat!("v", env!("CARGO_PKG_VERSION")),
-        git_commit: option_env!("TORPOR_GIT_COMMIT").unwrap_or("unknown"),
+        git_commit: env!("TORPOR_GIT_COMMIT"),
         build_date: option_env!("TORPOR_BUILD_DATE").unwrap_or("unknown"),
         go_version: "none",
         compiler: "rustc",

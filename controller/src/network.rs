@@ -1,4 +1,5 @@
-//! NetworkPolicies of sandboxes: the strict rules, and the policy of Sandboxes that have no template. Those of templates are made in [`crate::template`].
+//! NetworkPolicies of sandboxes: the strict rules, and the policy of Sandboxes without a template.
+//! [`crate::template`] makes the policies of templates.
 
 pub mod default_policy;
 pub mod rules;

@@ -1,7 +1,9 @@
-//! Outlines: a cache keeps of a large object an outline, from which it is found, compared and woken. A pass that needs more reads the object from the apiserver. Tenants make most objects, and
-//! each may have more than a megabyte: kept whole, a few hundred of them would end this process.
+//! Outlines of large objects in the caches. An outline is enough to find, compare and wake an
+//! object. A pass that needs more reads the object from the apiserver. Tenants make most objects,
+//! and each may exceed a megabyte: a few hundred full objects would exhaust this process's memory.
 //!
-//! An outline has one entry in `managedFields`, of an operation that the apiserver knows not: no object that was read is taken for one.
+//! An outline has one entry in `managedFields` with an operation that the apiserver does not know.
+//! No object from the apiserver can therefore pass for an outline.
 
 use std::{
     collections::BTreeMap,
@@ -26,39 +28,47 @@ use crate::{
     calls::{self, Apiserver, Namespaced},
 };
 
-/// Bytes of JSON up to which an object is kept whole.
+/// Size in bytes of JSON up to which a cache keeps the full object.
 const LARGEST: usize = 32 * 1024;
-/// Longest value of an annotation in an outline.
+/// Longest value of an annotation in an outline, in bytes.
 const LONGEST_VALUE: usize = 1024;
-/// The operation that marks an outline.
+/// Operation that marks an outline.
 const OUTLINE: &str = "Outline";
 
-/// Whether only the outline of an object is here.
+/// Reports whether an object is an outline.
 pub fn is_outline<K: Resource>(object: &K) -> bool {
     digest(object).is_some()
 }
 
-/// Stands in an outline for the part that was left out, in comparisons within this process.
+/// Returns the digest of the parts that an outline lacks, for comparisons within this process.
 pub fn digest<K: Resource>(object: &K) -> Option<&str> {
     let entries = object.meta().managed_fields.iter().flatten();
     let mut marks = entries.filter(|entry| entry.operation.as_deref() == Some(OUTLINE));
     marks.next()?.manager.as_deref()
 }
 
-/// Stands for a value in comparisons within this process. Its seed differs between processes, so that nobody can make two values that have the same.
+/// Returns the digest of a value, for comparisons within this process.
+///
+/// Its seed differs between processes, so that a tenant cannot construct two values with the same
+/// digest.
 pub fn digest_of(value: &Value) -> String {
     static SEED: LazyLock<RandomState> = LazyLock::new(RandomState::new);
     format!("{:016x}", SEED.hash_one(value.to_string()))
 }
 
-/// The object itself, read from the apiserver. `None`: it is gone, or another has its name.
-pub async fn whole<K: Namespaced>(api: &Apiserver, outline: &K) -> Result<Option<K>, calls::Error> {
+/// Reads the full object from the apiserver.
+///
+/// Returns `None` if the object is gone or another object has its name.
+pub async fn read_full<K: Namespaced>(
+    api: &Apiserver,
+    outline: &K,
+) -> Result<Option<K>, calls::Error> {
     let namespace = outline.namespace().unwrap_or_default();
     let found = api.get::<K>(&namespace, &outline.name_any()).await?;
     Ok(found.filter(|found| found.meta().uid == outline.meta().uid))
 }
 
-/// Keeps the outline of a Sandbox that is large.
+/// Reduces a large Sandbox to its outline.
 pub fn of_sandbox(sandbox: &mut Sandbox) {
     if !is_large(sandbox) {
         return;
@@ -69,7 +79,7 @@ pub fn of_sandbox(sandbox: &mut Sandbox) {
     sandbox.spec.volume_claim_templates = Vec::new();
 }
 
-/// Keeps the outline of a template that is large.
+/// Reduces a large template to its outline.
 pub fn of_template(template: &mut SandboxTemplate) {
     if is_large(template) {
         mark(template, String::new());
@@ -79,7 +89,7 @@ pub fn of_template(template: &mut SandboxTemplate) {
     }
 }
 
-/// Keeps the outline of a claim that is large.
+/// Reduces a large claim to its outline.
 pub fn of_claim(claim: &mut SandboxClaim) {
     if is_large(claim) {
         mark(claim, String::new());
@@ -89,7 +99,7 @@ pub fn of_claim(claim: &mut SandboxClaim) {
     }
 }
 
-/// Keeps the outline of a NetworkPolicy that is large.
+/// Reduces a large NetworkPolicy to its outline.
 pub fn of_policy(policy: &mut NetworkPolicy) {
     if is_large(policy) {
         let digest = digest_of(&blueprint::normal_form(&json!(policy.spec)));
@@ -111,7 +121,7 @@ fn mark<K: Resource>(object: &mut K, digest: String) {
     keep_ours(&mut meta.annotations);
 }
 
-/// The annotations that mean something to a controller.
+/// Keeps the annotations that a controller reads.
 fn keep_ours(all: &mut Option<BTreeMap<String, String>>) {
     if let Some(all) = all {
         all.retain(|key, value| is_ours(key) && value.len() <= LONGEST_VALUE);
@@ -122,7 +132,7 @@ fn is_ours(key: &str) -> bool {
     annotations::is_system(key) || key == annotations::SAFE_TO_EVICT
 }
 
-/// The runtime and the settings.
+/// Keeps the RuntimeClass and the settings.
 fn outline_pod_template(template: &mut PodTemplate) {
     if let Some(metadata) = &mut template.metadata {
         metadata.labels = None;
@@ -134,13 +144,13 @@ fn outline_pod_template(template: &mut PodTemplate) {
     template.spec = RawPodSpec::new(kept.into_iter().collect::<Map<_, _>>());
 }
 
-/// Whether an object has more than [`LARGEST`] bytes of JSON. No more than those are made.
+/// Reports whether an object exceeds [`LARGEST`]. It serializes no more than that.
 fn is_large<K: Serialize>(object: &K) -> bool {
     let mut room = Room(LARGEST);
     serde_json::to_writer(&mut room, object).is_err()
 }
 
-/// Takes as many bytes as there is room for, and keeps none.
+/// Writer that discards bytes and fails after a limit.
 struct Room(usize);
 
 impl io::Write for Room {

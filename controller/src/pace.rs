@@ -1,6 +1,10 @@
-//! Whose turn it is to write. An apiserver does only so many writes a second, whoever sends them, and each that is under way makes the others slower. So what nobody waits for (members of
-//! pools, Events, what is noted about a claim that is Ready) gives way to what somebody waits for: one such write is begun now and then, a few are under way between claims that follow one
-//! another, and many when nobody has waited for a while.
+//! Gives writes that a client waits for precedence over writes in advance.
+//!
+//! An apiserver does a limited number of writes a second, and each write in progress delays the
+//! others. Writes in advance (members of pools, Events, updates of a claim that is Ready) therefore
+//! yield to the writes that a client waits for. While a client waits, one write in advance begins
+//! now and then. In a pause between claims a few are in progress. After a longer time without a
+//! waiting client many are.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -9,46 +13,54 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-/// While somebody waits, one write in advance is begun this often, so that none waits for ever; four times as often for the labels of a claimed Pod and for a pool that is running low, eight times for one that is nearly empty.
-/// One clock goes for all of them, or what is begun in advance would add up; a kind of which none was begun for this long takes the turn of a more urgent one.
-const PATIENCE: Duration = Duration::from_millis(200);
-/// How long nobody must have waited before it counts as a pause: where claims come one after the other, the next is expected sooner.
+/// Interval at which one write in advance begins while a client waits, so that none waits forever.
+///
+/// A quarter of it applies to the labels of a claimed Pod and to a pool that is running low, an
+/// eighth to a pool that is nearly empty. All kinds share one clock, since their writes would add
+/// up otherwise. A kind without a write for this long takes the turn of a more urgent kind.
+const INTERVAL: Duration = Duration::from_millis(200);
+/// Time without a waiting client after which a pause begins. In a series of claims the next one
+/// comes sooner.
 const PAUSE: Duration = Duration::from_millis(30);
-/// Writes in advance that are under way at once in a pause: whoever comes next finds the apiserver this busy.
-const BETWEEN: usize = 2;
-/// The same when nobody has waited for [`CALM`].
-const ALONE: usize = 32;
-/// How long nobody must have waited before writes in advance have the apiserver to themselves.
+/// Limit of concurrent writes in advance in a pause. The next claim finds the apiserver with this
+/// load.
+const PAUSE_LIMIT: usize = 2;
+/// Limit of concurrent writes in advance after [`CALM`] without a waiting client.
+const CALM_LIMIT: usize = 32;
+/// Time without a waiting client after which writes in advance have the apiserver to themselves.
 const CALM: Duration = Duration::from_secs(1);
 
-/// What a write in advance is for.
+/// Urgency of a write in advance, by its purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Advance {
-    /// A pool that has enough, or something that is only noted.
+    /// Write for a pool with enough members, or an update without a deadline.
     #[default]
     Calm,
-    /// A Pod that is to be told whose it is: nobody waits, but labels decide who may talk to it.
+    /// Write of a claimed Pod's labels: no client waits, but NetworkPolicies select by these
+    /// labels.
     Soon,
-    /// A pool that is running low.
+    /// Write for a pool that is running low.
     Low,
-    /// A pool that is nearly empty: whoever comes next but a few waits for its new members.
+    /// Write for a pool that is nearly empty: claims will soon wait for its new members.
     Short,
 }
 
-/// How many kinds of [`Advance`] there are.
+/// Number of variants of [`Advance`].
 const KINDS: usize = 4;
 
 impl Advance {
-    /// How many writes in advance may be under way in a pause.
-    fn room(self) -> usize {
+    /// Returns the limit of concurrent writes in advance in a pause.
+    fn pause_limit(self) -> usize {
         match self {
-            Advance::Calm | Advance::Soon => BETWEEN,
-            Advance::Low => 3 * BETWEEN,
-            Advance::Short => 6 * BETWEEN,
+            Advance::Calm | Advance::Soon => PAUSE_LIMIT,
+            Advance::Low => 3 * PAUSE_LIMIT,
+            Advance::Short => 6 * PAUSE_LIMIT,
         }
     }
 
-    /// How long nobody must have waited for a pause. Whoever comes next waits for what a pool lacks.
+    /// Returns the time without a waiting client after which a pause begins.
+    ///
+    /// It is zero for pools that lack members: the next claim would wait for a member.
     fn pause(self) -> Duration {
         match self {
             Advance::Calm | Advance::Soon => PAUSE,
@@ -56,64 +68,64 @@ impl Advance {
         }
     }
 
-    /// How long the last that was begun is ago before one more is begun though somebody waits.
-    fn patience(self) -> Duration {
+    /// Returns the interval at which one more write begins while a client waits.
+    fn interval(self) -> Duration {
         match self {
-            Advance::Calm => PATIENCE,
-            Advance::Soon | Advance::Low => PATIENCE / 4,
-            Advance::Short => PATIENCE / 8,
+            Advance::Calm => INTERVAL,
+            Advance::Soon | Advance::Low => INTERVAL / 4,
+            Advance::Short => INTERVAL / 8,
         }
     }
 }
 
-/// Shared by all that write.
+/// Pacing of writes, shared by all writers.
 #[derive(Debug, Default)]
 pub struct Pace {
     state: Mutex<State>,
-    /// By [`Advance`]: whoever has it is the first of those that wait. The others sleep until it is their turn to look.
+    /// By [`Advance`]: the holder of the lock is the first waiting writer. The others sleep.
     first: [tokio::sync::Mutex<()>; KINDS],
-    /// Tells the first ones, and nobody else, that there may be room.
+    /// Wakes the first waiting writers when there may be room.
     changed: Notify,
-    /// How often somebody has looked whether it is their turn.
+    /// Number of times that a writer checked for room.
     #[cfg(test)]
     looks: std::sync::atomic::AtomicUsize,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct State {
-    /// Passes under way that somebody waits for.
+    /// Number of passes in progress that a client waits for.
     awaited: usize,
-    /// When the last of them ended.
+    /// Time at which the last of those passes ended.
     last: Option<Instant>,
-    /// Writes in advance that are under way.
+    /// Number of writes in advance in progress.
     in_advance: usize,
-    /// When the last of those was begun, by [`Advance`].
+    /// Time at which the last write in advance began, by [`Advance`].
     begun: [Option<Instant>; KINDS],
 }
 
 impl State {
-    /// One more write in advance is under way.
+    /// Counts one more write in advance.
     fn begin(&mut self, advance: Advance, now: Instant) {
         self.in_advance += 1;
         self.begun[advance as usize] = Some(now);
     }
 
-    /// When one more is begun though somebody waits; at once if none was begun yet.
+    /// Returns when one more write begins while a client waits; `None` means at once.
     fn next(&self, advance: Advance) -> Option<Instant> {
         let last = self.begun.iter().flatten().max()?;
-        // Sooner than the most urgent, which would be there first each time.
-        let turn = *last + Advance::Short.patience() / 2;
-        let own = self.begun[advance as usize].map_or(turn, |own| turn.max(own + PATIENCE));
-        Some(own.min(*last + advance.patience()))
+        // Before the next turn of the most urgent kind, which would be first each time.
+        let earliest = *last + Advance::Short.interval() / 2;
+        let own = self.begun[advance as usize].map_or(earliest, |own| earliest.max(own + INTERVAL));
+        Some(own.min(*last + advance.interval()))
     }
 
-    /// How many writes in advance may be under way, and when it may be more though nothing happens.
+    /// Returns the limit of concurrent writes in advance, and when it may rise by itself.
     fn limit(&self, advance: Advance, now: Instant) -> (usize, Option<Instant>) {
         let pause = match (self.awaited, self.last) {
-            (0, None) => return (ALONE, None),
-            (0, Some(last)) if last + CALM <= now => return (ALONE, None),
+            (0, None) => return (CALM_LIMIT, None),
+            (0, Some(last)) if last + CALM <= now => return (CALM_LIMIT, None),
             (0, Some(last)) if last + advance.pause() <= now => {
-                return (advance.room(), Some(last + CALM));
+                return (advance.pause_limit(), Some(last + CALM));
             }
             (0, Some(last)) => Some(last + advance.pause()),
             _ => None,
@@ -125,7 +137,7 @@ impl State {
     }
 }
 
-/// Somebody waits as long as this is there.
+/// Guard of a pass that a client waits for.
 #[derive(Debug)]
 pub struct Awaited(Arc<Pace>);
 
@@ -136,18 +148,18 @@ impl Drop for Awaited {
         state.last = Some(Instant::now());
         let calmer = state.awaited == 0;
         drop(state);
-        // While somebody else waits, all goes by the clock.
+        // While another client waits, writes begin by the clock.
         if calmer {
             self.0.changed.notify_waiters();
         }
     }
 }
 
-/// Leave for one write in advance.
+/// Permit for one write in advance.
 #[derive(Debug)]
-pub struct Turn(Arc<Pace>);
+pub struct Permit(Arc<Pace>);
 
-impl Drop for Turn {
+impl Drop for Permit {
     fn drop(&mut self) {
         self.0.lock().in_advance -= 1;
         self.0.changed.notify_waiters();
@@ -155,20 +167,22 @@ impl Drop for Turn {
 }
 
 impl Pace {
-    /// Says that somebody waits.
+    /// Counts a pass that a client waits for, until the guard is dropped.
     pub fn awaited(self: &Arc<Self>) -> Awaited {
         self.lock().awaited += 1;
         Awaited(Arc::clone(self))
     }
 
-    /// Waits for the turn of a write in advance. Those of one kind have their turns in the order in which they came.
-    pub async fn turn(self: &Arc<Self>, advance: Advance) -> Turn {
+    /// Waits for the permit of a write in advance.
+    ///
+    /// Writers of the same urgency get their permits in the order in which they came.
+    pub async fn permit(self: &Arc<Self>, advance: Advance) -> Permit {
         let _first = self.first[advance as usize].lock().await;
         loop {
             #[cfg(test)]
             self.looks
                 .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            // From here on no change is missed. Who has room differs, so that the first of each kind is told.
+            // From here on no change is missed. The limits differ, so each first waiter is woken.
             let changed = self.changed.notified();
             let more_at = {
                 let mut state = self.lock();
@@ -176,7 +190,7 @@ impl Pace {
                 let (limit, more_at) = state.limit(advance, now);
                 if state.in_advance < limit {
                     state.begin(advance, now);
-                    return Turn(Arc::clone(self));
+                    return Permit(Arc::clone(self));
                 }
                 more_at
             };
@@ -199,40 +213,40 @@ mod tests {
 
     use super::*;
 
-    fn free(pace: &Arc<Pace>) -> Vec<Turn> {
-        std::iter::from_fn(|| pace.turn(Advance::Calm).now_or_never()).collect()
+    fn free(pace: &Arc<Pace>) -> Vec<Permit> {
+        std::iter::from_fn(|| pace.permit(Advance::Calm).now_or_never()).collect()
     }
 
     #[tokio::test]
-    async fn what_nobody_waits_for_gives_way() {
+    async fn writes_in_advance_yield_to_waiting_clients() {
         let pace = Arc::new(Pace::default());
-        assert_eq!(free(&pace).len(), ALONE);
+        assert_eq!(free(&pace).len(), CALM_LIMIT);
         let awaited = pace.awaited();
         assert!(free(&pace).is_empty());
-        assert!(pace.turn(Advance::Short).now_or_never().is_none());
+        assert!(pace.permit(Advance::Short).now_or_never().is_none());
         drop(awaited);
-        assert!(free(&pace).is_empty(), "the next is expected");
-        assert!(pace.turn(Advance::Low).now_or_never().is_some());
-        let first = tokio::time::timeout(PAUSE * 20, pace.turn(Advance::Calm));
+        assert!(free(&pace).is_empty(), "the next claim is expected");
+        assert!(pace.permit(Advance::Low).now_or_never().is_some());
+        let first = tokio::time::timeout(PAUSE * 20, pace.permit(Advance::Calm));
         let _first = first.await.unwrap();
-        assert_eq!(free(&pace).len(), BETWEEN - 1);
+        assert_eq!(free(&pace).len(), PAUSE_LIMIT - 1);
     }
 
     #[tokio::test]
-    async fn one_that_waits_long_goes_ahead_though_somebody_waits() {
+    async fn a_write_in_advance_begins_after_its_interval_while_a_client_waits() {
         let pace = Arc::new(Pace::default());
         drop(free(&pace));
         let _awaited = pace.awaited();
-        assert!(pace.turn(Advance::Calm).now_or_never().is_none());
+        assert!(pace.permit(Advance::Calm).now_or_never().is_none());
         for advance in [Advance::Calm, Advance::Short] {
-            let _turn = tokio::time::timeout(PATIENCE * 20, pace.turn(advance))
+            let _permit = tokio::time::timeout(INTERVAL * 20, pace.permit(advance))
                 .await
                 .unwrap();
         }
     }
 
     #[test]
-    fn it_has_the_apiserver_to_itself_once_nobody_has_waited_for_a_while() {
+    fn writes_in_advance_have_the_apiserver_to_themselves_after_a_time_without_waiting_clients() {
         let now = Instant::now();
         let state = State {
             last: Some(now),
@@ -240,8 +254,8 @@ mod tests {
         };
         let limit = |at| state.limit(Advance::Calm, at);
         assert_eq!(limit(now), (1, None), "nothing was begun lately");
-        assert_eq!(limit(now + PAUSE), (BETWEEN, Some(now + CALM)));
-        assert_eq!(limit(now + CALM), (ALONE, None));
+        assert_eq!(limit(now + PAUSE), (PAUSE_LIMIT, Some(now + CALM)));
+        assert_eq!(limit(now + CALM), (CALM_LIMIT, None));
         let busy = State {
             begun: [Some(now); KINDS],
             ..state
@@ -249,18 +263,19 @@ mod tests {
         assert_eq!(busy.limit(Advance::Calm, now), (0, Some(now + PAUSE)));
         assert_eq!(
             busy.limit(Advance::Low, now).0,
-            Advance::Low.room(),
-            "whoever comes next waits for it"
+            Advance::Low.pause_limit(),
+            "the next claim waits for a member"
         );
         let waits = State { awaited: 1, ..busy };
         assert_eq!(
             waits.limit(Advance::Short, now),
-            (0, Some(now + PATIENCE / 8))
+            (0, Some(now + INTERVAL / 8))
         );
-        assert_eq!(waits.limit(Advance::Short, now + PATIENCE / 8), (1, None));
+        assert_eq!(waits.limit(Advance::Short, now + INTERVAL / 8), (1, None));
     }
 
-    /// The writes that are begun within `time` while somebody waits all the time and everybody has more to write.
+    /// Returns the writes that begin within `time` while a client waits and every kind has more
+    /// writes.
     fn begun_within(time: Duration) -> Vec<(Advance, Duration)> {
         const STEP: Duration = Duration::from_millis(1);
         let all = [Advance::Short, Advance::Low, Advance::Soon, Advance::Calm];
@@ -286,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_urgent_keeps_nothing_else_waiting_for_long_and_all_share_one_clock() {
+    fn urgent_writes_do_not_starve_others_and_all_share_one_clock() {
         let begun = begun_within(2 * CALM);
         for advance in [Advance::Short, Advance::Low, Advance::Soon, Advance::Calm] {
             let times: Vec<Duration> = begun
@@ -294,15 +309,15 @@ mod tests {
                 .filter(|(kind, _)| *kind == advance)
                 .map(|(_, at)| *at)
                 .collect();
-            assert!(times[0] <= PATIENCE, "{advance:?}: {times:?}");
+            assert!(times[0] <= INTERVAL, "{advance:?}: {times:?}");
             for pair in times.windows(2) {
-                // Others that have waited as long take a turn each.
-                let most = PATIENCE + 2 * Advance::Short.patience();
+                // Other kinds that have waited as long take a turn each.
+                let most = INTERVAL + 2 * Advance::Short.interval();
                 assert!(pair[1] - pair[0] <= most, "{advance:?}: {times:?}");
             }
         }
-        let alone = (2 * CALM).div_duration_f64(Advance::Short.patience());
-        let others = (2 * CALM).div_duration_f64(PATIENCE);
+        let alone = (2 * CALM).div_duration_f64(Advance::Short.interval());
+        let others = (2 * CALM).div_duration_f64(INTERVAL);
         assert!(
             begun.len() as f64 <= alone + 3.0 * others,
             "{}",
@@ -311,18 +326,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_turn_that_ends_is_the_next_ones() {
+    async fn a_permit_that_is_dropped_goes_to_the_next_writer() {
         let pace = Arc::new(Pace::default());
         let _awaited = pace.awaited();
-        let first = pace.turn(Advance::Calm).await;
+        let first = pace.permit(Advance::Calm).await;
         let waiting: Vec<_> = (0..3)
             .map(|_| {
                 let pace = Arc::clone(&pace);
-                tokio::spawn(async move { drop(pace.turn(Advance::Calm).await) })
+                tokio::spawn(async move { drop(pace.permit(Advance::Calm).await) })
             })
             .collect();
         tokio::task::yield_now().await;
-        assert!(pace.turn(Advance::Calm).now_or_never().is_none());
+        assert!(pace.permit(Advance::Calm).now_or_never().is_none());
         drop(first);
         for task in waiting {
             task.await.unwrap();
@@ -330,31 +345,35 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_many_that_wait_only_those_look_that_may_go_on() {
+    async fn only_the_first_of_many_waiting_writers_checks_for_room() {
         const MANY: usize = 500;
         let pace = Arc::new(Pace::default());
         let awaited = pace.awaited();
-        drop(pace.turn(Advance::Calm).await);
+        drop(pace.permit(Advance::Calm).await);
         let order = Arc::new(Mutex::new(Vec::new()));
         let waiting: Vec<_> = (0..MANY)
             .map(|number| {
                 let (pace, order) = (Arc::clone(&pace), Arc::clone(&order));
                 tokio::spawn(async move {
-                    let _turn = pace.turn(Advance::Calm).await;
+                    let _permit = pace.permit(Advance::Calm).await;
                     order.lock().unwrap().push(number);
                     tokio::task::yield_now().await;
                 })
             })
             .collect();
         tokio::task::yield_now().await;
-        // Others come and go while somebody waits.
+        // Other clients come and go while one waits.
         for _ in 0..MANY {
             drop(pace.awaited());
             tokio::task::yield_now().await;
         }
         let looks = || pace.looks.load(std::sync::atomic::Ordering::Relaxed);
-        assert!(looks() < MANY / 10, "all goes by the clock: {}", looks());
-        // One that gives up keeps nobody waiting.
+        assert!(
+            looks() < MANY / 10,
+            "writes begin by the clock: {}",
+            looks()
+        );
+        // A cancelled writer blocks no other.
         waiting[0].abort();
         drop(awaited);
         for (number, task) in waiting.into_iter().enumerate() {
@@ -362,19 +381,19 @@ mod tests {
         }
         let in_order: Vec<usize> = (1..MANY).collect();
         assert_eq!(*order.lock().unwrap(), in_order);
-        // Each looks when it is the first, and again when something has changed.
+        // Each writer checks when it is the first, and again after a change.
         assert!(looks() <= 4 * MANY, "{}", looks());
     }
 
     #[tokio::test]
-    async fn whoever_waits_for_a_turn_gets_it_when_it_is_calm_again() {
+    async fn a_waiting_writer_gets_its_permit_after_the_calm_time() {
         let pace = Arc::new(Pace::default());
         drop(pace.awaited());
         let _held = (
-            pace.turn(Advance::Calm).await,
-            pace.turn(Advance::Calm).await,
+            pace.permit(Advance::Calm).await,
+            pace.permit(Advance::Calm).await,
         );
-        let next = tokio::time::timeout(CALM * 3, pace.turn(Advance::Calm)).await;
+        let next = tokio::time::timeout(CALM * 3, pace.permit(Advance::Calm)).await;
         next.unwrap();
     }
 }

@@ -1,9 +1,13 @@
-//! GKE's PodSnapshots for clusters that are not GKE: what upstream's Python SDK asks for when it suspends a sandbox (`k8s_agent_sandbox.gke_extensions.snapshots`), done by SandboxSnapshots.
+//! Provides GKE's PodSnapshots on clusters other than GKE. Upstream's Python SDK asks for them when
+//! it suspends a sandbox (`k8s_agent_sandbox.gke_extensions.snapshots`). SandboxSnapshots hold the
+//! memory.
 //!
-//! Only where `deploy/podsnapshots` is applied: without its definitions there is nothing to watch, and without its role (as on GKE, whose definitions are the real ones) nothing may be.
+//! The part is active only where `deploy/podsnapshots` is applied. Without its CRDs there is
+//! nothing to watch. Without its role nothing may be watched, as on GKE, which has the real CRDs.
 //!
-//! A trigger, its SandboxSnapshot and its PodSnapshot have one name. The SandboxSnapshot belongs to the trigger until it is committed, then to the PodSnapshot, so that garbage
-//! collection deletes it with the one that still needs it.
+//! A trigger, its SandboxSnapshot and its PodSnapshot have the same name. The SandboxSnapshot
+//! belongs to the trigger until it is committed, then to the PodSnapshot. Garbage collection
+//! thereby deletes it together with the object that still needs it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,13 +26,13 @@ use crate::{
 
 mod plan;
 
-/// How often a trigger that is under way is looked at, though nothing has changed.
-const LOOK_AGAIN: Duration = Duration::from_secs(10);
+/// Interval of passes over a trigger in progress when nothing changes.
+const REQUEUE: Duration = Duration::from_secs(10);
 
-/// A pass did not come through.
+/// Failure of a pass.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot see what is there")]
+    #[error("cannot read the current state")]
     Observe(#[source] calls::Error),
     #[error("cannot write the {kind}")]
     Write {
@@ -48,7 +52,9 @@ impl Error {
     }
 }
 
-/// One pass over one trigger. Each step changes an object that is watched, and the next pass takes the next step.
+/// Runs one pass over a trigger.
+///
+/// Each step changes a watched object, and that change starts the pass for the next step.
 pub async fn trigger(
     trigger: Arc<PodSnapshotManualTrigger>,
     context: Arc<Context>,
@@ -57,7 +63,7 @@ pub async fn trigger(
     if trigger.metadata.deletion_timestamp.is_some() {
         return Ok(None);
     }
-    let around = plan::Around {
+    let observed = plan::Observed {
         pod: context
             .caches
             .pods
@@ -66,25 +72,25 @@ pub async fn trigger(
         snapshot: context.caches.pod_snapshots.get(&namespace, &name),
     };
     let capable = |pod: &Pod| can_be_saved(pod, &context);
-    let mut step = plan::trigger(&trigger, &around, capable);
+    let mut step = plan::trigger(&trigger, &observed, capable);
     if matches!(&step, Some(Step::Settle(draft)) if draft.status == "False") {
-        // It is final, and the watches may be behind.
-        let around = look_around(&trigger, &context).await?;
-        step = plan::trigger(&trigger, &around, capable);
+        // A failure is final, and the caches may be behind.
+        let observed = observe(&trigger, &context).await?;
+        step = plan::trigger(&trigger, &observed, capable);
     }
     let Some(step) = step else {
-        // That its Pod has ended is no event of a trigger's.
-        return Ok(trigger.outcome().is_none().then_some(LOOK_AGAIN));
+        // The end of the Pod is no event of the trigger.
+        return Ok(trigger.outcome().is_none().then_some(REQUEUE));
     };
     let api = &context.api;
     match step {
         Step::MakeImage(object) => {
             let result = api.create::<SandboxSnapshot>(&namespace, object).await;
-            made("SandboxSnapshot", result)
+            ignore_existing("SandboxSnapshot", result)
         }
         Step::MakeSnapshot(object) => {
             let result = api.create::<PodSnapshot>(&namespace, object).await;
-            made("PodSnapshot", result)
+            ignore_existing("PodSnapshot", result)
         }
         Step::Settle(draft) => {
             let created = (draft.status == "True").then(|| json!({"name": name}));
@@ -96,7 +102,7 @@ pub async fn trigger(
                 "status": {"conditions": all, "snapshotCreated": created},
             });
             let written = api.patch_status::<PodSnapshotManualTrigger>(&namespace, &name, &patch);
-            settled("PodSnapshotManualTrigger", written.await)
+            ignore_conflict("PodSnapshotManualTrigger", written.await)
         }
         Step::DropImage {
             uid,
@@ -104,13 +110,13 @@ pub async fn trigger(
         } => {
             let version = resource_version.as_deref();
             let deleted = api.delete::<SandboxSnapshot>(&namespace, &name, &uid, version);
-            settled("SandboxSnapshot", deleted.await)
+            ignore_conflict("SandboxSnapshot", deleted.await)
         }
     }?;
     Ok(None)
 }
 
-/// One pass over one PodSnapshot: whose its image is, and whether it can be had.
+/// Runs one pass over a PodSnapshot: takes over its image and sets its condition Ready.
 pub async fn snapshot(
     snapshot: Arc<PodSnapshot>,
     context: Arc<Context>,
@@ -126,7 +132,7 @@ pub async fn snapshot(
     let image = match context.caches.snapshots.get(&namespace, &name) {
         Some(image) => Some(image),
         None if plan::unavailable(&snapshot).is_some() => None,
-        // The watch may be behind, and what is said of an absence is final for the trigger.
+        // The cache may be behind, and a reported absence is final for the trigger.
         None => {
             let found = api.get::<SandboxSnapshot>(&namespace, &name).await;
             found.map_err(Error::Observe)?.map(Arc::new)
@@ -138,7 +144,7 @@ pub async fn snapshot(
         let written = api
             .patch::<SandboxSnapshot>(&namespace, &name, &patch)
             .await;
-        return settled("SandboxSnapshot", written).map(|()| None);
+        return ignore_conflict("SandboxSnapshot", written).map(|()| None);
     }
     if let Some(draft) = plan::ready(&snapshot, image.as_deref()) {
         let mut all = snapshot.conditions().to_vec();
@@ -149,29 +155,29 @@ pub async fn snapshot(
             "status": {"conditions": all},
         });
         let written = api.patch_status::<PodSnapshot>(&namespace, &name, &patch);
-        return settled("PodSnapshot", written.await).map(|()| None);
+        return ignore_conflict("PodSnapshot", written.await).map(|()| None);
     }
     Ok(None)
 }
 
-/// What the apiserver itself says is there beside a trigger.
-async fn look_around(
+/// Reads the objects around a trigger from the apiserver.
+async fn observe(
     trigger: &PodSnapshotManualTrigger,
     context: &Context,
-) -> Result<plan::Around, Error> {
+) -> Result<plan::Observed, Error> {
     let (namespace, name) = (trigger.namespace().unwrap_or_default(), trigger.name_any());
     let api = &context.api;
     let pod = api.get(&namespace, &trigger.spec.target_pod).await;
     let image = api.get(&namespace, &name).await;
     let snapshot = api.get(&namespace, &name).await;
-    Ok(plan::Around {
+    Ok(plan::Observed {
         pod: pod.map_err(Error::Observe)?.map(Arc::new),
         image: image.map_err(Error::Observe)?.map(Arc::new),
         snapshot: snapshot.map_err(Error::Observe)?.map(Arc::new),
     })
 }
 
-/// Whether the node of a Pod can save its memory; else why not.
+/// Checks whether the node of a Pod can save its memory. The error says why not.
 fn can_be_saved(pod: &Pod, context: &Context) -> Result<(), String> {
     let spec = pod.spec.as_ref();
     let class = spec.and_then(|spec| spec.runtime_class_name.as_deref());
@@ -190,8 +196,8 @@ fn can_be_saved(pod: &Pod, context: &Context) -> Result<(), String> {
     Err(format!("{runtime} on node {node:?} cannot save memory"))
 }
 
-/// A conflict or an absence means that a newer event is on its way.
-fn settled<T>(kind: &'static str, written: Result<T, calls::Error>) -> Result<(), Error> {
+/// Ignores conflicts and absence: a newer event is on its way.
+fn ignore_conflict<T>(kind: &'static str, written: Result<T, calls::Error>) -> Result<(), Error> {
     match written {
         Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => Ok(()),
         Err(source) => Err(Error::Write { kind, source }),
@@ -199,9 +205,9 @@ fn settled<T>(kind: &'static str, written: Result<T, calls::Error>) -> Result<()
     }
 }
 
-/// A name that is taken means that the watch is behind.
-fn made<T>(kind: &'static str, made: Result<T, calls::Error>) -> Result<(), Error> {
-    match made {
+/// Ignores an existing object of that name: the watch is behind.
+fn ignore_existing<T>(kind: &'static str, created: Result<T, calls::Error>) -> Result<(), Error> {
+    match created {
         Err(error) if error.answer() == Answer::AlreadyExists => Ok(()),
         Err(source) => Err(Error::Write { kind, source }),
         Ok(_) => Ok(()),

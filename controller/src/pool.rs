@@ -1,7 +1,9 @@
-//! The SandboxWarmPool kind: it keeps a number of Sandboxes with running Pods ready to be claimed. One pass: gather → **plan** (pure) → apply → status.
+//! Reconciler of SandboxWarmPools: keeps a number of Sandboxes with running Pods ready to be
+//! claimed. One pass: gather → **plan** (pure) → apply → status.
 //!
-//! A pool never has more than it is asked for: members that were asked for and that the watch has not shown yet count as there ([`memory::Memory`]), and the name of a member is
-//! chosen before it is made, so that a create without an answer is repeated under the same name and makes one object.
+//! A pool never has more members than requested. Requested members that the watch has not shown yet
+//! count as present ([`memory::Memory`]). The name of a member is chosen before the create, so that
+//! a create without an answer is repeated under the same name and creates one object.
 
 use std::{
     sync::Arc,
@@ -35,10 +37,10 @@ use self::{
     plan::{Observed, Plan},
 };
 
-/// A pass did not come through; it is tried again with a growing delay.
+/// Failure of a pass; the pass is tried again with a growing delay.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot see what is there")]
+    #[error("cannot read the current state")]
     Observe(#[source] calls::Error),
     #[error("cannot tell whether a step took effect")]
     Unknown(#[source] calls::Error),
@@ -49,7 +51,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Stable name, for metrics and logs.
+    /// Returns a stable name for metrics and logs.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Observe(_) => "ObserveFailed",
@@ -60,7 +62,7 @@ impl Error {
     }
 }
 
-/// One pass over one pool. Says when to look again though nothing has changed.
+/// Reconciles one pool. Returns the delay until the next pass when nothing changes.
 pub async fn reconcile(
     pool: Arc<SandboxWarmPool>,
     context: Arc<Context>,
@@ -72,7 +74,7 @@ pub async fn reconcile(
     if let Some(template) = &observed.template
         && outline::is_outline(&**template)
     {
-        let whole = outline::whole(&context.api, &**template).await;
+        let whole = outline::read_full(&context.api, &**template).await;
         observed.template = whole.map_err(Error::Observe)?.map(Arc::new);
     }
     let plan = plan::plan(&observed, Timestamp::now());
@@ -88,13 +90,13 @@ pub async fn reconcile(
     if let Some(note) = advise(&observed, &context) {
         publish(&pool, note, &context).await;
     }
-    // What was done shows in the status, whether all of it came through or not.
+    // The status shows the steps of this pass, even if some failed.
     let status_due = write_status(&pool, &plan, &context).await?;
     let pressed = done?;
-    // Read once more: most of what is expected was asked for in this very pass.
+    // Read again: most pending members were requested in this very pass.
     let remembered = remembered(&pool, &context);
-    let looks = [plan.requeue, status_due, pressed, remembered.forgotten_in];
-    Ok(looks.into_iter().flatten().min())
+    let delays = [plan.requeue, status_due, pressed, remembered.forgotten_in];
+    Ok(delays.into_iter().flatten().min())
 }
 
 fn remembered(pool: &SandboxWarmPool, context: &Context) -> Remembered {
@@ -103,7 +105,7 @@ fn remembered(pool: &SandboxWarmPool, context: &Context) -> Remembered {
     context.pools.remembered(&uid, &settings, Instant::now())
 }
 
-/// Reads the caches and what this process remembers of the pool.
+/// Reads the caches and this process's memory of the pool.
 fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
     let namespace = pool.namespace().unwrap_or_default();
     let caches = &context.caches;
@@ -111,10 +113,11 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
     let orphans = orphan_index(&name_hash(&pool.name_any()));
     let template = &pool.spec.sandbox_template_ref.name;
     let settings = context.settings.pools.of(pool);
-    // What is remembered is read before the cache: what the watch shows in between is then counted twice and not missed.
+    // The memory is read before the cache: members that the watch shows in between are counted
+    // twice rather than missed.
     let mut remembered = remembered(pool, context);
     remembered.creating.retain(|name| {
-        // Seen, and perhaps claimed already.
+        // The watch has shown the member, which may be claimed already.
         let seen = caches.sandboxes.get(&namespace, name);
         if let Some(sandbox) = &seen {
             context.pools.seen(&uid, sandbox, false);
@@ -136,7 +139,7 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
     }
 }
 
-/// What the pool's user is told once; each controller that leads tells it anew.
+/// Returns the advice that a pool's user gets once; each leading controller gives it again.
 fn advise(observed: &Observed, context: &Context) -> Option<Note> {
     let uid = observed.pool.uid().unwrap_or_default();
     if context.pools.is_advised(&uid) {
@@ -153,7 +156,8 @@ async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {
     events::publish(&context.api.in_advance(Advance::Calm), pool, note).await;
 }
 
-/// Writes the status if it says something new. In a storm of changes not each of them is written: says when the next one may be.
+/// Writes a changed status, at most once an interval while changes follow one another. Returns the
+/// delay until the next write.
 async fn write_status(
     pool: &Arc<SandboxWarmPool>,
     plan: &Plan,
@@ -188,7 +192,8 @@ async fn write_status(
     }
 }
 
-/// The uid makes the apiserver refuse when another pool has taken the name.
+/// Returns the patch of the status, with the uid: the apiserver then refuses it if another pool has
+/// taken the name.
 fn status_patch(
     pool: &SandboxWarmPool,
     before: &SandboxWarmPoolStatus,

@@ -1,8 +1,11 @@
-//! Names of objects that wait for a pass. A name waits at most once, one pass at a time is under way per object, and namespaces take turns, so that one that asks for
-//! thousands of sandboxes at once does not make the others wait.
+//! Queue of the objects that wait for a pass. An object waits at most once and has at most one pass
+//! at a time. Namespaces take turns, so that a namespace with thousands of new sandboxes does not
+//! delay the others.
 //!
-//! There are three lanes. What somebody waits for is taken before what is made in advance, and that before what only follows from a claim. Of the latter two only so many passes are under way at
-//! once: they wait for their turns to write, and would keep the workers from those who claim.
+//! The queue has three lanes. Objects that a client waits for come first, then objects made in
+//! advance, then updates that follow from a claim. The last two lanes have a limit of concurrent
+//! passes: their passes wait for permits to write, and would otherwise keep the workers from
+//! claims.
 
 use std::{
     collections::{BTreeSet, HashMap, VecDeque},
@@ -16,22 +19,23 @@ use tokio::{
 
 use crate::cache::Key;
 
-/// Who failed is left in peace for no longer than this: what somebody does about it counts soon.
-const LONGEST_PEACE: Duration = Duration::from_secs(1);
+/// Longest time for which an object whose pass failed is held back, so that a fix takes effect
+/// soon.
+const LONGEST_HOLD_BACK: Duration = Duration::from_secs(1);
 
-/// Whether somebody waits for an object. What comes first is taken first.
+/// Priority of a pass. Lanes are in the order in which they are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lane {
     Awaited,
     InAdvance,
-    /// It was handed to a claim, and only its Pod is still to be told.
+    /// The Sandbox was handed to a claim, and only the labels of its Pod are outdated.
     Following,
 }
 
 impl Lane {
     const ALL: [Self; 3] = [Self::Awaited, Self::InAdvance, Self::Following];
 
-    /// How many passes are under way at once.
+    /// Returns the limit of concurrent passes.
     fn limit(self) -> usize {
         match self {
             Self::Awaited => usize::MAX,
@@ -41,7 +45,9 @@ impl Lane {
     }
 }
 
-/// Names that wait, that wait for a time, and that are being worked on. Bounded by the number of objects, because each is in it once.
+/// Objects that wait, that wait for a time, and that have a pass in progress.
+///
+/// The number of objects bounds the queue's size, because each object is in it once.
 #[derive(Debug, Default)]
 pub struct Queue {
     content: Mutex<Content>,
@@ -50,44 +56,44 @@ pub struct Queue {
 
 #[derive(Debug, Default)]
 struct Content {
-    /// What waits in each lane.
+    /// Waiting objects of each lane.
     lanes: [Waiting; Lane::ALL.len()],
-    known: HashMap<Key, Lane>,
+    waiting: HashMap<Key, Lane>,
     working: HashMap<Key, Lane>,
-    /// How many of each lane are being worked on.
-    under_way: [usize; Lane::ALL.len()],
-    /// Asked for again while it was being worked on.
+    /// Number of passes in progress, by lane.
+    in_progress: [usize; Lane::ALL.len()],
+    /// Objects that were added while their pass was in progress.
     again: HashMap<Key, Lane>,
     timed: BTreeSet<(Instant, Key)>,
     due: HashMap<Key, Instant>,
-    /// Until when those whose pass has failed are left in peace.
-    in_peace: HashMap<Key, Instant>,
+    /// Time until which an object whose pass failed is held back.
+    held_back: HashMap<Key, Instant>,
 }
 
-/// Names of one lane.
+/// Waiting objects of one lane.
 #[derive(Debug, Default)]
 struct Waiting {
-    /// Namespaces with something to do, in the order of their turns.
+    /// Namespaces with waiting objects, in the order of their turns.
     turns: VecDeque<String>,
     names: HashMap<String, VecDeque<String>>,
 }
 
 impl Queue {
-    /// Asks for a pass that somebody waits for.
+    /// Asks for a pass that a client waits for.
     pub fn add(&self, key: Key) {
         self.add_in(Lane::Awaited, key);
     }
 
-    /// Asks for a pass.
+    /// Asks for a pass in a lane.
     pub fn add_in(&self, lane: Lane, key: Key) {
         let mut content = self.lock();
-        content.forget_time(&key);
+        content.clear_time(&key);
         content.push(lane, key);
         drop(content);
         self.changed.notify_one();
     }
 
-    /// Asks for a pass after a while. Of two times the earlier one counts.
+    /// Asks for a pass after `delay`. The earlier of two times counts.
     pub fn add_after(&self, key: Key, delay: Duration) {
         let at = Instant::now() + delay;
         if self.lock().set_time(at, key) {
@@ -95,24 +101,26 @@ impl Queue {
         }
     }
 
-    /// The pass that is under way has failed, and the next try is after a while: whatever asks for one before waits for as long, or a second at most. What a pass writes of its failure asks for
-    /// one, too, and may be put in other words each time.
-    pub fn leave_in_peace(&self, key: &Key, delay: Duration) {
-        let until = Instant::now() + delay.min(LONGEST_PEACE);
-        self.lock().in_peace.insert(key.clone(), until);
+    /// Holds back an object whose pass has failed, for `delay` or [`LONGEST_HOLD_BACK`] at most.
+    ///
+    /// A failed pass writes its failure into the status, possibly in other words each time. That
+    /// event would start the next pass at once.
+    pub fn hold_back(&self, key: &Key, delay: Duration) {
+        let until = Instant::now() + delay.min(LONGEST_HOLD_BACK);
+        self.lock().held_back.insert(key.clone(), until);
     }
 
-    /// The next name; it is being worked on until [`Queue::done`].
+    /// Returns the next object. Its pass is in progress until [`Queue::done`].
     pub async fn next(&self) -> Key {
         loop {
             let wake_at = {
                 let mut content = self.lock();
-                content.ripen(Instant::now());
+                content.move_due(Instant::now());
                 if let Some(key) = content.pop() {
                     let more = content.has_more();
                     drop(content);
                     if more {
-                        // One notification may stand for several names.
+                        // One notification may cover several objects.
                         self.changed.notify_one();
                     }
                     return key;
@@ -127,11 +135,11 @@ impl Queue {
         }
     }
 
-    /// The pass has ended.
+    /// Ends the pass of an object.
     pub fn done(&self, key: &Key) {
         let mut content = self.lock();
         if let Some(lane) = content.working.remove(key) {
-            content.under_way[lane as usize] -= 1;
+            content.in_progress[lane as usize] -= 1;
         }
         if let Some(lane) = content.again.remove(key) {
             content.push(lane, key.clone());
@@ -143,22 +151,24 @@ impl Queue {
         }
     }
 
-    /// Whether anything waits or is being worked on.
+    /// Reports whether an object waits or has a pass in progress.
     pub fn is_busy(&self) -> bool {
         let content = self.lock();
-        !content.known.is_empty() || !content.working.is_empty()
+        !content.waiting.is_empty() || !content.working.is_empty()
     }
 
-    /// Whether a name waits for a worker, or has waited long enough. One that is being worked on does not, though it was asked for again.
-    pub fn is_waited_for(&self) -> bool {
+    /// Reports whether an object waits for a worker, or its time has come.
+    ///
+    /// An object whose pass is in progress does not count, even if it was added again.
+    pub fn has_waiting(&self) -> bool {
         let mut content = self.lock();
-        content.ripen(Instant::now());
-        !content.known.is_empty()
+        content.move_due(Instant::now());
+        !content.waiting.is_empty()
     }
 
-    /// How many names wait for a worker.
+    /// Returns the number of objects that wait for a worker.
     pub fn depth(&self) -> usize {
-        self.lock().known.len()
+        self.lock().waiting.len()
     }
 
     // A panic elsewhere leaves the sets as they were.
@@ -174,27 +184,31 @@ impl Content {
             *again = lane.min(*again);
             return;
         }
-        if let Some(until) = self.in_peace.remove(&key).filter(|at| *at > Instant::now()) {
-            self.in_peace.insert(key.clone(), until);
+        if let Some(until) = self
+            .held_back
+            .remove(&key)
+            .filter(|at| *at > Instant::now())
+        {
+            self.held_back.insert(key.clone(), until);
             self.set_time(until, key);
             return;
         }
-        if let Some(before) = self.known.get(&key).copied() {
-            // Waited for by now: it goes over to the other lane.
+        if let Some(before) = self.waiting.get(&key).copied() {
+            // The new lane is more urgent: the object moves there.
             if lane >= before {
                 return;
             }
             self.lanes[before as usize].remove(&key);
         }
-        self.known.insert(key.clone(), lane);
+        self.waiting.insert(key.clone(), lane);
         self.lanes[lane as usize].push(key);
     }
 
-    /// The first lane that has something, and room for one more.
+    /// Returns the first lane that has a waiting object and is below its limit.
     fn lane(&self) -> Option<Lane> {
         Lane::ALL.into_iter().find(|lane| {
             let number = *lane as usize;
-            !self.lanes[number].turns.is_empty() && self.under_way[number] < lane.limit()
+            !self.lanes[number].turns.is_empty() && self.in_progress[number] < lane.limit()
         })
     }
 
@@ -205,35 +219,35 @@ impl Content {
     fn pop(&mut self) -> Option<Key> {
         let lane = self.lane()?;
         let key = self.lanes[lane as usize].pop()?;
-        self.under_way[lane as usize] += 1;
-        self.known.remove(&key);
+        self.in_progress[lane as usize] += 1;
+        self.waiting.remove(&key);
         self.working.insert(key.clone(), lane);
         Some(key)
     }
 
-    /// Moves what has waited long enough.
-    fn ripen(&mut self, now: Instant) {
+    /// Moves the objects whose time has come into the lane of awaited ones.
+    fn move_due(&mut self, now: Instant) {
         while let Some((at, key)) = self.timed.first().cloned() {
             if at > now {
                 return;
             }
-            self.forget_time(&key);
+            self.clear_time(&key);
             self.push(Lane::Awaited, key);
         }
     }
 
-    /// Of two times the earlier one counts. Whether it is this one.
+    /// Sets the time of an object, unless an earlier one is set. Reports whether it did.
     fn set_time(&mut self, at: Instant, key: Key) -> bool {
-        if self.known.contains_key(&key) || self.due.get(&key).is_some_and(|due| *due <= at) {
+        if self.waiting.contains_key(&key) || self.due.get(&key).is_some_and(|due| *due <= at) {
             return false;
         }
-        self.forget_time(&key);
+        self.clear_time(&key);
         self.timed.insert((at, key.clone()));
         self.due.insert(key, at);
         true
     }
 
-    fn forget_time(&mut self, key: &Key) {
+    fn clear_time(&mut self, key: &Key) {
         if let Some(at) = self.due.remove(key) {
             self.timed.remove(&(at, key.clone()));
         }
@@ -334,7 +348,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_that_is_asked_for_now_does_not_come_again_at_its_time() {
+    async fn adding_an_object_now_cancels_its_time() {
         let queue = Queue::default();
         queue.add_after(key("ns", "a"), Duration::from_secs(3600));
         queue.add(key("ns", "a"));
@@ -343,17 +357,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_failed_is_left_in_peace_whoever_asks_but_not_for_long() {
+    async fn an_object_whose_pass_failed_is_held_back_for_a_limited_time() {
         let queue = Queue::default();
         let (failed, other) = (key("ns", "failed"), key("ns", "other"));
         let (first, later) = (Duration::from_millis(50), Duration::from_secs(60));
-        for (delay, peace) in [(first, first), (later, LONGEST_PEACE)] {
+        for (delay, expected) in [(first, first), (later, LONGEST_HOLD_BACK)] {
             queue.add(failed.clone());
             assert_eq!(queue.next().await, failed);
             let begin = Instant::now();
-            // What it writes is seen before it ends, and after.
+            // The events of its writes come before the pass ends, and after.
             queue.add(failed.clone());
-            queue.leave_in_peace(&failed, delay);
+            queue.hold_back(&failed, delay);
             queue.add_after(failed.clone(), delay);
             queue.done(&failed);
             queue.add(failed.clone());
@@ -361,20 +375,20 @@ mod tests {
             assert_eq!(queue.next().await, other);
             assert_eq!(queue.next().await, failed);
             let waited = begin.elapsed();
-            assert!(waited >= peace && waited < later, "{waited:?}");
+            assert!(waited >= expected && waited < later, "{waited:?}");
             queue.done(&failed);
             queue.done(&other);
-            // It came through, and is looked at whenever somebody asks.
+            // After a pass without failure the object is not held back.
             queue.add(failed.clone());
             assert_eq!(queue.lock().pop(), Some(failed.clone()));
             queue.done(&failed);
             let content = queue.lock();
-            assert!(content.in_peace.is_empty() && content.timed.is_empty());
+            assert!(content.held_back.is_empty() && content.timed.is_empty());
         }
     }
 
     #[tokio::test]
-    async fn what_somebody_waits_for_comes_before_what_is_made_in_advance() {
+    async fn awaited_objects_come_before_those_made_in_advance() {
         let queue = Queue::default();
         for name in ["1", "2", "3"] {
             queue.add_in(Lane::InAdvance, key("a", name));
@@ -393,16 +407,16 @@ mod tests {
         assert_eq!(queue.next().await, a);
         queue.add(a.clone());
         assert!(
-            !queue.is_waited_for(),
-            "what it is asked for again waits for itself"
+            !queue.has_waiting(),
+            "an object with a pass in progress does not count"
         );
-        // Its time comes while the only worker is busy: nobody asks for the next name.
+        // The time of `b` comes while the only worker is busy and asks for no object.
         queue.add_after(b.clone(), Duration::ZERO);
         let mut order = Vec::new();
         let mut at_work = a;
         for _ in 0..4 {
-            assert!(queue.is_waited_for());
-            // It gives way: a pass ends, and asks for the next one at once.
+            assert!(queue.has_waiting());
+            // A pass ends and asks for the next one at once.
             queue.add_after(at_work.clone(), Duration::ZERO);
             queue.done(&at_work);
             at_work = queue.next().await;
@@ -413,7 +427,7 @@ mod tests {
 
     #[rstest]
     #[tokio::test]
-    async fn only_so_many_passes_that_nobody_waits_for_are_under_way(
+    async fn lanes_that_no_client_waits_for_have_a_limit_of_passes(
         #[values(Lane::InAdvance, Lane::Following)] lane: Lane,
     ) {
         let queue = Queue::default();
@@ -430,7 +444,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_follows_comes_last_and_keeps_nobody_from_a_worker() {
+    async fn following_updates_come_last_and_leave_workers_to_other_lanes() {
         let queue = Queue::default();
         for name in 0..10 {
             queue.add_in(Lane::Following, key("a", &name.to_string()));

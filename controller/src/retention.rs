@@ -1,5 +1,7 @@
-//! Retention: snapshots that users made are deleted by the rules of the SnapshotClass that their Sandbox names. The passes are over Sandboxes. A change of a snapshot, a Sandbox, a template
-//! or a class asks for one, and a timer does when the next snapshot's time is over.
+//! Deletes snapshots made by users according to the rules of their Sandbox's SnapshotClass.
+//!
+//! The passes are over Sandboxes. A change of a snapshot, a Sandbox, a template or a class starts a
+//! pass, and so does a timer when the next snapshot expires.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -21,7 +23,7 @@ pub mod plan;
 
 use self::plan::{Observed, plan};
 
-/// A pass did not come through.
+/// Failure of a pass.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot delete SandboxSnapshot {0:?}")]
@@ -37,7 +39,7 @@ impl Error {
     }
 }
 
-/// One pass over the snapshots of one Sandbox. Says when the next one's time is over.
+/// Runs one pass over the snapshots of a Sandbox. Returns the time until the next one expires.
 pub async fn reconcile(
     sandbox: Arc<Sandbox>,
     context: Arc<Context>,
@@ -68,7 +70,7 @@ pub async fn reconcile(
                 };
                 events::publish(&api, &*sandbox, note).await;
             }
-            // Its event asks for the next pass.
+            // The snapshot's event starts the next pass.
             Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {}
             Err(error) => return Err(Error::Delete(name, error)),
         }
@@ -76,7 +78,7 @@ pub async fn reconcile(
     Ok(plan.next_look)
 }
 
-/// The class that a Sandbox names, and its rules, if there are any.
+/// Returns the class that a Sandbox names, with its rules, if it has any.
 fn rules(sandbox: &Sandbox, context: &Context) -> Option<(String, Retention)> {
     if sandbox.metadata.deletion_timestamp.is_some() {
         return None;
@@ -118,7 +120,7 @@ fn observe(sandbox: &Sandbox, class: String, rules: Retention, context: &Context
     }
 }
 
-/// Name of the snapshot that a Sandbox starts as a copy of.
+/// Returns the name of the snapshot of which a Sandbox starts as a copy.
 pub fn restored_from(sandbox: &Sandbox) -> Option<&str> {
     let own = sandbox
         .annotations()

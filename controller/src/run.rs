@@ -1,4 +1,4 @@
-//! Wiring: watches into queues, queues into the two reconcilers.
+//! Starts watches and workers, and moves objects from the queues to the reconcilers.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -10,7 +10,7 @@ use torpor_api::SandboxClaim;
 use tracing::Instrument;
 
 use crate::{
-    afterwards::Afterwards,
+    background::Background,
     cache::{Cache, Key},
     claim,
     context::Context,
@@ -21,21 +21,22 @@ use crate::{
     snapshot, template, trace, watches,
 };
 
-/// How long passes that are under way may take to end once the program is being stopped.
+/// Time that running passes have to end after the program is told to stop.
 const DRAIN: Duration = Duration::from_secs(20);
-/// How many snapshots are looked at at once.
+/// Number of snapshots that are reconciled at once.
 const SNAPSHOT_WORKERS: u16 = 8;
-/// The snapshots of how many Sandboxes are deleted by rules at once.
+/// Number of Sandboxes whose snapshots are deleted by retention rules at once.
 const RETENTION_WORKERS: u16 = 2;
-/// When an object is looked at again whose pass left what was too much.
-const TOO_MUCH_RETRY: Duration = Duration::from_secs(10);
+/// Delay until the next pass over an object whose remaining work was rejected because of too much
+/// pending work.
+const BACKLOG_RETRY: Duration = Duration::from_secs(10);
 
-/// When an object is looked at again in whose namespace not everything has been listed yet.
+/// Delay until the next pass over an object in a namespace that has not been listed completely.
 const UNLISTED_RETRY: Duration = Duration::from_secs(5);
-/// How often namespaces are told of that cannot be listed.
-const UNLISTED_TOLD: Duration = Duration::from_secs(60);
+/// Interval between warnings about namespaces that cannot be listed.
+const UNLISTED_WARNING: Duration = Duration::from_secs(60);
 
-/// A reconciler's error, as far as this file needs to know it.
+/// Error of a reconciler, with the name that metrics and logs need.
 trait Failure: std::error::Error {
     fn reason(&self) -> &'static str;
 }
@@ -82,11 +83,12 @@ impl Failure for snapshot::Error {
     }
 }
 
-/// What a pass leaves.
+/// Result of a pass.
 struct Ended {
-    /// When to look again though nothing has changed.
+    /// Delay until the next pass when nothing changes.
     requeue: Option<Duration>,
-    /// What is left to be done and keeps neither the worker nor the object; says when to look again.
+    /// Remaining work that occupies neither the worker nor the object; returns the delay until the
+    /// next pass.
     afterwards: Option<BoxFuture<'static, Option<Duration>>>,
 }
 
@@ -99,28 +101,29 @@ impl From<Option<Duration>> for Ended {
     }
 }
 
-/// A pass over a claim; the worker is free for the next one as soon as nobody waits for this one.
+/// Reconciles a claim. The worker is free for the next claim as soon as no request waits for the
+/// rest of this pass.
 async fn serve_claim(
     claim: Arc<SandboxClaim>,
     context: Arc<Context>,
 ) -> Result<Ended, claim::Error> {
-    let claim::Served { requeue, news } = claim::serve(claim, &context).await?;
-    let tell = |news: claim::News| -> BoxFuture<'static, Option<Duration>> {
-        Box::pin(async move { news.tell(&context).await })
+    let claim::Served { requeue, reports } = claim::serve(claim, &context).await?;
+    let write = |reports: claim::Reports| -> BoxFuture<'static, Option<Duration>> {
+        Box::pin(async move { reports.write(&context).await })
     };
     Ok(Ended {
         requeue,
-        afterwards: news.map(tell),
+        afterwards: reports.map(write),
     })
 }
 
-/// Reconciles until `shutdown`, then lets passes that are under way end.
+/// Reconciles until `shutdown`, then lets running passes end.
 pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     let mut watching = JoinSet::new();
     watches::start(&context, &mut watching);
-    watching.spawn(tell_unlisted(Arc::clone(&context)));
+    watching.spawn(warn_unlisted(Arc::clone(&context)));
     let mut working = JoinSet::new();
-    let (afterwards, left) = Afterwards::start();
+    let (afterwards, left) = Background::start();
     let mut start = Workers {
         tasks: &mut working,
         afterwards: &afterwards,
@@ -216,12 +219,12 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
         let _ = left.await;
     };
     if tokio::time::timeout(DRAIN, drained).await.is_err() {
-        tracing::warn!("some passes did not end in time");
+        tracing::warn!("some passes did not end within the drain time");
     }
 }
 
-/// Warns of namespaces that cannot be listed, until there is none.
-async fn tell_unlisted(context: Arc<Context>) {
+/// Warns of namespaces that cannot be listed, until all are listed.
+async fn warn_unlisted(context: Arc<Context>) {
     let Context {
         caches, settings, ..
     } = &*context;
@@ -229,7 +232,7 @@ async fn tell_unlisted(context: Arc<Context>) {
     let is_unlisted = |namespace: &&str| !caches.knows(namespace, settings);
     loop {
         tokio::time::sleep(wait).await;
-        wait = UNLISTED_TOLD;
+        wait = UNLISTED_WARNING;
         let unlisted: Vec<&str> = settings.namespaces.names().filter(is_unlisted).collect();
         if unlisted.is_empty() {
             return;
@@ -238,18 +241,18 @@ async fn tell_unlisted(context: Arc<Context>) {
             tracing::warn!(
                 namespace,
                 kinds = caches.unlisted(namespace, settings).join(","),
-                "nothing is done in a namespace before these kinds have been listed there: is its Role there?"
+                "no object of this namespace is reconciled until these kinds can be listed there: check the Role in the namespace"
             );
         }
     }
 }
 
-/// One kind's reconciler and what it works from.
+/// Reconciler of one kind with its cache and queue.
 struct Kind<K, Pass> {
     name: &'static str,
-    /// Name of the spans of its passes.
+    /// Name of the spans of the kind's passes.
     span: &'static str,
-    /// The trace that a pass continues, as a carrier.
+    /// Carrier of the trace that a pass continues.
     trace: fn(&K, &Context) -> Option<String>,
     workers: u16,
     cache: fn(&Context) -> &Cache<K>,
@@ -257,7 +260,7 @@ struct Kind<K, Pass> {
     reconcile: fn(Arc<K>, Arc<Context>) -> Pass,
 }
 
-// By hand, because deriving would ask the same of the parameters.
+// Not derived: a derive would require the same of the parameters.
 impl<K, Pass> Clone for Kind<K, Pass> {
     fn clone(&self) -> Self {
         *self
@@ -267,7 +270,7 @@ impl<K, Pass> Copy for Kind<K, Pass> {}
 
 struct Workers<'a> {
     tasks: &'a mut JoinSet<()>,
-    afterwards: &'a Afterwards,
+    afterwards: &'a Background,
     context: &'a Arc<Context>,
     shutdown: &'a CancellationToken,
 }
@@ -284,8 +287,8 @@ impl Workers<'_> {
             let (context, shutdown) = (Arc::clone(self.context), self.shutdown.clone());
             let afterwards = self.afterwards.clone();
             self.tasks.spawn(async move {
-                // Until everything has been listed once, an absence means nothing. Of a controller
-                // of some namespaces that holds for each of them.
+                // Before the first complete list, absence from the cache proves nothing. A
+                // controller confined to namespaces checks this for each of them.
                 let ready = context.caches.wait_ready(&context.settings);
                 if shutdown.run_until_cancelled(ready).await.is_none() {
                     return;
@@ -297,13 +300,13 @@ impl Workers<'_> {
                         queue.done(&key);
                         continue;
                     }
-                    let ended = one(&kind, &key, &context).await;
+                    let ended = run_pass(&kind, &key, &context).await;
                     if let Some(delay) = ended.requeue {
                         queue.add_after(key.clone(), delay);
                     }
                     queue.done(&key);
                     if let Some(rest) = ended.afterwards {
-                        leave(rest, key, kind.queue, &context, &afterwards);
+                        defer(rest, key, kind.queue, &context, &afterwards);
                     }
                 }
             });
@@ -311,13 +314,14 @@ impl Workers<'_> {
     }
 }
 
-/// Leaves the rest of a pass to be done when it is its turn. If too much is left already, the object is looked at again later instead: what can be told then is told then.
-fn leave(
+/// Queues the remaining work of a pass. If too much work is pending already, the object is
+/// reconciled again later, and that pass reports its state then.
+fn defer(
     rest: BoxFuture<'static, Option<Duration>>,
     key: Key,
     queue: fn(&Context) -> &Queue,
     context: &Arc<Context>,
-    afterwards: &Afterwards,
+    afterwards: &Background,
 ) {
     let (known, again) = (Arc::clone(context), key.clone());
     let task = Box::pin(async move {
@@ -325,19 +329,24 @@ fn leave(
             queue(&known).add_after(again, delay);
         }
     });
-    if !afterwards.leave(task) {
+    if !afterwards.submit(task) {
         let (namespace, object) = &key;
         tracing::warn!(
             namespace,
             object,
-            "too much is left to be told; the Events of a pass are not"
+            "too many Events are pending: those of this pass are dropped"
         );
-        queue(context).add_after(key, TOO_MUCH_RETRY);
+        queue(context).add_after(key, BACKLOG_RETRY);
     }
 }
 
-/// One pass, if the object is there. After a failure it is looked at again, with a growing delay.
-async fn one<K, Pass, Left, Fail>(kind: &Kind<K, Pass>, key: &Key, context: &Arc<Context>) -> Ended
+/// Runs one pass, if the object exists. After a failure the object is tried again with a growing
+/// delay.
+async fn run_pass<K, Pass, Left, Fail>(
+    kind: &Kind<K, Pass>,
+    key: &Key,
+    context: &Arc<Context>,
+) -> Ended
 where
     K: Resource,
     Pass: Future<Output = Result<Left, Fail>>,
@@ -350,7 +359,7 @@ where
     let (namespace, object) = key;
     let failing = format!("{name}/{namespace}/{object}");
     let Some(found) = (kind.cache)(context).get(namespace, object) else {
-        // It is gone, and nobody asks again how often it failed.
+        // The object is gone, and its count of failures with it.
         context.failures.forget(&failing);
         return Ended::from(None);
     };
@@ -376,7 +385,7 @@ where
         }
         Err(error) => {
             let delay = context.failures.count(&failing);
-            (kind.queue)(context).leave_in_peace(key, delay);
+            (kind.queue)(context).hold_back(key, delay);
             trace::failed(&span, &Chain(&error));
             tracing::warn!(
                 controller = name,
@@ -392,7 +401,7 @@ where
     }
 }
 
-/// Shows an error with its causes.
+/// Displays an error with its causes.
 struct Chain<'a>(&'a dyn std::error::Error);
 
 impl std::fmt::Display for Chain<'_> {

@@ -1,5 +1,9 @@
-//! The Sandbox kind. One pass: **dereference** (what is there) → **validate** (what it means) → **plan** (what to do; pure) → **apply** (do it) → **status** (say it; pure).
-//! When a step finds the world different from what the plan assumed, the plan is made again with the new fact; nothing is retried blindly.
+//! Reconciles Sandboxes.
+//!
+//! One pass has five steps: **dereference** (read the objects) → **validate** (interpret
+//! them) → **plan** (decide; pure) → **apply** (write) → **status** (report; pure). When a
+//! step finds another state than the plan assumed, the pass plans again with the new fact. No step
+//! is retried blindly.
 
 use std::{sync::Arc, time::Duration};
 
@@ -34,18 +38,19 @@ use self::{
     plan::{LastPod, Phase, Plan},
 };
 
-/// How often the plan is made anew within one pass, before the rest is left to the next one.
+/// Plans made within one pass at most; the next pass continues.
 const ROUNDS: usize = 5;
 
-/// When a Sandbox is tried again of which the apiserver called a field invalid. Mostly a change of
-/// the Sandbox helps, which brings a pass; but a LimitRange or a webhook may have written the
-/// field.
+/// Time after which a Sandbox is retried when the apiserver called a field invalid.
+///
+/// A change of the Sandbox usually solves the problem and starts a pass. A LimitRange or a webhook
+/// may have written the field, though.
 const INVALID_RETRY: Duration = Duration::from_secs(600);
 
-/// A pass did not come through; it is tried again with a growing delay.
+/// Failure of a pass. The pass is retried with a growing delay.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot see what is there")]
+    #[error("cannot read the current state")]
     Observe(#[source] calls::Error),
     #[error("cannot tell whether a step took effect")]
     Unknown(#[source] calls::Error),
@@ -53,7 +58,7 @@ pub enum Error {
     WriteStatus(#[source] calls::Error),
     #[error("cannot record the Sandbox's Pod")]
     RecordPod(#[source] calls::Error),
-    /// In the status already, in these words.
+    /// The status already has these messages.
     #[error("{}", .0.join("; "))]
     Refused(Vec<String>),
     #[error("the objects around the Sandbox keep changing")]
@@ -74,7 +79,9 @@ impl Error {
     }
 }
 
-/// One pass over one Sandbox. Says when to look again though nothing has changed.
+/// Runs one pass over a Sandbox.
+///
+/// Returns the time until the next pass that is needed without a change.
 pub async fn reconcile(
     sandbox: Arc<Sandbox>,
     context: Arc<Context>,
@@ -90,11 +97,11 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     if sandbox.metadata.deletion_timestamp.is_some() {
         return Ok(None);
     }
-    let Some(sandbox) = whole(sandbox, context).await? else {
+    let Some(sandbox) = full_sandbox(sandbox, context).await? else {
         return Ok(None);
     };
     let before = sandbox.status.clone().unwrap_or_default();
-    let (api, _awaited) = turn(&sandbox, context);
+    let (api, _awaited) = paced_client(&sandbox, context);
     let (plan, applied, sandbox) = settle(sandbox, &api, context).await?;
     if applied.sandbox_deleted {
         return Ok(None);
@@ -102,15 +109,15 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     let now = Timestamp::now();
     let (after, requeue) = conclude(&sandbox, &plan, &applied, context, now);
     let went_well = plan.refusals.is_empty() && applied.failures.is_empty();
-    if went_well && let Some(wait) = status::may_wait(&sandbox, &before, &after, now) {
+    if went_well && let Some(wait) = status::write_delay(&sandbox, &before, &after, now) {
         return Ok(requeue.into_iter().chain([wait]).min());
     }
     let written = write_status(&sandbox, &before, &after, &api, context).await?;
-    let told = lifecycle::between(&sandbox, &before, &after, &applied.failures);
-    let notes = told
+    let transitions = lifecycle::between(&sandbox, &before, &after, &applied.failures);
+    let notes = transitions
         .into_iter()
         .chain(notes::between(&before, &after, &plan));
-    tell(&sandbox, notes, &api, context).await;
+    publish_events(&sandbox, notes, &api, context).await;
     context
         .metrics
         .observe_sandbox(&sandbox, &before, &after, now);
@@ -126,15 +133,15 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
         return Ok(requeue);
     }
     if plan.refusals.is_empty() && is_invalid {
-        // In the status already, and no error of a pass, which would be tried again soon.
+        // The status has the message already. An error of the pass would cause an early retry.
         context.metrics.count_failed_change(&sandbox);
         return Ok(requeue.into_iter().chain([INVALID_RETRY]).min());
     }
     Err(Error::Refused(refusals))
 }
 
-/// Publishes Events about a Sandbox, unless they are switched off.
-async fn tell(
+/// Publishes Events about a Sandbox, unless Sandbox Events are switched off.
+async fn publish_events(
     sandbox: &Sandbox,
     notes: impl IntoIterator<Item = events::Note>,
     api: &Apiserver,
@@ -148,19 +155,27 @@ async fn tell(
     }
 }
 
-/// The Sandbox itself, where the cache has only its outline; `None` if it is gone.
-async fn whole(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Arc<Sandbox>>, Error> {
+/// Returns the full Sandbox, read from the apiserver where the cache has only its outline.
+///
+/// Returns `None` if the Sandbox is gone.
+async fn full_sandbox(
+    sandbox: Arc<Sandbox>,
+    context: &Context,
+) -> Result<Option<Arc<Sandbox>>, Error> {
     if !outline::is_outline(&*sandbox) {
         return Ok(Some(sandbox));
     }
-    let found = outline::whole(&context.api, &*sandbox).await;
+    let found = outline::read_full(&context.api, &*sandbox).await;
     let found = found.map_err(Error::Observe)?;
     Ok(found
         .filter(|found| found.metadata.deletion_timestamp.is_none())
         .map(Arc::new))
 }
 
-/// Whether somebody waits for a pass over the Sandbox: nobody does for a member of a pool, nor for the labels of a Pod whose Sandbox has just been handed to a claim.
+/// Returns the lane of a pass over the Sandbox.
+///
+/// No client waits for a member of a pool, nor for the labels of a Pod whose Sandbox has just been
+/// handed to a claim.
 pub fn lane(sandbox: &Sandbox, context: &Context) -> Lane {
     if candidates::pool_of(sandbox).is_some() {
         return Lane::InAdvance;
@@ -174,8 +189,10 @@ pub fn lane(sandbox: &Sandbox, context: &Context) -> Lane {
     }
 }
 
-/// Whose calls wait for whose. Somebody waits for a Sandbox that is not Ready.
-fn turn(sandbox: &Sandbox, context: &Context) -> (Apiserver, Option<Awaited>) {
+/// Returns the client for a pass, with the priority of its writes.
+///
+/// A client waits for a Sandbox that is not Ready.
+fn paced_client(sandbox: &Sandbox, context: &Context) -> (Apiserver, Option<Awaited>) {
     match lane(sandbox, context) {
         Lane::InAdvance => {
             let advance = watches::extensions::pool_of_member(context, sandbox)
@@ -190,7 +207,7 @@ fn turn(sandbox: &Sandbox, context: &Context) -> (Apiserver, Option<Awaited>) {
     }
 }
 
-/// Plans and applies until a plan went through as planned.
+/// Plans and applies until a plan was applied as planned.
 async fn settle(
     sandbox: Arc<Sandbox>,
     api: &Apiserver,
@@ -207,7 +224,7 @@ async fn settle(
         isolate(&mut plan, &observed.sandbox, context).await?;
         let applied = apply::apply(&plan, &mut observed, api).await;
         let made = applied.made_pod.as_deref().map(lifecycle::pod_created);
-        tell(&observed.sandbox, made, api, context).await;
+        publish_events(&observed.sandbox, made, api, context).await;
         if let Some(pod) = &applied.pod {
             watches::pod_written(context, (**pod).clone());
         }
@@ -223,7 +240,7 @@ async fn settle(
     Err(Error::Unsettled)
 }
 
-/// The Pod of a Sandbox without a template gets the namespace's default NetworkPolicy, which is there before the Pod.
+/// Creates the namespace's default NetworkPolicy before the Pod of a Sandbox without a template.
 async fn isolate(plan: &mut Plan, sandbox: &Sandbox, context: &Context) -> Result<(), Error> {
     let isolation = Isolation::of(sandbox, context.settings.network.default_policy);
     let mut policy = Ok(());
@@ -233,7 +250,7 @@ async fn isolate(plan: &mut Plan, sandbox: &Sandbox, context: &Context) -> Resul
             Ok(()) => Ok(()),
             Err(default_policy::Error::Unknown(error)) => return Err(Error::Unknown(error)),
             Err(error) => {
-                tracing::warn!(namespace, %error, "no default NetworkPolicy");
+                tracing::warn!(namespace, %error, "cannot create the default NetworkPolicy");
                 Err(error.to_string())
             }
         };
@@ -242,7 +259,9 @@ async fn isolate(plan: &mut Plan, sandbox: &Sandbox, context: &Context) -> Resul
     Ok(())
 }
 
-/// What the status should say, and when to look again. An expiry that came during the pass is marked at once.
+/// Computes the new status and the time until the next pass.
+///
+/// An expiry that came during the pass is marked at once.
 fn conclude(
     sandbox: &Sandbox,
     plan: &Plan,
@@ -276,13 +295,13 @@ async fn write_status(
             watches::sandbox_written(context, written.clone());
             Ok(Some(written))
         }
-        // It was deleted meanwhile.
+        // The Sandbox was deleted meanwhile.
         Err(error) if error.answer() == Answer::NotFound => Ok(None),
         Err(error) => Err(Error::WriteStatus(error)),
     }
 }
 
-/// Writes, or takes away, the record of the last Pod.
+/// Writes or removes the record of the last Pod.
 async fn record_pod(
     sandbox: &Sandbox,
     plan: &Plan,
@@ -300,7 +319,7 @@ async fn record_pod(
             watches::sandbox_written(context, written);
             Ok(())
         }
-        // It was deleted, or somebody wrote it since it was seen: its event brings the next pass.
+        // The Sandbox was deleted or changed since it was read. That event starts the next pass.
         Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => Ok(()),
         Err(error) => Err(Error::RecordPod(error)),
     }

@@ -1,9 +1,9 @@
-//! No client required. Which Pod a SandboxSnapshot holds the memory of, by what the kubelet
-//! reported while it ran.
+//! No client required. Determines the Pod whose memory a SandboxSnapshot holds, from what the
+//! kubelet reported while that Pod ran.
 //!
-//! The controller keeps it in annotations, which agents cannot write. The node and the container
-//! images of a restore come from here: an agent that was taken over can then draw no Pod of another
-//! node to itself.
+//! The controller keeps the record in annotations, which agents cannot write. The node and the
+//! container images of a restore come from this record. A compromised agent can therefore not draw
+//! Pods of other nodes to its own node.
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Resource, ResourceExt};
@@ -12,7 +12,7 @@ use torpor_api::{PodRecord, Sandbox, SandboxSnapshot, annotations};
 
 use crate::watches::sandbox_of;
 
-/// The record in an annotation; none where it is missing or cannot be read.
+/// Reads the record in an annotation. Returns `None` if it is missing or malformed.
 fn read<K: Resource>(object: &K, key: &str) -> Option<PodRecord> {
     let value = object.meta().annotations.as_ref()?.get(key)?;
     match PodRecord::parse(value) {
@@ -22,21 +22,25 @@ fn read<K: Resource>(object: &K, key: &str) -> Option<PodRecord> {
                 object.meta().namespace.as_ref(),
                 object.meta().name.as_ref(),
             );
-            tracing::warn!(?namespace, ?name, annotation = key, %error, "left out");
+            tracing::warn!(?namespace, ?name, annotation = key, %error, "ignoring a malformed Pod record");
             None
         }
     }
 }
 
-/// The Pod that last ran for a Sandbox. A Sandbox that was made from the manifest of another has that one's record, which does not count.
+/// Returns the record of the Pod that last ran for a Sandbox.
+///
+/// A Sandbox made from the manifest of another Sandbox has that Sandbox's record, which is ignored.
 pub fn last_pod(sandbox: &Sandbox) -> Option<PodRecord> {
     let record = read(sandbox, annotations::LAST_POD)?;
     (sandbox.metadata.uid.as_deref() == Some(record.sandbox_uid.as_str())).then_some(record)
 }
 
-/// The Pod whose memory a snapshot holds: by the snapshot's own record, else by the Pod itself,
-/// else by the record of its Sandbox. `pods` are those of the namespace that may be it; `sandbox`
-/// is the Sandbox that the snapshot names.
+/// Returns the Pod whose memory a snapshot holds.
+///
+/// The sources, in this order: the snapshot's own record, the Pod itself, the record of the
+/// Sandbox. `pods` are the candidates of the namespace. `sandbox` is the Sandbox that the snapshot
+/// names.
 pub fn saved_pod<'a>(
     snapshot: &SandboxSnapshot,
     pods: impl IntoIterator<Item = &'a Pod>,
@@ -48,13 +52,13 @@ pub fn saved_pod<'a>(
     if written.is_some() {
         return written;
     }
-    let told = || snapshot.status.as_ref()?.pod_uid.as_ref();
-    let uid = asked_for.or_else(told)?;
+    let reported = || snapshot.status.as_ref()?.pod_uid.as_ref();
+    let uid = asked_for.or_else(reported)?;
     let of_pod = pods
         .into_iter()
         .filter(|pod| pod.metadata.uid.as_ref() == Some(uid))
         .filter(|pod| {
-            // An agent may have named the UID: a stranger's Pod is not the Sandbox's.
+            // The UID may come from an agent, and may be that of another Sandbox's Pod.
             sandbox_of(*pod).is_some_and(|owner| owner.name == snapshot.spec.sandbox_name)
         })
         .find_map(PodRecord::of);
@@ -64,8 +68,8 @@ pub fn saved_pod<'a>(
     })
 }
 
-/// Node of a snapshot's Pod, as far as no agent alone says it.
-pub fn home<'a>(
+/// Returns the node of a snapshot's Pod from sources other than the agent.
+pub fn pod_node<'a>(
     snapshot: &'a SandboxSnapshot,
     record: Option<&'a PodRecord>,
 ) -> Option<&'a String> {
@@ -74,14 +78,15 @@ pub fn home<'a>(
         .or(snapshot.spec.node_name.as_ref())
 }
 
-/// The annotation of a snapshot that holds the memory of this Pod.
+/// Returns the annotation that records this Pod on a snapshot.
 pub fn annotation(record: &PodRecord) -> Value {
     json!({annotations::SAVED_POD: record.to_annotation()})
 }
 
-/// Merge patch that records the last Pod on a Sandbox, or forgets it. It holds only for the version
-/// of the Sandbox that it was made from: a process that sees late must not put an earlier Pod in
-/// the place of a later one.
+/// Returns the merge patch that records the last Pod on a Sandbox, or removes the record.
+///
+/// The patch holds only for the version of the Sandbox that it was made from. A process with an old
+/// view can therefore not replace the record of a later Pod with that of an earlier one.
 pub fn last_pod_patch(sandbox: &Sandbox, record: Option<&PodRecord>) -> Value {
     let value = record.map(PodRecord::to_annotation);
     json!({"metadata": {
@@ -156,8 +161,8 @@ mod tests {
         assert_eq!(last_pod(&copied), None);
     }
 
-    /// A lying agent may write all of the status.
-    fn told() -> Value {
+    /// Status of a compromised agent, which may write all of it.
+    fn reported() -> Value {
         json!({"status": {
             "podUID": "u-p", "nodeName": "b",
             "containers": [{"name": "c", "imageID": "evil@sha256:2"}],
@@ -165,12 +170,12 @@ mod tests {
     }
 
     #[rstest]
-    #[case::the_pod_itself(told(), Some(pod("s")), None, Some("a"))]
-    #[case::a_strangers_pod(told(), Some(pod("t")), None, None)]
-    #[case::the_sandbox(told(), None, Some(sandbox("s", &record("u-p", "a"))), Some("a"))]
-    #[case::another_sandbox(told(), None, Some(sandbox("t", &record("u-p", "a"))), None)]
-    #[case::a_later_pod_of_the_sandbox(told(), None, Some(sandbox("s", &record("u-2", "a"))), None)]
-    #[case::nothing_but_the_agent(told(), None, None, None)]
+    #[case::the_pod_itself(reported(), Some(pod("s")), None, Some("a"))]
+    #[case::a_strangers_pod(reported(), Some(pod("t")), None, None)]
+    #[case::the_sandbox(reported(), None, Some(sandbox("s", &record("u-p", "a"))), Some("a"))]
+    #[case::another_sandbox(reported(), None, Some(sandbox("t", &record("u-p", "a"))), None)]
+    #[case::a_later_pod_of_the_sandbox(reported(), None, Some(sandbox("s", &record("u-2", "a"))), None)]
+    #[case::nothing_but_the_agent(reported(), None, None, None)]
     #[case::its_own_record(recorded(&record("u-1", "a")), None, None, Some("a"))]
     #[case::its_own_record_is_of_another_pod(
         json!({

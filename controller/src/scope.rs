@@ -1,5 +1,4 @@
-//! Where the controller works: in the whole cluster, or in some namespaces, of each of which it has
-//! a watch of its own.
+//! Scope of the controller: the whole cluster, or some namespaces with a watch for each of them.
 
 use std::{str::FromStr, sync::Arc};
 
@@ -8,25 +7,25 @@ use kube::runtime::watcher::Event;
 /// Longest name of a namespace (RFC 1123 label).
 const LONGEST: usize = 63;
 
-/// Namespaces that the controller is confined to; none: it works in all. In order, each once.
+/// Namespaces to which the controller is confined, sorted and unique; empty for the whole cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Namespaces(Vec<Arc<str>>);
 
-/// A name that no namespace can have.
+/// Error for a name that no namespace can have.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no name of a namespace")]
-pub struct NoNamespace(String);
+#[error("{0:?} is not a valid namespace name")]
+pub struct InvalidNamespace(String);
 
 impl FromStr for Namespaces {
-    type Err = NoNamespace;
+    type Err = InvalidNamespace;
 
-    /// Reads a list separated by commas. White space around names, and empty ones, are passed over.
+    /// Parses a comma-separated list. White space around names and empty names are ignored.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let names = text.split(',').map(str::trim);
         let mut all: Vec<Arc<str>> = Vec::new();
         for name in names.filter(|name| !name.is_empty()) {
             if !is_label(name) {
-                return Err(NoNamespace(name.to_owned()));
+                return Err(InvalidNamespace(name.to_owned()));
             }
             all.push(name.into());
         }
@@ -37,17 +36,17 @@ impl FromStr for Namespaces {
 }
 
 impl Namespaces {
-    /// Whether the controller works in the whole cluster.
+    /// Reports whether the controller works in the whole cluster.
     pub fn is_cluster(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The namespaces; none in the whole cluster.
+    /// Returns the namespaces; none for the whole cluster.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.iter().map(AsRef::as_ref)
     }
 
-    /// The watches that a kind needs, by what each of them shows.
+    /// Returns the scopes of the watches that a kind needs.
     pub fn scopes(&self) -> Vec<Scope> {
         if self.is_cluster() {
             return vec![Scope::default()];
@@ -60,7 +59,7 @@ impl Namespaces {
     }
 }
 
-/// RFC 1123: what a namespace may be called.
+/// Reports whether a name is an RFC 1123 label.
 fn is_label(name: &str) -> bool {
     let inner = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'-';
     name.len() <= LONGEST
@@ -69,12 +68,12 @@ fn is_label(name: &str) -> bool {
         && !name.ends_with('-')
 }
 
-/// The part of a kind that one watch shows.
+/// Part of a kind that one watch covers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scope {
-    /// Its namespace; `None`: it is the whole kind.
+    /// Namespace of the watch; `None` for the whole cluster.
     pub namespace: Option<Arc<str>>,
-    /// How many watches the kind has in all.
+    /// Number of watches of the kind.
     pub parts: usize,
 }
 
@@ -88,15 +87,15 @@ impl Default for Scope {
 }
 
 impl Scope {
-    /// Whether objects of a namespace are in this part.
+    /// Reports whether objects of a namespace are in this part.
     pub fn has(&self, namespace: &str) -> bool {
         self.namespace.as_deref().is_none_or(|own| own == namespace)
     }
 }
 
-/// An event of a watch, and what the watch shows.
+/// Event of a watch, with the scope of the watch.
 #[derive(Debug)]
-pub struct Seen<K> {
+pub struct ScopedEvent<K> {
     pub scope: Scope,
     pub event: Event<K>,
 }
@@ -125,14 +124,14 @@ mod tests {
     #[case("A")]
     #[case("-a")]
     #[case("a,b.c")]
-    fn what_is_no_namespace_is_refused(#[case] text: &str) {
+    fn an_invalid_namespace_is_refused(#[case] text: &str) {
         text.parse::<Namespaces>().unwrap_err();
         let long: Result<Namespaces, _> = "a".repeat(64).parse();
         long.unwrap_err();
     }
 
     #[test]
-    fn a_part_has_the_objects_of_its_namespace_and_the_whole_has_all() {
+    fn a_scope_covers_its_namespace_and_the_default_scope_covers_all() {
         let parts: Namespaces = "a,b".parse().unwrap();
         let [a, b] = &parts.scopes()[..] else {
             panic!("two");

@@ -1,4 +1,4 @@
-//! The two small HTTP servers: probes and metrics.
+//! HTTP servers for probes and metrics.
 
 use std::sync::Arc;
 
@@ -10,14 +10,15 @@ use crate::context::Context;
 /// Content type of the metrics.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Answers `/healthz` and `/readyz`. A replica that waits for the lease is healthy and ready: it would work if it had to.
+/// Returns the router of `/healthz` and `/readyz`. A replica that waits for the lease is healthy
+/// and ready, because it can take over.
 pub fn probes() -> Router {
     Router::new()
         .route("/healthz", get(|| async { "ok" }))
         .route("/readyz", get(|| async { "ok" }))
 }
 
-/// Answers `/metrics`.
+/// Returns the router of `/metrics`.
 pub fn metrics(context: Arc<Context>) -> Router {
     let answer = move || {
         let context = Arc::clone(&context);

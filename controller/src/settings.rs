@@ -1,4 +1,4 @@
-//! What the command line decides about how kinds are reconciled.
+//! Settings of the reconcilers, from the command line.
 
 use std::{sync::Arc, time::Duration};
 
@@ -6,22 +6,22 @@ use torpor_api::SandboxWarmPool;
 
 use crate::{network::Cidr, scope::Namespaces};
 
-/// How kinds are reconciled. The defaults are upstream's.
+/// Settings of all reconcilers. The defaults are upstream's.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Reconcile SandboxClaims, SandboxTemplates and SandboxWarmPools too.
+    /// True if SandboxClaims, SandboxTemplates and SandboxWarmPools are reconciled.
     pub extensions: bool,
-    /// Publish Events about Sandboxes.
+    /// True if Events about Sandboxes are published.
     pub sandbox_events: bool,
     /// Namespaces that the controller works in.
     pub namespaces: Namespaces,
-    /// Watch only Services that carry the label of a Sandbox.
+    /// True if only Services with the label of a Sandbox are watched.
     pub cache_label_selectors: bool,
     pub sandbox_workers: u16,
     pub claim_workers: u16,
     pub pool_workers: u16,
     pub template_workers: u16,
-    /// Image of the sandbox runtime, for Sandboxes that ask to have it put into their Pod. Torpor's.
+    /// Image of the sandbox runtime, for Sandboxes that ask for it in their Pod. Torpor's.
     pub runtime_image: Option<Arc<str>>,
     pub pools: PoolSettings,
     pub claims: ClaimSettings,
@@ -29,51 +29,52 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Whether anything is decided by NetworkPolicies.
+    /// Reports whether any NetworkPolicy affects reconciling.
     pub fn watches_policies(&self) -> bool {
         self.extensions || self.network.default_policy
     }
 }
 
-/// What sandboxes may reach. Torpor's.
+/// Network access of sandboxes. Torpor's.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NetworkSettings {
-    /// Sandboxes that have no template get the strict rules too.
+    /// True if Sandboxes without a template get the strict rules too.
     pub default_policy: bool,
-    /// Ranges that the strict rules block beside the private addresses.
+    /// Ranges that the strict rules block in addition to the private addresses.
     pub except: Vec<Cidr>,
 }
 
-/// How pools are filled.
+/// Settings of warm pools.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PoolSettings {
-    /// Most members that are made or deleted in one pass.
+    /// Most members that are created or deleted in one pass.
     pub max_batch: usize,
-    /// How long to wait after a member has left, so that a burst of claims is served first. Each further one that leaves begins the wait anew.
+    /// Delay before a member that left is replaced, so that a burst of claims is served first. Each
+    /// further member that leaves restarts the delay.
     pub replenish_delay: Duration,
-    /// Members per second and pool; 0 does not limit.
+    /// Most members created per second and pool; 0 is no limit.
     pub max_refill_rate: f64,
-    /// How long a member may take to become ready before it is replaced.
+    /// Time that a member may take to become ready before it is replaced.
     pub readiness_grace: Duration,
-    /// How often a member that no node has room for is looked at again.
+    /// Interval at which a member that no node has room for is checked again.
     pub unschedulable_recheck: Duration,
-    /// Whether the cluster autoscaler may take unclaimed members away.
+    /// True if the cluster autoscaler may evict unclaimed members.
     pub eviction: bool,
-    /// How often the status of a pool is written at most while members come and go. Torpor's.
+    /// Shortest interval between writes of a pool's status while members come and go. Torpor's.
     pub status_interval: Duration,
-    /// How long a pass goes on while other pools wait for theirs. Torpor's.
+    /// Longest time of a pass while other pools wait. Torpor's.
     pub turn: Duration,
 }
 
-/// How claims are served.
+/// Settings of claims.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ClaimSettings {
     pub events: bool,
-    /// Write when a claim was first seen, and its trace.
+    /// True if the time of first sight and the trace are written to the claim.
     pub observability: bool,
-    /// How long after its creation a claim waits for a member that has no address yet.
+    /// Time after its creation that a claim waits for a member without an address.
     pub candidate_grace: Duration,
-    /// Domains whose labels a claim may put on its Pod.
+    /// Domains whose labels a claim may set on its Pod.
     pub label_domains: Vec<String>,
 }
 
@@ -97,7 +98,7 @@ impl Default for Settings {
 }
 
 impl PoolSettings {
-    /// Those of one pool, which may say some of its own.
+    /// Returns the settings of one pool, with those that the pool sets itself.
     #[must_use]
     pub fn of(&self, pool: &SandboxWarmPool) -> Self {
         let own = pool.spec.readiness_grace_period_seconds;
@@ -119,7 +120,7 @@ impl Default for PoolSettings {
             unschedulable_recheck: Duration::from_secs(60),
             eviction: true,
             status_interval: Duration::from_millis(500),
-            // As a pass at 20 claims a second mostly takes: shorter ones are not cut.
+            // Most passes at 20 claims a second take no longer, and are not cut.
             turn: Duration::from_secs(1),
         }
     }
@@ -136,7 +137,8 @@ impl Default for ClaimSettings {
     }
 }
 
-/// The domains that a file lists: one a line or separated by commas, `#` begins a comment. `None` when it lists none.
+/// Parses the domains in a file: one a line or separated by commas; `#` begins a comment. `None`
+/// when there are none.
 pub fn label_domains(text: &str) -> Option<Vec<String>> {
     let domains: Vec<String> = text
         .lines()

@@ -1,5 +1,8 @@
-//! The SandboxSnapshot kind, as far as it is the controller's: one that names no Sandbox is told so as long as that is no agent's to tell, and one that is deleted is let go where
-//! its node is gone for good, or no agent knows of it. All else is the business of the node's agent.
+//! Reconciles the controller's part of SandboxSnapshots.
+//!
+//! The controller reports that the Sandbox of a snapshot does not exist, as long as no agent
+//! reports on the snapshot. It also removes the finalizer of a deleted snapshot whose node is gone
+//! for good or which no agent knows. The agent of the node does everything else.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,13 +24,13 @@ use crate::{
     saved_pod,
 };
 
-/// How long a node may be away before an image on it is given up, counted from the deletion of the snapshot.
+/// Time from the deletion of a snapshot until an image on an absent node is given up.
 const NODE_GRACE: Duration = Duration::from_secs(60);
 
-/// A pass did not come through.
+/// Failure of a pass.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot see what is there")]
+    #[error("cannot read the current state")]
     Observe(#[source] calls::Error),
     #[error("cannot write the SandboxSnapshot")]
     Write(#[source] calls::Error),
@@ -43,43 +46,43 @@ impl Error {
     }
 }
 
-/// What is seen beside the snapshot.
+/// Objects around the snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Around {
+pub struct Observed {
     pub sandbox_exists: bool,
-    /// `None` when it was not asked for.
+    /// `None` if the apiserver was not asked.
     pub node_exists: Option<bool>,
 }
 
-/// What to do about a snapshot.
+/// Next step for a snapshot.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Plan {
     Nothing,
-    /// The Committed condition says something that is no longer, or not yet, so.
+    /// Sets the condition Committed, which is outdated.
     SetCommitted(Draft),
-    /// The node with the bytes is gone for good.
+    /// Removes the finalizer, because the node with the image is gone for good.
     Abandon {
         node: String,
     },
-    /// No agent knows of it, and so none takes its finalizer away.
+    /// Removes the finalizer, because no agent knows the snapshot.
     Release,
-    LookAgain(Duration),
+    Requeue(Duration),
 }
 
-/// Decides; pure.
-pub fn plan(snapshot: &SandboxSnapshot, around: Around, now: Timestamp) -> Plan {
+/// Decides the next step; pure.
+pub fn plan(snapshot: &SandboxSnapshot, observed: Observed, now: Timestamp) -> Plan {
     if let Some(deleted) = &snapshot.metadata.deletion_timestamp {
-        return plan_deleted(snapshot, around, Duration::try_from(now - deleted.0).ok());
+        return plan_deleted(snapshot, observed, Duration::try_from(now - deleted.0).ok());
     }
     if is_left_to_agent(snapshot) {
         return Plan::Nothing;
     }
     let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
-    let says_not_found =
+    let is_not_found =
         committed.is_some_and(|condition| condition.reason == reasons::snapshot::SANDBOX_NOT_FOUND);
     let draft =
         |reason, message: String| Draft::new(conditions::COMMITTED, Status::False, reason, message);
-    match (around.sandbox_exists, says_not_found) {
+    match (observed.sandbox_exists, is_not_found) {
         (false, false) => Plan::SetCommitted(draft(
             reasons::snapshot::SANDBOX_NOT_FOUND,
             format!("Sandbox {:?} does not exist", snapshot.spec.sandbox_name),
@@ -92,65 +95,73 @@ pub fn plan(snapshot: &SandboxSnapshot, around: Around, now: Timestamp) -> Plan 
     }
 }
 
-/// Whether a node's agent knows all that there is to say of it. Also of one that is missing, which it looks for.
+/// Reports whether the node's agent maintains the snapshot's condition.
+///
+/// The agent also maintains it for a missing image, which the agent looks for.
 fn is_left_to_agent(snapshot: &SandboxSnapshot) -> bool {
     snapshot.is_committed() || snapshot.is_missing() || snapshot.is_told_by_agent()
 }
 
-/// Node that holds, or was to hold, the bytes: an agent's word counts only where nobody else says
-/// it.
+/// Returns the node that holds, or was to hold, the image.
+///
+/// The agent's report counts only if the spec names no node.
 fn node_of(snapshot: &SandboxSnapshot) -> Option<&String> {
     let status = snapshot.status.as_ref();
     let asked_for = snapshot.spec.node_name.as_ref();
     asked_for.or_else(|| status?.node_name.as_ref())
 }
 
-fn plan_deleted(snapshot: &SandboxSnapshot, around: Around, since: Option<Duration>) -> Plan {
+fn plan_deleted(snapshot: &SandboxSnapshot, observed: Observed, since: Option<Duration>) -> Plan {
     if !snapshot.is_adopted() {
         return Plan::Nothing;
     }
     let since = since.unwrap_or_default();
-    match (node_of(snapshot), around.node_exists) {
-        _ if since < NODE_GRACE => Plan::LookAgain(NODE_GRACE - since),
+    match (node_of(snapshot), observed.node_exists) {
+        _ if since < NODE_GRACE => Plan::Requeue(NODE_GRACE - since),
         (Some(node), Some(false)) => Plan::Abandon { node: node.clone() },
         _ if !is_known_to_agent(snapshot) => Plan::Release,
-        _ => Plan::LookAgain(NODE_GRACE),
+        _ => Plan::Requeue(NODE_GRACE),
     }
 }
 
-/// Whether an agent finds it without the Pod that it was adopted for: it has said of this Pod's snapshot that it is its own. One that died, or whose Pod went, before it could
-/// say so has nothing that is kept for the snapshot: an image that no snapshot names is removed.
+/// Reports whether an agent finds the snapshot without the Pod that it was adopted for.
+///
+/// An agent does so once it has reported its node and the snapshot names the Pod. If the agent or
+/// the Pod went before that report, nothing is kept for the snapshot: the agent removes images that
+/// no snapshot names.
 fn is_known_to_agent(snapshot: &SandboxSnapshot) -> bool {
     let status = snapshot.status.as_ref();
-    let told = status.is_some_and(|status| status.node_name.is_some());
+    let reported = status.is_some_and(|status| status.node_name.is_some());
     let saved = status.is_some_and(|status| status.pod_uid.is_some());
-    told && (saved || snapshot.spec.pod_uid.is_some())
+    reported && (saved || snapshot.spec.pod_uid.is_some())
 }
 
-/// One pass over one snapshot. Says when to look again though nothing has changed.
+/// Runs one pass over a snapshot.
+///
+/// Returns the time until the next pass that is needed without a change.
 pub async fn reconcile(
     snapshot: Arc<SandboxSnapshot>,
     context: Arc<Context>,
 ) -> Result<Option<Duration>, Error> {
     let namespace = snapshot.namespace().unwrap_or_default();
     record_pod(&snapshot, &context).await?;
-    let around = look_around(&snapshot, &namespace, &context).await?;
+    let observed = observe(&snapshot, &namespace, &context).await?;
     let name = snapshot.name_any();
-    match plan(&snapshot, around, Timestamp::now()) {
+    match plan(&snapshot, observed, Timestamp::now()) {
         Plan::Nothing => {}
-        Plan::LookAgain(wait) => return Ok(Some(wait)),
+        Plan::Requeue(wait) => return Ok(Some(wait)),
         Plan::SetCommitted(draft) => {
             let patch = committed_patch(&snapshot, draft);
             let written = context
                 .api
                 .patch_status::<SandboxSnapshot>(&namespace, &name, &patch)
                 .await;
-            settled(written.map(drop))?;
+            ignore_conflict(written.map(drop))?;
         }
         Plan::Release => release(&snapshot, &context).await?,
         Plan::Abandon { node } => {
             release(&snapshot, &context).await?;
-            let message = format!("Node {node:?} is gone, and the image on it with it");
+            let message = format!("Node {node:?} no longer exists, so the image on it is lost");
             let note = Note {
                 severity: Severity::Warning,
                 reason: event::IMAGE_ABANDONED,
@@ -162,7 +173,7 @@ pub async fn reconcile(
     Ok(None)
 }
 
-/// The Pod whose memory a snapshot holds, if that is yet to be recorded on it.
+/// Returns the Pod whose memory a snapshot holds, if the snapshot has no record of it yet.
 fn unrecorded<'a>(
     snapshot: &SandboxSnapshot,
     pods: impl IntoIterator<Item = &'a Pod>,
@@ -176,7 +187,7 @@ fn unrecorded<'a>(
     (written != Some(&record.to_annotation())).then_some(record)
 }
 
-/// Records the Pod while it is there to tell: users name none in a snapshot.
+/// Records the Pod while it exists: snapshots made by users name no Pod.
 async fn record_pod(snapshot: &SandboxSnapshot, context: &Context) -> Result<(), Error> {
     let namespace = snapshot.namespace().unwrap_or_default();
     let of = &snapshot.spec.sandbox_name;
@@ -191,15 +202,15 @@ async fn record_pod(snapshot: &SandboxSnapshot, context: &Context) -> Result<(),
     }});
     let (api, name) = (&context.api, snapshot.name_any());
     let written = api.patch::<SandboxSnapshot>(&namespace, &name, &patch);
-    settled(written.await.map(drop))
+    ignore_conflict(written.await.map(drop))
 }
 
-async fn look_around(
+async fn observe(
     snapshot: &SandboxSnapshot,
     namespace: &str,
     context: &Context,
-) -> Result<Around, Error> {
-    let mut around = Around {
+) -> Result<Observed, Error> {
+    let mut observed = Observed {
         sandbox_exists: true,
         node_exists: None,
     };
@@ -210,7 +221,7 @@ async fn look_around(
                 .exists::<Node>(node)
                 .await
                 .map_err(Error::Observe)?;
-            around.node_exists = Some(exists);
+            observed.node_exists = Some(exists);
         }
     } else if !is_left_to_agent(snapshot) {
         let name = &snapshot.spec.sandbox_name;
@@ -219,9 +230,9 @@ async fn look_around(
             .get::<Sandbox>(namespace, name)
             .await
             .map_err(Error::Observe)?;
-        around.sandbox_exists = found.is_some();
+        observed.sandbox_exists = found.is_some();
     }
-    Ok(around)
+    Ok(observed)
 }
 
 async fn release(snapshot: &SandboxSnapshot, context: &Context) -> Result<(), Error> {
@@ -232,10 +243,12 @@ async fn release(snapshot: &SandboxSnapshot, context: &Context) -> Result<(), Er
     let patch = finalizer_patch(snapshot);
     let api = &context.api;
     let written = api.patch::<SandboxSnapshot>(&namespace, &name, &patch);
-    settled(written.await.map(drop))
+    ignore_conflict(written.await.map(drop))
 }
 
-/// The agent writes the same list, so that the patch holds only for the version it was made from.
+/// Returns the patch of the conditions.
+///
+/// The agent writes the same list. The patch therefore holds only for the version it was made from.
 fn committed_patch(snapshot: &SandboxSnapshot, draft: Draft) -> Value {
     let mut all = snapshot.conditions().to_vec();
     conditions::set(
@@ -262,8 +275,8 @@ fn finalizer_patch(snapshot: &SandboxSnapshot) -> Value {
     }})
 }
 
-/// A conflict or an absence means that a newer event is on its way.
-fn settled(written: Result<(), calls::Error>) -> Result<(), Error> {
+/// Ignores conflicts and absence: a newer event is on its way.
+fn ignore_conflict(written: Result<(), calls::Error>) -> Result<(), Error> {
     match written {
         Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => Ok(()),
         other => other.map_err(Error::Write),

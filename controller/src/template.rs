@@ -1,4 +1,5 @@
-//! The SandboxTemplate kind: a label by which its Sandboxes are found, and one NetworkPolicy that they share. A template has no status.
+//! Reconciler of SandboxTemplates: sets a label by which the template's Sandboxes are found, and
+//! writes one NetworkPolicy that they share. A template has no status.
 
 use std::{
     sync::Arc,
@@ -22,18 +23,18 @@ pub mod plan;
 
 use self::plan::{Action, Observed};
 
-/// How often the plan is made anew within one pass.
+/// Most plans within one pass.
 const ROUNDS: usize = 4;
 
-/// A pass did not come through; it is tried again with a growing delay.
+/// Failure of a pass; the pass is tried again with a growing delay.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot see what is there")]
+    #[error("cannot read the current state")]
     Observe(#[source] calls::Error),
-    #[error("cannot write")]
+    #[error("cannot write an object")]
     Write(#[source] calls::Error),
     #[error(
-        "NetworkPolicy {0:?} exists and is not controlled by this SandboxTemplate; it is left alone, and no Sandbox of the template is made"
+        "NetworkPolicy {0:?} exists and is not controlled by this SandboxTemplate; it is not changed, and no Sandbox of the template is created"
     )]
     NotOwned(String),
     #[error("the objects around the SandboxTemplate keep changing")]
@@ -41,7 +42,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Stable name, for metrics and logs.
+    /// Returns a stable name for metrics and logs.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Observe(_) => "ObserveFailed",
@@ -52,7 +53,7 @@ impl Error {
     }
 }
 
-/// One pass over one template.
+/// Reconciles one template.
 pub async fn reconcile(
     template: Arc<SandboxTemplate>,
     context: Arc<Context>,
@@ -75,7 +76,7 @@ pub async fn reconcile(
         let steps = match plan::plan(&observed) {
             Ok(steps) => steps,
             Err(policy) => {
-                tell_not_owned(&observed.template, &policy, &context).await;
+                publish_not_owned(&observed.template, &policy, &context).await;
                 return Err(Error::NotOwned(policy));
             }
         };
@@ -92,17 +93,18 @@ pub async fn reconcile(
     Err(Error::Unsettled)
 }
 
-/// The object itself, where the cache has only its outline; `None` if it is gone.
+/// Returns the whole object where the cache has only its outline; `None` if it is gone.
 async fn whole<K: Namespaced>(object: Arc<K>, context: &Context) -> Result<Option<Arc<K>>, Error> {
     if !outline::is_outline(&*object) {
         return Ok(Some(object));
     }
-    let found = outline::whole(&context.api, &*object).await;
+    let found = outline::read_full(&context.api, &*object).await;
     Ok(found.map_err(Error::Observe)?.map(Arc::new))
 }
 
-/// A template has no status, and who wrote it reads no log: without the Event nobody hears why no Sandbox is made of it.
-async fn tell_not_owned(template: &SandboxTemplate, policy: &str, context: &Context) {
+/// Publishes an Event about a foreign NetworkPolicy. A template has no status and its author reads
+/// no log, so that only the Event explains why no Sandbox of it is created.
+async fn publish_not_owned(template: &SandboxTemplate, policy: &str, context: &Context) {
     let uid = template.uid().unwrap_or_default();
     if !context.templates.is_due(&uid, Instant::now()) {
         return;
@@ -111,15 +113,16 @@ async fn tell_not_owned(template: &SandboxTemplate, policy: &str, context: &Cont
         severity: Severity::Warning,
         reason: event::NETWORK_POLICY_NOT_OWNED,
         message: format!(
-            "NetworkPolicy {policy:?} exists and is not controlled by this SandboxTemplate: it is left alone, and no Sandbox of the template is made without the template's rules \
-             (those made before it came are without them). Delete that NetworkPolicy or make it anew under another name, and the template's own is made; \
-             or set spec.networkPolicyManagement: Unmanaged if it is meant to be the only one"
+            "NetworkPolicy {policy:?} exists and is not controlled by this SandboxTemplate: it is not changed, and no Sandbox of the template is created without the template's rules \
+             (Sandboxes older than that NetworkPolicy are without them). Delete it or recreate it under another name, and the template's own is created; \
+             or set spec.networkPolicyManagement: Unmanaged to keep it as the only one"
         ),
     };
     events::publish(&context.api.in_advance(Advance::Calm), template, note).await;
 }
 
-/// Takes one step; one call per arm. `false`: the world was not as planned, and is in `observed` as it is.
+/// Executes one step; one call per arm. Returns false if an object differed from the plan's input;
+/// `observed` then has its current version.
 async fn execute(
     step: &Action,
     namespace: &str,
@@ -150,7 +153,7 @@ async fn execute(
     };
     match done {
         Ok(()) => Ok(true),
-        // The template is gone or another one: its events are on their way.
+        // The template is gone or replaced: its events follow.
         Err(error) if matches!(step, Action::LabelTemplate(_)) && is_newer(&error) => Ok(true),
         Err(error) if is_newer(&error) => {
             let found = api.get::<NetworkPolicy>(namespace, &policy).await;

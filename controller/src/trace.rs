@@ -1,7 +1,11 @@
-//! Spans of passes, exported by OTLP under upstream's names. A trace goes from the client over the claim to its Sandbox in the annotation [`annotations::TRACE_CONTEXT`], a W3C
-//! carrier as JSON: each pass over an object continues the trace that the annotation names, and writes its own where there is none.
+//! Spans of passes, exported by OTLP under upstream's names.
 //!
-//! Without `--enable-tracing` nobody listens to [`TARGET`]: its spans are never made, and the annotation is passed on as it is.
+//! A trace goes from the client over the claim to its Sandbox in the annotation
+//! [`annotations::TRACE_CONTEXT`], a W3C carrier as JSON. Each pass over an object continues the
+//! trace in the annotation, or writes its own trace there when the object has none.
+//!
+//! Without `--enable-tracing` no subscriber enables [`TARGET`]: its spans are never created, and
+//! the annotation is passed on unchanged.
 
 use kube::Resource;
 use torpor_api::annotations;
@@ -11,18 +15,18 @@ use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 
 use crate::sandbox::plan::Area;
 
-/// Target of the spans that are exported; the log leaves it out.
+/// Target of the exported spans; the log excludes it.
 pub const TARGET: &str = "torpor_controller::spans";
 /// Upstream's name of the service and of the tracer.
 pub const SERVICE: &str = "agent-sandbox-controller";
 
-/// The carrier that an object's annotation holds.
+/// Returns the carrier in an object's annotation.
 pub fn carried<K: Resource>(object: &K) -> Option<String> {
     let annotations = object.meta().annotations.as_ref()?;
     annotations.get(annotations::TRACE_CONTEXT).cloned()
 }
 
-/// The span of a pass over an object, in the trace that `parent` is asked for.
+/// Returns the span of a pass over an object, in the trace that `parent` returns.
 pub fn pass<K: Resource>(
     name: &'static str,
     object: &K,
@@ -40,13 +44,14 @@ pub fn pass<K: Resource>(
     if !span.is_disabled()
         && let Some(parent) = parent().as_deref().and_then(context_in)
     {
-        // It fails only where nobody exports.
+        // An error means that spans are not exported.
         let _ = span.set_parent(parent);
     }
     span
 }
 
-/// The span of the calls of one step of a pass over a Sandbox, under upstream's names where it has one.
+/// Returns the span of the calls of one step of a pass over a Sandbox, under upstream's name where
+/// it has one.
 pub fn step(area: Area) -> Span {
     let name = match area {
         Area::Claims => "reconcilePVCs",
@@ -56,7 +61,7 @@ pub fn step(area: Area) -> Span {
     tracing::info_span!(target: TARGET, "step", otel.name = name)
 }
 
-/// Says on a pass' span that it failed.
+/// Marks a pass's span as failed.
 pub fn failed(span: &Span, why: &dyn std::fmt::Display) {
     if !span.is_disabled() {
         span.record("otel.status_code", "ERROR");
@@ -64,7 +69,7 @@ pub fn failed(span: &Span, why: &dyn std::fmt::Display) {
     }
 }
 
-/// The carrier of the trace that the current span belongs to; `None` where nothing is exported.
+/// Returns the carrier of the current span's trace; `None` where spans are not exported.
 pub fn carrier() -> Option<String> {
     spans::carrier(&Span::current().context())
 }
@@ -76,7 +81,7 @@ mod tests {
     #[test]
     fn there_is_no_carrier_where_nothing_is_exported() {
         let span = pass("ReconcileSandbox", &torpor_api::Sandbox::default(), || {
-            panic!("nobody asks")
+            panic!("the parent is not needed")
         });
         assert_eq!(span.in_scope(carrier), None);
     }

@@ -1,4 +1,5 @@
-//! What every call to the apiserver passes through: a counter, and the client-side rate limit of `--kube-api-qps` and `--kube-api-burst`, as client-go has them.
+//! Transport of every call to the apiserver: a counter, and the client-side rate limit of
+//! `--kube-api-qps` and `--kube-api-burst`, as in client-go.
 
 use std::{
     future::Future,
@@ -17,23 +18,25 @@ use prometheus_client::{
 use tokio::time::{Duration, Instant, Sleep};
 use tower::{Layer, Service};
 
-/// How fast calls may follow one another.
+/// Rate limit of calls.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rate {
     /// Calls per second in the long run; more than 0.
     pub per_second: f64,
-    /// Calls that may be made at once after a pause; at least 1.
+    /// Calls that may follow at once after a pause; at least 1.
     pub burst: u32,
 }
 
 impl Rate {
-    /// What client-go makes of the two flags: a rate that is not positive is no limit.
+    /// Returns the limit of the two flags, as client-go does: a rate that is not positive is no
+    /// limit.
     pub fn of(per_second: f64, burst: u32) -> Option<Self> {
         (per_second > 0.0).then_some(Self { per_second, burst })
     }
 }
 
-/// Tokens that come at a rate, up to a burst; each call takes one. Pure: the caller says what time it is.
+/// Token bucket: tokens arrive at a rate, up to a burst; each call takes one. Pure: the caller
+/// passes the time.
 #[derive(Debug)]
 struct Bucket {
     rate: Rate,
@@ -51,7 +54,7 @@ impl Bucket {
         }
     }
 
-    /// How long it takes until there is a token; `None` when there is one.
+    /// Returns the time until a token arrives; `None` when the bucket has one.
     fn wait(&mut self, now: Instant) -> Option<Duration> {
         let come = (now - self.filled).as_secs_f64() * self.rate.per_second;
         self.tokens = (self.tokens + come).min(f64::from(self.rate.burst));
@@ -61,11 +64,12 @@ impl Bucket {
         }
         let missing = (1.0 - self.tokens) / self.rate.per_second;
         let wait = Duration::try_from_secs_f64(missing).unwrap_or(Duration::MAX);
-        // Never nothing, so that rounding makes nobody turn in circles; never so long that a timer cannot hold it.
+        // At least 1 ms, so that rounding causes no busy loop; at most an hour, which a timer can
+        // hold.
         Some(wait.clamp(Duration::from_millis(1), Duration::from_secs(3600)))
     }
 
-    /// Takes a token that is there.
+    /// Takes an available token.
     fn take(&mut self) {
         self.tokens -= 1.0;
     }
@@ -78,14 +82,15 @@ struct RequestLabels {
     host: Arc<str>,
 }
 
-/// Calls by answer, as client-go counts them.
+/// Counter of calls by answer, as client-go's.
 #[derive(Clone, Debug, Default)]
 pub struct Requests(Family<RequestLabels, Counter>);
 
 impl Requests {
-    /// Shows them as `rest_client_requests_total`.
+    /// Registers the counter as `rest_client_requests_total`.
     pub fn register(&self, registry: &mut Registry) {
-        let help = "Calls to the apiserver by method and answer; <error> where none came";
+        let help =
+            "Calls to the apiserver by method and answer; <error> for calls without an answer";
         registry.register("rest_client_requests", help, self.0.clone());
     }
 
@@ -110,7 +115,7 @@ fn method(method: &http::Method) -> &'static str {
     }
 }
 
-/// Puts counter and limit around a client's service.
+/// Layer that adds counter and limit to a client's service.
 #[derive(Clone, Debug)]
 pub struct TransportLayer {
     rate: Option<Rate>,
@@ -119,7 +124,8 @@ pub struct TransportLayer {
 }
 
 impl TransportLayer {
-    /// Calls to the apiserver `host` are counted in `requests`; without a `rate` they are not held back.
+    /// Returns a layer that counts calls to the apiserver `host` in `requests`; without a `rate`
+    /// they are not delayed.
     pub fn new(rate: Option<Rate>, requests: Requests, host: &str) -> Self {
         Self {
             rate,
@@ -143,13 +149,15 @@ impl<S> Layer<S> for TransportLayer {
     }
 }
 
-/// A client's service with counter and limit around it. It is not ready while there is no token. The client's queue in front of it keeps the order, and calls that were given up
-/// leave that queue and take nothing.
+/// Client's service with counter and limit.
+///
+/// The service is not ready while the bucket has no token. The client's queue in front of the
+/// service keeps the order; cancelled calls leave that queue and take no token.
 #[derive(Debug)]
 pub struct Transport<S> {
     inner: S,
     bucket: Option<Bucket>,
-    /// Until there may be a token.
+    /// Sleep until the next token may have arrived.
     waiting: Option<Pin<Box<Sleep>>>,
     requests: Requests,
     host: Arc<str>,

@@ -1,4 +1,4 @@
-//! The watches: one per kind, each into a cache, each event waking the Sandboxes that it concerns.
+//! Watches: one per kind, each into a cache; each event queues the Sandboxes that it concerns.
 
 use std::{sync::Arc, time::Duration};
 
@@ -24,7 +24,7 @@ use torpor_api::{
 };
 
 use self::follow::{
-    Place, follow, follow_guarded, follow_of_cluster, in_pages, in_small_pages, unguarded,
+    WatchSource, follow, follow_guarded, follow_of_cluster, in_pages, in_small_pages, unguarded,
 };
 use crate::{
     cache::{Cache, Change, Key, key_of},
@@ -40,13 +40,14 @@ pub mod extensions;
 mod follow;
 mod pod_snapshots;
 
-/// Where kubectl keeps what it applied last.
+/// Annotation with the object that kubectl applied last.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
-/// How long a controller of some namespaces waits at its start for those that cannot be listed.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// Time that a controller confined to namespaces waits at its start for namespaces that cannot be
+/// listed.
+const LIST_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Everything that is watched. Of what is large only an outline is kept ([`outline`]).
+/// Caches of all watched kinds. Large objects are kept as outlines ([`outline`]).
 #[derive(Clone, Debug)]
 pub struct Caches {
     /// Indexed by the UID of the controller; see [`extensions::sandbox_index`].
@@ -58,13 +59,13 @@ pub struct Caches {
     pub nodes: Cache<SandboxNode>,
     pub runtime_classes: Cache<RuntimeClass>,
     pub snapshot_classes: Cache<SnapshotClass>,
-    /// Indexed by the pool that they name.
+    /// Indexed by the name of their pool.
     pub claims: Cache<SandboxClaim>,
-    /// Indexed by the template that they name.
+    /// Indexed by the name of their template.
     pub pools: Cache<SandboxWarmPool>,
     pub templates: Cache<SandboxTemplate>,
     pub policies: Cache<NetworkPolicy>,
-    /// These two need not be served: there is none of them then.
+    /// Empty if the kind is not served, as `pod_snapshots`.
     pub triggers: Cache<PodSnapshotManualTrigger>,
     /// Indexed by the name hash of their Sandbox.
     pub pod_snapshots: Cache<PodSnapshot>,
@@ -93,8 +94,8 @@ impl Default for Caches {
 }
 
 impl Caches {
-    /// Waits until each kind has been listed once; only then is an absence worth anything. A
-    /// namespace that cannot be listed keeps no other waiting: see [`Caches::knows`].
+    /// Waits until each kind has been listed once; before, absence from a cache proves nothing. A
+    /// namespace that cannot be listed delays no other: see [`Caches::knows`].
     pub async fn wait_ready(&self, settings: &Settings) {
         tokio::join!(
             self.nodes.wait_ready(),
@@ -105,12 +106,12 @@ impl Caches {
         if settings.namespaces.is_cluster() {
             all.await;
         } else {
-            drop(tokio::time::timeout(PATIENCE, all).await);
+            drop(tokio::time::timeout(LIST_TIMEOUT, all).await);
         }
     }
 
-    /// Waits for the kinds that live in namespaces. Those of the extensions are watched only when
-    /// they are reconciled.
+    /// Waits for the namespaced kinds. Those of the extensions are watched only when they are
+    /// reconciled.
     async fn wait_whole(&self, settings: &Settings) {
         tokio::join!(
             self.sandboxes.wait_ready(),
@@ -132,12 +133,12 @@ impl Caches {
         }
     }
 
-    /// Whether each kind of a namespace has been listed once.
+    /// Reports whether each kind of a namespace has been listed once.
     pub fn knows(&self, namespace: &str, settings: &Settings) -> bool {
         settings.namespaces.is_cluster() || self.unlisted(namespace, settings).is_empty()
     }
 
-    /// The kinds of a namespace that have not been listed yet.
+    /// Returns the kinds of a namespace that have not been listed yet.
     pub fn unlisted(&self, namespace: &str, settings: &Settings) -> Vec<&'static str> {
         let (extensions, policies) = (settings.extensions, settings.watches_policies());
         let kinds = [
@@ -187,7 +188,7 @@ impl Caches {
     }
 }
 
-/// The names that wait for a pass, per kind.
+/// Queues of objects that wait for a pass, by kind.
 #[derive(Debug, Default)]
 pub struct Queues {
     pub sandboxes: Queue,
@@ -197,33 +198,33 @@ pub struct Queues {
     pub templates: Queue,
     pub triggers: Queue,
     pub pod_snapshots: Queue,
-    /// Sandboxes whose snapshots have to be looked at.
+    /// Sandboxes whose snapshots may have to be deleted.
     pub retention: Queue,
 }
 
 /// Starts all watches. They end when `tasks` is dropped or aborted.
 pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let place = Place::of(context);
+    let source = WatchSource::of(context);
     start_sandboxes(context, tasks);
     start_dependents(context, tasks);
-    let known = Arc::clone(context);
-    tasks.spawn(follow_of_cluster(place.clone(), trim_node, move |event| {
-        for change in known.caches.nodes.apply_seen(event) {
-            waiting_for_node(&change, &known.caches)
+    let shared = Arc::clone(context);
+    tasks.spawn(follow_of_cluster(source.clone(), trim_node, move |event| {
+        for change in shared.caches.nodes.apply_seen(event) {
+            waiting_for_node(&change, &shared.caches)
                 .into_iter()
-                .for_each(|key| known.queues.sandboxes.add(key));
+                .for_each(|key| shared.queues.sandboxes.add(key));
         }
     }));
-    let known = Arc::clone(context);
-    tasks.spawn(follow_of_cluster(place.clone(), trim, move |event| {
-        known.caches.runtime_classes.apply_seen(event);
+    let shared = Arc::clone(context);
+    tasks.spawn(follow_of_cluster(source.clone(), trim, move |event| {
+        shared.caches.runtime_classes.apply_seen(event);
     }));
-    let known = Arc::clone(context);
-    tasks.spawn(follow_of_cluster(place, trim, move |event| {
-        for change in known.caches.snapshot_classes.apply_seen(event) {
-            for key in naming_class(&change, &known.caches.sandboxes) {
-                known.queues.retention.add(key.clone());
-                known.queues.sandboxes.add(key);
+    let shared = Arc::clone(context);
+    tasks.spawn(follow_of_cluster(source, trim, move |event| {
+        for change in shared.caches.snapshot_classes.apply_seen(event) {
+            for key in naming_class(&change, &shared.caches.sandboxes) {
+                shared.queues.retention.add(key.clone());
+                shared.queues.sandboxes.add(key);
             }
         }
     }));
@@ -237,41 +238,41 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
 }
 
 fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let known = Arc::clone(context);
+    let shared = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        Place::of(context),
+        WatchSource::of(context),
         in_small_pages(),
         trim_sandbox,
         move |event| {
-            for change in known.caches.sandboxes.apply_seen(event) {
-                sandbox_changed(&known, &change);
+            for change in shared.caches.sandboxes.apply_seen(event) {
+                sandbox_changed(&shared, &change);
             }
         },
     ));
-    let known = Arc::clone(context);
+    let shared = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        Place::of(context),
+        WatchSource::of(context),
         in_pages(),
         trim,
         move |event| {
-            for change in known.caches.snapshots.apply_seen(event) {
+            for change in shared.caches.snapshots.apply_seen(event) {
                 let Some(snapshot) = change.after.as_ref().or(change.before.as_ref()) else {
                     continue;
                 };
-                known.queues.snapshots.add(key_of(&**snapshot));
-                pod_snapshots::image_changed(&known, snapshot);
+                shared.queues.snapshots.add(key_of(&**snapshot));
+                pod_snapshots::image_changed(&shared, snapshot);
                 let (namespace, _) = key_of(&**snapshot);
                 let sandbox = snapshot.spec.sandbox_name.clone();
-                known.queues.retention.add((namespace, sandbox));
-                named_by(snapshot, &known.caches.sandboxes)
+                shared.queues.retention.add((namespace, sandbox));
+                named_by(snapshot, &shared.caches.sandboxes)
                     .into_iter()
-                    .for_each(|key| known.queues.sandboxes.add(key));
+                    .for_each(|key| shared.queues.sandboxes.add(key));
             }
         },
     ));
 }
 
-/// Wakes whom a change of a Sandbox concerns.
+/// Queues the objects that a change of a Sandbox concerns.
 pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
     let Some(sandbox) = change.after.as_ref().or(change.before.as_ref()) else {
         return;
@@ -280,7 +281,7 @@ pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
         context.metrics.forget(&sandbox.uid().unwrap_or_default());
     }
     let key = key_of(&**sandbox);
-    // A snapshot may have been made before its Sandbox.
+    // A snapshot may be older than its Sandbox.
     for snapshot in context.caches.snapshots.indexed(&key.0, &key.1) {
         if !snapshot.is_committed() {
             context.queues.snapshots.add(key_of(&*snapshot));
@@ -299,7 +300,8 @@ pub fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
     }
 }
 
-/// What decides about the deletion of snapshots: the class that a Sandbox names, and the snapshot that it is a copy of.
+/// Returns the facts that decide about the deletion of snapshots: the class that a Sandbox names,
+/// and the snapshot that it is a copy of.
 fn of_retention(sandbox: &Option<Arc<Sandbox>>) -> Option<[Option<String>; 2]> {
     let sandbox = sandbox.as_ref()?;
     let own = sandbox.annotations().get(annotations::SNAPSHOT_CLASS);
@@ -311,7 +313,7 @@ fn of_retention(sandbox: &Option<Arc<Sandbox>>) -> Option<[Option<String>; 2]> {
     Some([class, retention::restored_from(sandbox).map(str::to_owned)])
 }
 
-/// A snapshot is named as the source of copies, or no longer: its Sandbox' snapshots are looked at.
+/// Queues the Sandbox of a snapshot that has become the source of a copy, or is one no longer.
 fn copied_from(context: &Context, namespace: &str, snapshot: Option<&str>) {
     let found = snapshot.and_then(|name| context.caches.snapshots.get(namespace, name));
     if let Some(found) = found {
@@ -323,7 +325,8 @@ fn copied_from(context: &Context, namespace: &str, snapshot: Option<&str>) {
     }
 }
 
-/// Everybody in this process knows a Sandbox as the apiserver answered a write of it. Its own pass is left to the watch.
+/// Stores the apiserver's answer to a write of a Sandbox in the cache and queues its owner. The
+/// Sandbox's own pass is left to the watch.
 pub fn sandbox_written(context: &Context, sandbox: Sandbox) {
     if let Some(change) = context.caches.sandboxes.assume(sandbox)
         && context.settings.extensions
@@ -332,64 +335,69 @@ pub fn sandbox_written(context: &Context, sandbox: Sandbox) {
     }
 }
 
-/// The same for a Pod.
+/// Stores the apiserver's answer to a write of a Pod in the cache.
 pub fn pod_written(context: &Context, mut pod: Pod) {
     trim_pod(&mut pod);
     context.caches.pods.assume(pod);
 }
 
-/// Asks for a pass over a Sandbox because something of its own has changed.
-fn wake_sandbox(context: &Context, key: Key) {
+/// Queues a Sandbox after a change of one of its objects.
+fn queue_sandbox(context: &Context, key: Key) {
     let found = context.caches.sandboxes.get(&key.0, &key.1);
     let lane = found.map_or(Lane::Awaited, |found| sandbox::lane(&found, context));
     context.queues.sandboxes.add_in(lane, key);
 }
 
-/// What belongs to a Sandbox.
+/// Starts the watches of the objects that belong to Sandboxes.
 fn start_dependents(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let place = Place::of(context);
+    let source = WatchSource::of(context);
     let hashed = in_pages().labels(labels::SANDBOX_NAME_HASH);
-    let known = Arc::clone(context);
+    let shared = Arc::clone(context);
     tasks.spawn(follow(
-        place.clone(),
+        source.clone(),
         hashed.clone(),
         trim_pod,
         move |event| {
-            for change in known.caches.pods.apply_seen(event) {
+            for change in shared.caches.pods.apply_seen(event) {
                 let owners = owners(&change);
-                owners.into_iter().for_each(|key| wake_sandbox(&known, key));
+                owners
+                    .into_iter()
+                    .for_each(|key| queue_sandbox(&shared, key));
             }
         },
     ));
-    let known = Arc::clone(context);
-    // All Services, not only ours: one that somebody else owns under a Sandbox's name is seen before ours is made. Where only ours are watched, the create finds the name taken.
+    let shared = Arc::clone(context);
+    // All Services, not only labelled ones: a foreign Service with a Sandbox's name is then seen
+    // before the Sandbox's own is created. Where only labelled ones are watched, the create fails
+    // because the name is taken.
     let services = if context.settings.cache_label_selectors {
         hashed.clone()
     } else {
         in_pages()
     };
     tasks.spawn(follow(
-        place.clone(),
+        source.clone(),
         services,
         trim_service,
         move |event| {
-            known
+            shared
                 .caches
                 .services
                 .apply_seen(event)
                 .iter()
                 .flat_map(owners)
-                .for_each(|key| known.queues.sandboxes.add(key));
+                .for_each(|key| shared.queues.sandboxes.add(key));
         },
     ));
-    // Claims wake nobody, as upstream: they are made before the Pod and not looked at again.
-    let known = Arc::clone(context);
-    tasks.spawn(follow(place, hashed, trim_claim, move |event| {
-        known.caches.volume_claims.apply_seen(event);
+    // Volume claims queue nothing, as upstream: they are created before the Pod and not checked
+    // again.
+    let shared = Arc::clone(context);
+    tasks.spawn(follow(source, hashed, trim_claim, move |event| {
+        shared.caches.volume_claims.apply_seen(event);
     }));
 }
 
-/// The Sandbox that controls an object, in whatever version.
+/// Returns the Sandbox that controls an object, in any version.
 pub(crate) fn sandbox_of<K: ResourceExt>(object: &K) -> Option<&OwnerReference> {
     object.owner_references().iter().find(|owner| {
         owner.controller == Some(true)
@@ -398,7 +406,7 @@ pub(crate) fn sandbox_of<K: ResourceExt>(object: &K) -> Option<&OwnerReference> 
     })
 }
 
-/// The Sandbox that controls an object, before or after the change.
+/// Returns the Sandboxes that control an object before and after the change.
 fn owners<K: ResourceExt>(change: &Change<K>) -> Vec<Key> {
     let mut found = Vec::new();
     for object in [&change.before, &change.after].into_iter().flatten() {
@@ -413,7 +421,7 @@ fn owners<K: ResourceExt>(change: &Change<K>) -> Vec<Key> {
     found
 }
 
-/// The Sandbox that a snapshot is of, and those that start as a copy of it.
+/// Returns the Sandbox of a snapshot, and those that start as a copy of it.
 fn named_by(snapshot: &SandboxSnapshot, sandboxes: &Cache<Sandbox>) -> Vec<Key> {
     let (namespace, name) = key_of(snapshot);
     let copies = sandboxes.filtered(|sandbox| {
@@ -426,7 +434,7 @@ fn named_by(snapshot: &SandboxSnapshot, sandboxes: &Cache<Sandbox>) -> Vec<Key> 
         .collect()
 }
 
-/// Whether an annotation of the Sandbox or of its pod template has this value.
+/// Reports whether an annotation of the Sandbox or of its pod template has this value.
 fn names(sandbox: &Sandbox, annotation: &str, value: &str) -> bool {
     [
         sandbox.metadata.annotations.as_ref(),
@@ -437,8 +445,11 @@ fn names(sandbox: &Sandbox, annotation: &str, value: &str) -> bool {
     .any(|all| all.get(annotation).is_some_and(|named| named == value))
 }
 
-/// Sandboxes whose next step, or whose word about their memory, depends on what a node can do. A heartbeat alone wakes nobody, unless it is the first after a silence: then those
-/// that have no Pod, and wait for the node or say that it is gone.
+/// Returns the Sandboxes with a next step, or a condition about their memory, that depends on the
+/// abilities of a node.
+///
+/// A heartbeat alone queues none, unless it is the first after a silence: then the Sandboxes
+/// without a Pod are queued, which wait for the node or report it as gone.
 fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
     let abilities = |node: &Option<Arc<SandboxNode>>| {
         let status = node.as_ref()?.status.clone()?;
@@ -476,7 +487,7 @@ fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
     waiting.chain(asleep).collect()
 }
 
-/// Whether the node lists other images than before.
+/// Reports whether the node's list of images has changed.
 fn has_other_images(change: &Change<SandboxNode>) -> bool {
     let listed = |node: &Option<Arc<SandboxNode>>| {
         let status = node.as_ref().and_then(|node| node.status.clone());
@@ -485,18 +496,18 @@ fn has_other_images(change: &Change<SandboxNode>) -> bool {
     listed(&change.before) != listed(&change.after)
 }
 
-/// Sandboxes that wait for the node to say whether it holds their memory.
+/// Returns the Sandboxes that wait for the node's report on whether it holds their memory.
 fn asking_node(node: &str, caches: &Caches) -> Vec<Key> {
     let asking = caches.sandboxes.filtered(|sandbox| {
         let status = sandbox.status.as_ref();
-        let said = status.and_then(|s| conditions::find(&s.conditions, conditions::RESTORED));
-        said.is_some_and(|said| said.reason == restored::ASKING_NODE)
+        let restored = status.and_then(|s| conditions::find(&s.conditions, conditions::RESTORED));
+        restored.is_some_and(|restored| restored.reason == restored::ASKING_NODE)
             && saved_pod::last_pod(sandbox).is_some_and(|record| record.node_name == node)
     });
     asking.iter().map(|sandbox| key_of(&**sandbox)).collect()
 }
 
-/// Whether the agent is heard of again.
+/// Reports whether this is the agent's first heartbeat after a silence.
 fn is_back(change: &Change<SandboxNode>) -> bool {
     let heard = |node: &Option<Arc<SandboxNode>>| {
         let status = node.as_ref()?.status.as_ref()?;
@@ -515,7 +526,8 @@ fn naming_class(change: &Change<SnapshotClass>, sandboxes: &Cache<Sandbox>) -> V
     naming.iter().map(|sandbox| key_of(&**sandbox)).collect()
 }
 
-/// Takes away what nobody here reads of any object: who wrote which field, and what kubectl applied last, which is the whole object once more.
+/// Removes metadata that the controller does not read: the managed fields, and the whole object
+/// that kubectl applied last.
 fn trim<K: Resource>(object: &mut K) {
     object.meta_mut().managed_fields = None;
     forget_last_applied(object);
@@ -527,7 +539,8 @@ fn forget_last_applied<K: Resource>(object: &mut K) {
     }
 }
 
-/// A Sandbox without what is known of who last wrote its fields, but for what somebody applied: an assignment must not forget that.
+/// Trims a Sandbox. The managed fields of server-side apply are kept: an assignment must preserve
+/// them.
 fn trim_sandbox(sandbox: &mut Sandbox) {
     forget_last_applied(sandbox);
     if let Some(fields) = &mut sandbox.metadata.managed_fields {
@@ -538,8 +551,8 @@ fn trim_sandbox(sandbox: &mut Sandbox) {
     }
 }
 
-/// A SandboxNode without most of what its agent says of each sandbox: that grows with the node, and
-/// is for people. What stays is which Pods' memory lies in an image.
+/// Trims a SandboxNode to the Pods that have an image. The rest of its report about each sandbox
+/// grows with the node and is for users.
 pub fn trim_node(node: &mut SandboxNode) {
     trim(node);
     if let Some(status) = &mut node.status {
@@ -555,12 +568,13 @@ pub fn trim_node(node: &mut SandboxNode) {
     }
 }
 
-/// A Pod without what nobody here reads, which is most of it.
+/// Trims a Pod to the fields that the controller reads, which removes most of it.
 pub fn trim_pod(pod: &mut Pod) {
     trim(pod);
     if let Some(spec) = pod.spec.take() {
         pod.spec = Some(PodSpec {
-            // Their names: a record of the Pod is made when the image of each is known.
+            // The names suffice: a record of the Pod is made when the image of each container is
+            // shared.
             containers: named(spec.containers),
             node_name: spec.node_name,
             runtime_class_name: spec.runtime_class_name,
@@ -568,7 +582,8 @@ pub fn trim_pod(pod: &mut Pod) {
         });
     }
     if let Some(status) = &mut pod.status {
-        // Whether they run tells a Pod that was refused its image from one that has memory of its own.
+        // Running containers distinguish a Pod with memory of its own from one that was refused its
+        // image.
         for container in status.container_statuses.iter_mut().flatten() {
             let running = container.state.take().and_then(|state| state.running);
             *container = ContainerStatus {
@@ -594,7 +609,7 @@ fn named(containers: Vec<Container>) -> Vec<Container> {
     containers.into_iter().map(name).collect()
 }
 
-/// The image that a container runs, by its status.
+/// Returns name and image of a container from its status.
 fn image_of(container: &mut ContainerStatus) -> ContainerStatus {
     ContainerStatus {
         name: std::mem::take(&mut container.name),

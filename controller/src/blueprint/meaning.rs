@@ -1,14 +1,20 @@
-//! No client required. Whether two specs mean the same: as upstream compares them, by Go's types of a Pod's and of a volume claim's spec (`equality.Semantic.DeepEqual`, after no
-//! defaulting but that of the secure defaults), though here they are JSON. A member that upstream's controller made has gone through those types: what was zero in the template is
-//! missing in it, and what has no way to be missing is written out (`resources: {}`, `divisor: "0"`).
+//! No client required. Compares specs by meaning.
+//!
+//! Upstream compares them by Go's types of a Pod's and of a volume claim's spec
+//! (`equality.Semantic.DeepEqual`, after no defaulting but that of the secure defaults); here they
+//! are JSON. A member that upstream's controller made has gone through those types: fields that
+//! were zero in the template are missing in the member, and fields that Go cannot omit are written
+//! out (`resources: {}`, `divisor: "0"`).
 
 use serde_json::{Value, json};
 
-/// Key of a Pod's spec, and that of a volume claim's, as [`normalized`] wants it.
+/// Key of a Pod's spec for [`normalized`].
 pub(super) const POD: &str = "";
+/// Key of a volume claim's spec for [`normalized`].
 pub(super) const VOLUME_CLAIM: &str = "spec";
 
-/// Maps whose names are the user's. An empty one means the same as none; an empty value in one is a value.
+/// Maps with keys chosen by the user. An empty map means the same as none; an empty value in a map
+/// is a value.
 const MAPS: [&str; 10] = [
     "annotations",
     "labels",
@@ -21,12 +27,17 @@ const MAPS: [&str; 10] = [
     "userAnnotations",
     "volumeAttributes",
 ];
-/// Maps whose values are quantities, and single fields that are one.
+/// Maps with quantities as values.
 const QUANTITY_MAPS: [&str; 3] = ["limits", "requests", "overhead"];
+/// Fields that hold one quantity.
 const QUANTITIES: [&str; 2] = ["sizeLimit", "divisor"];
 
-/// Fields that Go's types have by value, and leave out of JSON when they are zero: false, 0 and "" mean the same as nothing there, and so does `{}`. Of what they have by pointer (`runAsNonRoot`,
-/// `automountServiceAccountToken`, `terminationGracePeriodSeconds`, `storageClassName`, `emptyDir`, …) a zero is a choice, so that only what is known to be by value stands here.
+/// Fields that Go's types hold by value and leave out of JSON when they are zero: false, 0, "" and
+/// `{}` mean the same as an absent field.
+///
+/// A zero in a field that Go's types hold by pointer (`runAsNonRoot`,
+/// `automountServiceAccountToken`, `terminationGracePeriodSeconds`, `storageClassName`, `emptyDir`,
+/// …) is a choice. Therefore the list has only fields known to be held by value.
 const BY_VALUE: [&str; 77] = [
     // Objects and quantities.
     "divisor",
@@ -111,7 +122,7 @@ const BY_VALUE: [&str; 77] = [
     "workingDir",
 ];
 
-/// Where a field of those names is a pointer after all: under this key.
+/// Exceptions to [`BY_VALUE`]: parent key and field that is a pointer under it.
 const BY_POINTER: [(&str, &str); 8] = [
     (POD, "resources"),
     ("azureDisk", "fsType"),
@@ -123,17 +134,20 @@ const BY_POINTER: [(&str, &str); 8] = [
     ("initContainers", "restartPolicy"),
 ];
 
-/// Whether two specs differ in nothing but what is unset or zero, and in the spelling of quantities.
+/// Reports whether two specs differ only in unset or zero fields and in the spelling of quantities.
 pub fn mean_the_same(one: &Value, other: &Value) -> bool {
     normal_form(one) == normal_form(other)
 }
 
-/// The form that all specs have that mean the same.
+/// Returns the normal form of a spec, which is the same for all specs with the same meaning.
 pub fn normal_form(spec: &Value) -> Value {
     normalized(POD, spec)
 }
 
-/// The same value without differences that mean nothing to Kubernetes: unset or zero, and the spelling of quantities. `key` is the name under which it stands; items of a list stand under the list's.
+/// Returns the value without differences that have no meaning to Kubernetes: unset or zero fields,
+/// and the spelling of quantities.
+///
+/// `key` is the name of the field that holds the value; items of a list have the list's key.
 pub(super) fn normalized(key: &str, value: &Value) -> Value {
     match value {
         Value::Object(map) if MAPS.contains(&key) => {
@@ -151,7 +165,7 @@ pub(super) fn normalized(key: &str, value: &Value) -> Value {
         Value::Object(map) => {
             let entries = map.iter().filter_map(|(name, value)| {
                 let inner = normalized(name, value);
-                (!means_nothing(key, name, &inner)).then(|| (name.clone(), inner))
+                (!is_default(key, name, &inner)).then(|| (name.clone(), inner))
             });
             Value::Object(entries.collect())
         }
@@ -161,8 +175,9 @@ pub(super) fn normalized(key: &str, value: &Value) -> Value {
     }
 }
 
-/// Whether a field, normalized, says what its absence says. `parent` is the key of the object that it is in.
-fn means_nothing(parent: &str, key: &str, value: &Value) -> bool {
+/// Reports whether a normalized field means the same as its absence. `parent` is the key of the
+/// object that holds the field.
+fn is_default(parent: &str, key: &str, value: &Value) -> bool {
     let is_zero = match value {
         Value::Null => return true,
         Value::Array(items) => return items.is_empty(),
@@ -175,7 +190,7 @@ fn means_nothing(parent: &str, key: &str, value: &Value) -> bool {
     is_zero && BY_VALUE.contains(&key) && !BY_POINTER.contains(&(parent, key))
 }
 
-/// A quantity in thousandths, or as it is written if it cannot be read.
+/// Returns a quantity in thousandths, or unchanged if it cannot be parsed.
 fn quantity(value: &Value) -> Value {
     let text = match value {
         Value::String(text) => text.clone(),
@@ -188,7 +203,10 @@ fn quantity(value: &Value) -> Value {
     }
 }
 
-/// Exact, so that two spellings are the same only if the amounts are. `None` for what is no quantity, or has more digits than thousandths hold.
+/// Parses a quantity into thousandths, exactly, so that two spellings are equal only if the amounts
+/// are.
+///
+/// Returns `None` for text that is no quantity, or that needs more precision than thousandths.
 fn thousandths(text: &str) -> Option<i128> {
     const SUFFIXES: [(&str, i128, i128); 14] = [
         ("Ki", 1 << 10, 1),

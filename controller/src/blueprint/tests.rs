@@ -16,7 +16,7 @@ fn template(change: Value) -> SandboxTemplate {
     serde_json::from_value(whole).unwrap()
 }
 
-/// What a pool makes of the template, with a hash that says nothing.
+/// Returns the Sandbox that a pool makes of the template, with a hash of another version.
 fn made_from(template: &SandboxTemplate) -> Sandbox {
     serde_json::from_value(json!({
         "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
@@ -50,10 +50,10 @@ fn containers(container: Value) -> Value {
 #[case::another_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "w"}, "spec": {"accessModes": ["ReadWriteOnce"]}}]}}), true)]
 #[case::labels_of_a_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "v", "labels": {"a": "b"}}, "spec": {"accessModes": ["ReadWriteOnce"]}}]}}), false)]
 #[case::another_template(json!({"metadata": {"name": "u"}}), true)]
-#[case::what_go_writes_of_nothing(containers(json!({"name": "c", "image": "img", "resources": {"limits": {"cpu": "1"}, "requests": {}}, "tty": false})), false)]
-#[case::what_go_writes_of_a_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": {}, "volumeName": ""}}]}}), false)]
+#[case::zero_values_that_go_writes(containers(json!({"name": "c", "image": "img", "resources": {"limits": {"cpu": "1"}, "requests": {}}, "tty": false})), false)]
+#[case::zero_values_that_go_writes_in_a_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {"accessModes": ["ReadWriteOnce"], "resources": {}, "volumeName": ""}}]}}), false)]
 #[case::no_class_for_a_volume(json!({"spec": {"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {"accessModes": ["ReadWriteOnce"], "storageClassName": ""}}]}}), true)]
-fn stale_is_what_differs_in_more_than_metadata_and_spelling(
+fn a_sandbox_is_stale_if_it_differs_in_more_than_metadata_and_spelling(
     #[case] change: Value,
     #[case] stale: bool,
 ) {
@@ -74,7 +74,7 @@ fn an_equal_hash_needs_no_comparison() {
     assert!(!Blueprint::of(&template).is_stale(&sandbox));
     assert!(
         Blueprint::of(&template).is_stale_orphan(&sandbox),
-        "anybody may have copied the hash"
+        "the hash may be a copy"
     );
 }
 
@@ -99,7 +99,7 @@ fn sandboxes_get_no_token_and_public_name_servers(
 #[rstest]
 #[case(json!({"spec": {"networkPolicyManagement": "Unmanaged"}}))]
 #[case(json!({"spec": {"networkPolicy": {}}}))]
-fn dns_is_left_alone_where_the_strict_policy_does_not_apply(#[case] change: Value) {
+fn dns_is_unchanged_where_the_strict_policy_does_not_apply(#[case] change: Value) {
     assert!(!secured_pod_spec(&template(change)).contains_key("dnsPolicy"));
 }
 
@@ -115,13 +115,13 @@ fn dns_is_left_alone_where_the_strict_policy_does_not_apply(#[case] change: Valu
     json!({"torpor.dev/idle-timeout": "2h"}),
     json!({"torpor.dev/doze-after": "30s"}),
 )]
-#[case::a_wrong_value_is_told_on_the_sandbox(
+#[case::a_wrong_value_is_kept_and_reported_on_the_sandbox(
     json!({"torpor.dev/doze-after": "soon"}),
     json!({}),
     json!({"torpor.dev/doze-after": "soon"}),
 )]
-#[case::what_is_of_one_sandbox(json!({"torpor.dev/hibernate": "true", "torpor.dev/wake-at": "x"}), json!({}), json!({}))]
-fn a_templates_own_annotations_say_how_its_sandboxes_sleep(
+#[case::annotations_of_one_sandbox(json!({"torpor.dev/hibernate": "true", "torpor.dev/wake-at": "x"}), json!({}), json!({}))]
+fn a_templates_own_annotations_set_how_its_sandboxes_sleep(
     #[case] own: Value,
     #[case] pod_template: Value,
     #[case] expected: Value,
@@ -140,7 +140,7 @@ fn a_templates_own_annotations_say_how_its_sandboxes_sleep(
 }
 
 #[test]
-fn what_is_unset_is_left_out_of_a_new_sandbox() {
+fn unset_fields_are_left_out_of_a_new_sandbox() {
     let bare = template(json!({"spec": {"volumeClaimTemplates": null}}));
     let made = sandbox_spec(&bare, None, Map::new(), &[]);
     assert_eq!(

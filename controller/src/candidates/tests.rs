@@ -66,7 +66,7 @@ const EARLY: &str = "2026-01-01T00:00:00Z";
 const LATE: &str = "2026-01-01T00:00:09Z";
 
 #[test]
-fn ready_before_unready_then_the_fullest_node_then_the_oldest() {
+fn ready_members_come_first_then_the_fullest_node_then_the_oldest() {
     let candidates = pool(&[
         ("a", on("n1", EARLY)),
         ("b", on("n2", LATE)),
@@ -81,11 +81,11 @@ fn ready_before_unready_then_the_fullest_node_then_the_oldest() {
 }
 
 #[test]
-fn what_is_offered_is_offered_once_and_comes_back_when_it_was_not_used() {
+fn a_member_is_offered_once_and_is_free_again_when_it_was_not_used() {
     let candidates = pool(&[("a", json!({}))]);
     let taken = take(&candidates);
     assert!(matches!(candidates.take("u-pool"), Offer::Nothing));
-    // News about it does not free it.
+    // An update does not free the member.
     candidates.update(&appeared(member("a", on("n2", EARLY))));
     assert!(candidates.take_named("u-pool", "a").is_none());
     drop(taken);
@@ -93,7 +93,7 @@ fn what_is_offered_is_offered_once_and_comes_back_when_it_was_not_used() {
 }
 
 #[test]
-fn what_was_claimed_or_deleted_meanwhile_does_not_come_back() {
+fn a_member_claimed_or_deleted_meanwhile_is_not_offered_again() {
     for after in [
         None,
         Some(json!({"metadata": {"deletionTimestamp": EARLY}})),
@@ -114,28 +114,28 @@ fn what_was_claimed_or_deleted_meanwhile_does_not_come_back() {
 }
 
 #[test]
-fn members_without_an_address_are_on_their_way() {
+fn members_without_an_address_are_pending() {
     let candidates = pool(&[("a", json!({"status": null}))]);
     assert!(matches!(candidates.take("u-pool"), Offer::Pending));
     assert!(matches!(candidates.take("u-other"), Offer::Nothing));
 }
 
-/// Ready members `free`, and how many went how many milliseconds ago.
+/// Ready members `free`, and pairs of how many members were taken how many milliseconds ago.
 #[rstest]
-#[case::nobody_asks(400, 1000, &[], Advance::Calm)]
+#[case::no_demand(400, 1000, &[], Advance::Calm)]
 #[case::a_large_pool_lasts(301, 1050, &[(300, 3900)], Advance::Calm)]
-#[case::it_lasts_no_longer(299, 1050, &[(300, 3900)], Advance::Low)]
+#[case::a_large_pool_runs_low(299, 1050, &[(300, 3900)], Advance::Low)]
 #[case::more_than_half_is_left(51, 100, &[(90, 3000)], Advance::Calm)]
 #[case::less_than_half(49, 100, &[(90, 3000)], Advance::Low)]
 #[case::less_than_went_in_two_seconds(19, 100, &[(20, 3900), (20, 1900)], Advance::Short)]
 #[case::a_quarter_is_enough_for_a_moment(26, 100, &[(60, 1000)], Advance::Low)]
-#[case::it_is_forgotten(10, 100, &[(90, 4100)], Advance::Calm)]
+#[case::old_demand_does_not_count(10, 100, &[(90, 4100)], Advance::Calm)]
 #[case::empty(0, 100, &[], Advance::Short)]
 #[case::nothing_is_wanted(0, 0, &[], Advance::Calm)]
-fn a_pool_is_low_by_what_went_lately(
+fn a_pools_need_follows_recent_demand(
     #[case] free: usize,
     #[case] wanted: usize,
-    #[case] went: &[(usize, u64)],
+    #[case] taken_at: &[(usize, u64)],
     #[case] expected: Advance,
 ) {
     let now = Instant::now() + Duration::from_secs(60);
@@ -147,9 +147,9 @@ fn a_pool_is_low_by_what_went_lately(
             age: (Timestamp::UNIX_EPOCH, n.to_string()),
         });
     }
-    for (number, ago) in went {
+    for (number, ago) in taken_at {
         let at = now - Duration::from_millis(*ago);
-        pool.went.extend(std::iter::repeat_n(at, *number));
+        pool.taken_at.extend(std::iter::repeat_n(at, *number));
     }
     assert_eq!(pool.advance(wanted, now), expected);
 }
@@ -158,10 +158,13 @@ fn a_pool_is_low_by_what_went_lately(
 #[case::no_pool_label(json!({"metadata": {"labels": {"agents.x-k8s.io/warm-pool-sandbox": null}}}), false)]
 #[case::no_template_label(json!({"metadata": {"labels": {"agents.x-k8s.io/sandbox-template-ref-hash": null}}}), false)]
 #[case::going(json!({"metadata": {"deletionTimestamp": EARLY}}), false)]
-#[case::nobodys(json!({"metadata": {"ownerReferences": null}}), false)]
+#[case::no_controller(json!({"metadata": {"ownerReferences": null}}), false)]
 #[case::of_another_group(json!({"metadata": {"ownerReferences": [{"apiVersion": "x.io/v1", "kind": "SandboxWarmPool", "name": "p", "uid": "u", "controller": true}]}}), false)]
 #[case::of_an_older_version(json!({"metadata": {"ownerReferences": [{"apiVersion": "extensions.agents.x-k8s.io/v1alpha1", "kind": "SandboxWarmPool", "name": "p", "uid": "u", "controller": true}]}}), true)]
 #[case::as_it_is(json!({}), true)]
-fn who_is_a_member(#[case] change: Value, #[case] expected: bool) {
+fn a_member_has_both_labels_and_a_pool_as_controller(
+    #[case] change: Value,
+    #[case] expected: bool,
+) {
     assert_eq!(is_member(&member("a", change)), expected);
 }

@@ -1,5 +1,7 @@
-//! No client required. The writes that make a Sandbox a claim's, and keep it what the claim asks for. Each carries uid and resourceVersion, so that it takes effect on the Sandbox
-//! that was looked at or not at all.
+//! No client required. Patches that assign a Sandbox to a claim and keep it as the claim asks.
+//!
+//! Each patch carries uid and resourceVersion, so that it applies to exactly the version of the
+//! Sandbox that it was computed from.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry;
 use kube::ResourceExt;
@@ -19,7 +21,8 @@ const MEMBER_LABELS: [&str; 3] = [
     labels::SANDBOX_POD_TEMPLATE_HASH,
 ];
 
-/// Hands a member of a pool over to a claim, in one write. The spec is touched only where the Pod's metadata changes: then nothing but the metadata of the Pod has to follow.
+/// Returns the one patch that assigns a member of a pool to a claim. The patch changes the spec
+/// only where the Pod's metadata changes: then only the metadata of the Pod has to follow.
 pub fn assignment(
     claim: &SandboxClaim,
     member: &Sandbox,
@@ -43,27 +46,28 @@ pub fn assignment(
     owners.push(super::owner_reference(claim));
     patch["metadata"]["ownerReferences"] = json!(owners);
     if !somebody_applied(member) {
-        // The apiserver's way to say: forget who wrote which field. Until the assignment that was this controller alone, and to work it out anew from a whole Pod template
-        // is a quarter of what this write costs (docs/performance.md).
+        // `[{}]` makes the apiserver drop the managed fields. Until the assignment this controller
+        // alone wrote the object; recomputing them from a whole Pod template is a quarter of the
+        // cost of this write (docs/history/performance.md).
         patch["metadata"]["managedFields"] = json!([{}]);
     }
     set_pod_metadata(&mut patch, member, pod_metadata);
     patch
 }
 
-/// Whether fields of it are held by server-side apply, which needs to know later what it set.
+/// Reports whether server-side apply manages fields of the Sandbox; it needs their record later.
 fn somebody_applied(sandbox: &Sandbox) -> bool {
     sandbox.managed_fields().iter().any(was_applied)
 }
 
-/// Whether it is of server-side apply.
+/// Reports whether the entry is of server-side apply.
 pub fn was_applied(entry: &ManagedFieldsEntry) -> bool {
     entry.operation.as_deref() == Some("Apply")
 }
 
 fn annotations_of(claim: &SandboxClaim, member: &Sandbox, replaces: Option<&str>) -> Value {
     let mut all = Map::new();
-    // Nobody may see the Sandbox Ready for a claim without the name of its Pod.
+    // No client may see the Sandbox Ready for a claim without the name of its Pod.
     if !member.annotations().contains_key(annotations::POD_NAME) {
         all.insert(annotations::POD_NAME.to_owned(), member.name_any().into());
     }
@@ -87,14 +91,15 @@ fn annotations_of(claim: &SandboxClaim, member: &Sandbox, replaces: Option<&str>
     all.into()
 }
 
-/// Writes on a Sandbox which one it takes the place of.
+/// Returns the patch that records on a Sandbox which one it replaces.
 pub fn mark(sandbox: &Sandbox, replaces: &str) -> Value {
     let mut patch = fenced(sandbox);
     patch["metadata"]["annotations"] = json!({annotations::REPLACES: replaces});
     patch
 }
 
-/// Brings what the claim adds to the Pod's metadata up to date; `None` when it is.
+/// Returns the patch that updates what the claim adds to the Pod's metadata; `None` when it is up
+/// to date.
 pub fn propagation(claim: &SandboxClaim, sandbox: &Sandbox) -> Result<Option<Value>, Invalid> {
     let pod_metadata = metadata::merged(Some(&metadata::without_claims(sandbox)), claim)?;
     let mut patch = fenced(sandbox);
@@ -115,7 +120,7 @@ fn fenced(sandbox: &Sandbox) -> Value {
     }})
 }
 
-/// Whether there was anything to set.
+/// Adds a change of the Pod's metadata to the patch. Reports whether there was one.
 fn set_pod_metadata(patch: &mut Value, sandbox: &Sandbox, wanted: &PodMetadata) -> bool {
     let now = sandbox
         .spec

@@ -1,6 +1,6 @@
-//! What is told once the status is written: metrics, a patch of the annotations that are not there
-//! yet, Events. Nobody waits for any of it, and none of it decides about the Sandbox: it is written
-//! when it is its turn.
+//! Reports after the status is written: metrics, a patch with the missing annotations, and Events.
+//! No request waits for them and they do not affect the Sandbox, so that they are written at the
+//! lowest priority ([`Advance::Calm`]).
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,11 +15,11 @@ use torpor_api::{
 
 use super::{
     annotate,
-    apply::Happened,
+    apply::Effect,
     dereference::Session,
     is_ready,
+    memory::AnnotationsWrite,
     plan::{Outlook, Plan},
-    sightings::Telling,
 };
 use crate::{
     calls::{Answer, Apiserver},
@@ -28,20 +28,20 @@ use crate::{
     pace::Advance,
 };
 
-/// When the annotations are tried again after they could not be written.
+/// Delay before a failed write of the annotations is tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// What is still to be written about a claim.
+/// Pending writes about a claim.
 #[derive(Debug)]
-pub struct News {
+pub struct Reports {
     claim: Arc<SandboxClaim>,
-    annotations: Option<(Value, Telling)>,
+    annotations: Option<(Value, AnnotationsWrite)>,
     notes: Vec<Note>,
 }
 
-impl News {
-    /// Writes it. Says when to look at the claim again, if something could not be written.
-    pub async fn tell(self, context: &Context) -> Option<Duration> {
+impl Reports {
+    /// Writes the reports. Returns the delay until the next pass over the claim, if a write failed.
+    pub async fn write(self, context: &Context) -> Option<Duration> {
         let api = context.api.in_advance(Advance::Calm);
         let publish = async {
             for note in self.notes {
@@ -49,7 +49,7 @@ impl News {
             }
         };
         let annotate = async {
-            let Some((patch, _telling)) = self.annotations else {
+            let Some((patch, _write)) = self.annotations else {
                 return Ok(());
             };
             annotate(&self.claim, &patch, &api, context).await
@@ -59,8 +59,8 @@ impl News {
     }
 }
 
-/// Counts what has happened, and gathers what is to be told.
-pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Option<News> {
+/// Counts the actions of the pass and collects the reports.
+pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Option<Reports> {
     let now = Timestamp::now();
     let claim = &session.observed.claim;
     let sandbox = match &plan.outlook {
@@ -70,43 +70,44 @@ pub(super) fn finish(session: &Session, plan: &Plan, context: &Context) -> Optio
     count(session, sandbox, context, now);
     let annotations = sandbox
         .and_then(|sandbox| annotation_patch(session, sandbox, context, now))
-        .and_then(|patch| Some((patch, context.sightings.tell(claim)?)));
+        .and_then(|patch| Some((patch, context.claims.begin_write(claim)?)));
     let notes = if context.settings.claims.events {
         notes(session)
     } else {
         Vec::new()
     };
-    (annotations.is_some() || !notes.is_empty()).then(|| News {
+    (annotations.is_some() || !notes.is_empty()).then(|| Reports {
         claim: Arc::clone(claim),
         annotations,
         notes,
     })
 }
 
-/// Counts what happened.
+/// Counts the actions of the pass.
 fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: Timestamp) {
     let claim = &session.observed.claim;
     let Some(sandbox) = sandbox else {
         return;
     };
     let got = session
-        .happened
+        .effects
         .iter()
-        .any(|what| matches!(what, Happened::Adopted(_) | Happened::Created(_)));
+        .any(|what| matches!(what, Effect::Adopted(_) | Effect::Created(_)));
     if got {
         context.metrics.count_claim(claim, sandbox);
     }
-    if is_ready(claim) && context.sightings.count(claim, now) {
-        let seen = context.sightings.of(claim, now).first_seen;
+    if is_ready(claim) && context.claims.count(claim, now) {
+        let seen = context.claims.of(claim, now).first_seen;
         context
             .metrics
             .observe_claim_ready(claim, sandbox, seen, now);
     }
 }
 
-/// When the claim was first Ready, once it is; and its Sandbox, if that is another one by now. A
-/// write that failed is tried again with the same times. The first Ready is counted only once, in
-/// any case.
+/// Returns the patch with the time of the claim's first Ready, once it is Ready, and with the name
+/// of its Sandbox, if that has changed.
+///
+/// A failed write is repeated with the same times. The first Ready is counted only once.
 fn annotation_patch(
     session: &Session,
     sandbox: &Sandbox,
@@ -114,16 +115,16 @@ fn annotation_patch(
     now: Timestamp,
 ) -> Option<Value> {
     let claim = &session.observed.claim;
-    let known = claim.annotations();
+    let existing = claim.annotations();
     let name = sandbox.name_any();
-    let current = known.get(annotations::SANDBOX_NAME) == Some(&name);
-    if !is_ready(claim) || (current && known.contains_key(annotations::CLAIM_FIRST_READY_AT)) {
+    let current = existing.get(annotations::SANDBOX_NAME) == Some(&name);
+    if !is_ready(claim) || (current && existing.contains_key(annotations::CLAIM_FIRST_READY_AT)) {
         return None;
     }
     let mut patch = annotate::first(&name, claim, session.trace.as_deref(), context, now);
-    if !known.contains_key(annotations::CLAIM_FIRST_READY_AT) {
+    if !existing.contains_key(annotations::CLAIM_FIRST_READY_AT) {
         let at = context
-            .sightings
+            .claims
             .of(claim, now)
             .ready_at
             .map_or_else(|| annotations::UNKNOWN_TIME.to_owned(), |at| at.to_string());
@@ -132,7 +133,7 @@ fn annotation_patch(
     Some(patch)
 }
 
-/// An error says when to try again.
+/// Writes the annotations. The error is the delay until the next try.
 async fn annotate(
     claim: &SandboxClaim,
     patch: &Value,
@@ -141,7 +142,7 @@ async fn annotate(
 ) -> Result<(), Duration> {
     match annotate::write(claim, patch, api, context).await {
         Ok(_) => Ok(()),
-        // It was deleted meanwhile.
+        // The claim was deleted meanwhile.
         Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => Ok(()),
         Err(error) => {
             tracing::warn!(%error, claim = claim.name_any(), "cannot write the annotations of a claim");
@@ -150,7 +151,8 @@ async fn annotate(
     }
 }
 
-/// The Events, in upstream's words. Two are ours: upstream's condition does not say where a pool is looked for, and upstream waits for no NetworkPolicy.
+/// Returns the Events, with upstream's texts. Two are Torpor's: upstream's condition does not name
+/// the namespace of the pool, and upstream waits for no NetworkPolicy.
 fn notes(session: &Session) -> Vec<Note> {
     let normal = |reason, message| Note {
         severity: Severity::Normal,
@@ -158,33 +160,35 @@ fn notes(session: &Session) -> Vec<Note> {
         message,
     };
     session
-        .happened
+        .effects
         .iter()
         .filter_map(|what| match what {
-            Happened::Adopted(name) => Some(normal(
+            Effect::Adopted(name) => Some(normal(
                 event::SANDBOX_ADOPTED,
                 format!("Adopted warm pool Sandbox {name:?}"),
             )),
-            Happened::Created(name) => Some(normal(
+            Effect::Created(name) => Some(normal(
                 event::SANDBOX_PROVISIONED,
                 format!("Created Sandbox {name:?}"),
             )),
-            Happened::Said { before, after } if newly(reasons::CLAIM_EXPIRED, before, after) => {
+            Effect::StatusWritten { before, after }
+                if newly(reasons::CLAIM_EXPIRED, before, after) =>
+            {
                 Some(normal(event::CLAIM_EXPIRED, "Claim expired".to_owned()))
             }
-            Happened::Said { before, after }
+            Effect::StatusWritten { before, after }
                 if newly(reasons::WARM_POOL_NOT_FOUND, before, after) =>
             {
                 Some(pool_not_found(&session.observed.claim))
             }
-            // That the policy is pending passes by itself, and the condition says so.
-            Happened::Said { before, after }
+            // No Event for a pending policy: it resolves by itself, and the condition shows it.
+            Effect::StatusWritten { before, after }
                 if newly(reasons::NETWORK_POLICY_NOT_OWNED, before, after) =>
             {
                 policy_not_owned(after)
             }
-            Happened::Said { .. } => None,
-            Happened::Ended(policy) => Some(normal(
+            Effect::StatusWritten { .. } => None,
+            Effect::ClaimDeleted(policy) => Some(normal(
                 event::CLAIM_EXPIRED,
                 format!("Deleting Claim (ShutdownPolicy={})", policy.as_str()),
             )),
@@ -192,7 +196,7 @@ fn notes(session: &Session) -> Vec<Note> {
         .collect()
 }
 
-/// Whether Ready has this reason, and had it not before.
+/// Reports whether Ready has this reason now and did not have it before.
 fn newly(reason: &str, before: &SandboxClaimStatus, after: &SandboxClaimStatus) -> bool {
     let says = |status: &SandboxClaimStatus| {
         conditions::find(&status.conditions, conditions::READY)
@@ -201,7 +205,7 @@ fn newly(reason: &str, before: &SandboxClaimStatus, after: &SandboxClaimStatus) 
     says(after) && !says(before)
 }
 
-/// In the condition's words.
+/// Returns the Event with the message of the condition.
 fn policy_not_owned(status: &SandboxClaimStatus) -> Option<Note> {
     let ready = conditions::find(&status.conditions, conditions::READY)?;
     Some(Note {
@@ -211,7 +215,8 @@ fn policy_not_owned(status: &SandboxClaimStatus) -> Option<Note> {
     })
 }
 
-/// The same whether another namespace has a pool of that name or not: whoever may make claims here need not be allowed to know.
+/// Returns the Event about a missing pool. It is the same whether another namespace has a pool of
+/// that name or not: authors of claims need not be allowed to know.
 fn pool_not_found(claim: &SandboxClaim) -> Note {
     let pool = &claim.spec.warm_pool_ref.name;
     let namespace = claim.namespace().unwrap_or_default();
@@ -219,8 +224,8 @@ fn pool_not_found(claim: &SandboxClaim) -> Note {
         severity: Severity::Warning,
         reason: event::WARM_POOL_NOT_FOUND,
         message: format!(
-            "SandboxWarmPool {pool:?} not found in namespace {namespace:?}. A claim takes from pools of its own namespace only: \
-             make a pool there, or the claim in the namespace of its pool"
+            "SandboxWarmPool {pool:?} not found in namespace {namespace:?}. A claim takes members of pools in its own namespace only: \
+             create the pool there, or the claim in the namespace of the pool"
         ),
     }
 }

@@ -1,4 +1,4 @@
-//! The annotations of a claim: its Sandbox, when it was first seen, its trace.
+//! Annotations of a claim: its Sandbox, the time of first sight, its trace.
 
 use jiff::Timestamp;
 use kube::ResourceExt;
@@ -11,9 +11,10 @@ use crate::{
     context::Context,
 };
 
-/// What clients read when a claim becomes Ready: which Sandbox it has and when it was first seen;
-/// with the trace. As with upstream, the operator can do without when it was seen and without its
-/// trace.
+/// Returns the patch with the annotations that clients read when a claim becomes Ready: its Sandbox
+/// and the time of first sight; with the trace.
+///
+/// As with upstream, the operator can disable the time and the trace.
 pub(super) fn first(
     sandbox: &str,
     claim: &SandboxClaim,
@@ -28,7 +29,7 @@ pub(super) fn first(
             .annotations()
             .contains_key(annotations::CONTROLLER_FIRST_OBSERVED_AT)
         {
-            let seen = context.sightings.of(claim, now).first_seen.to_string();
+            let seen = context.claims.of(claim, now).first_seen.to_string();
             all.insert(
                 annotations::CONTROLLER_FIRST_OBSERVED_AT.to_owned(),
                 seen.into(),
@@ -41,7 +42,7 @@ pub(super) fn first(
     json!({"metadata": {"uid": claim.uid(), "annotations": all}})
 }
 
-/// Writes them on the claim of this pass, which gets the Sandbox.
+/// Writes the annotations for this Sandbox to the claim of this pass.
 pub(super) async fn note(
     sandbox: &str,
     session: &Session,
@@ -53,7 +54,7 @@ pub(super) async fn note(
     write(claim, &patch, &context.api, context).await
 }
 
-/// Patches the claim; the caches know what was written.
+/// Patches the claim and updates the cache.
 pub(super) async fn write(
     claim: &SandboxClaim,
     patch: &Value,

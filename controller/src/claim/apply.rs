@@ -1,4 +1,5 @@
-//! Takes the steps of a plan, one call each, without choosing. What it finds different from what the plan assumed it reports as a fact, and the plan is made again.
+//! Executes the steps of a plan, one call each, without making choices. Differences from the plan's
+//! assumptions are recorded as facts, and the plan is made again.
 
 use std::sync::Arc;
 
@@ -24,50 +25,49 @@ use crate::{
     watches,
 };
 
-/// How the steps of a plan ended.
+/// Result of the steps of a plan.
 #[derive(Debug)]
 pub enum Step {
-    /// As planned.
-    Through,
-    /// Plan again with what was learnt.
+    /// All steps were executed as planned.
+    Done,
+    /// Plan again with the new facts.
     Again,
     Refused(Refusal),
-    /// The apiserver refused, in these words.
+    /// The apiserver refused, with this message.
     Failed(String),
 }
 
-/// What a pass has done.
+/// Action of a pass, for metrics and Events.
 #[derive(Debug)]
-pub enum Happened {
+pub enum Effect {
     Adopted(String),
     Created(String),
-    /// The claim was deleted.
-    Ended(ClaimShutdownPolicy),
-    Said {
+    ClaimDeleted(ClaimShutdownPolicy),
+    StatusWritten {
         before: Box<SandboxClaimStatus>,
         after: Box<SandboxClaimStatus>,
     },
 }
 
-/// Takes the steps in order. The first that does not end as planned ends it.
+/// Executes the steps in order, up to the first that does not end as planned.
 pub async fn apply(plan: &Plan, session: &mut Session, context: &Context) -> Result<Step, Error> {
     for action in &plan.steps {
         match execute(action, session, context).await? {
-            Step::Through => {}
+            Step::Done => {}
             other => return Ok(other),
         }
     }
-    Ok(Step::Through)
+    Ok(Step::Done)
 }
 
-/// One arm per action. Nothing is decided here.
+/// Executes one step. One arm per action; nothing is decided here.
 async fn execute(action: &Action, session: &mut Session, context: &Context) -> Result<Step, Error> {
     let claim = Arc::clone(&session.observed.claim);
     let namespace = &claim.namespace().unwrap_or_default();
     let api = &context.api;
     match action {
-        Action::Ask(name) => {
-            look(name, session, context).await?;
+        Action::Lookup(name) => {
+            look_up(name, session, context).await?;
             settled(session, context);
             Ok(Step::Again)
         }
@@ -80,7 +80,7 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
                 session.learn_claim(noted);
                 Ok(Step::Again)
             }
-            // It is gone, and the caches are about to show it.
+            // The claim is gone, and the caches are about to show it.
             Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {
                 Err(Error::Unsettled)
             }
@@ -89,9 +89,9 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
         Action::Assign { name, patch } => assign(name, patch, session, context).await,
         Action::PatchSandbox { name, patch } => {
             match api.patch::<Sandbox>(namespace, name, patch).await {
-                Ok(sandbox) => take_in(sandbox, session, context),
+                Ok(sandbox) => record(sandbox, session, context),
                 Err(error) => match error.answer() {
-                    Answer::Conflict | Answer::NotFound => look(name, session, context).await?,
+                    Answer::Conflict | Answer::NotFound => look_up(name, session, context).await?,
                     _ => return refused(error),
                 },
             }
@@ -116,7 +116,7 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
                     .await
             };
             if deleted.is_ok() {
-                session.happened.push(Happened::Ended(*policy));
+                session.effects.push(Effect::ClaimDeleted(*policy));
             }
             gone(deleted)
         }
@@ -127,28 +127,29 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
     }
 }
 
-/// Reads what the caches have only outlines of, as far as the plan works with it: the claim's own Sandboxes, the member that is offered, and the template of a claim that has no Sandbox.
+/// Reads the whole objects where the caches have only outlines and the plan needs more: the claim's
+/// own Sandboxes, the offered member, and the template of a claim without a Sandbox.
 pub async fn complete(session: &mut Session, context: &Context) -> Result<(), Error> {
-    let owned = session.observed.known.owned.values();
+    let owned = session.observed.sandboxes.owned.values();
     let owned: Vec<String> = owned
         .filter(|sandbox| outline::is_outline(&***sandbox))
         .map(|sandbox| sandbox.name_any())
         .collect();
     for name in owned {
-        look(&name, session, context).await?;
+        look_up(&name, session, context).await?;
     }
     let observed = &session.observed;
     let template = observed.template.as_deref();
-    if observed.known.owned.is_empty() && template.is_some_and(outline::is_outline) {
+    if observed.sandboxes.owned.is_empty() && template.is_some_and(outline::is_outline) {
         refresh(session, context).await?;
     }
     if let Offered::Sandbox(member) = &session.observed.offer
         && outline::is_outline(&**member)
     {
         let name = member.name_any();
-        session.observed.offer = Offered::Unasked;
-        lost(&name, session, context).await?;
-        if session.observed.offer == Offered::Unasked {
+        session.observed.offer = Offered::NotAsked;
+        reoffer(&name, session, context).await?;
+        if session.observed.offer == Offered::NotAsked {
             session.observed.lost += 1;
             session.taken = None;
         }
@@ -163,12 +164,13 @@ fn refused(error: calls::Error) -> Result<Step, Error> {
     }
 }
 
-/// What is gone already, or is another object or another version by now, is left alone.
+/// Ends a deletion. Success includes an object that is gone already, or is another object or
+/// version by now.
 fn gone(deleted: Result<(), calls::Error>) -> Result<Step, Error> {
     match deleted {
-        Ok(()) => Ok(Step::Through),
+        Ok(()) => Ok(Step::Done),
         Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {
-            Ok(Step::Through)
+            Ok(Step::Done)
         }
         Err(error) => refused(error),
     }
@@ -176,28 +178,28 @@ fn gone(deleted: Result<(), calls::Error>) -> Result<Step, Error> {
 
 fn settled(session: &mut Session, context: &Context) {
     let claim = &session.observed.claim;
-    context.sightings.set_unsettled(claim, None);
-    session.observed.known.unsettled = None;
+    context.claims.set_unsettled(claim, None);
+    session.observed.sandboxes.unsettled = None;
 }
 
-/// Everybody in this process knows the Sandbox as it is now.
-fn take_in(sandbox: Sandbox, session: &mut Session, context: &Context) {
+/// Records the current version of a Sandbox for this pass and in the caches.
+fn record(sandbox: Sandbox, session: &mut Session, context: &Context) {
     watches::sandbox_written(context, sandbox.clone());
     session.learn(Arc::new(sandbox));
 }
 
-/// Asks the apiserver for a Sandbox.
-async fn look(name: &str, session: &mut Session, context: &Context) -> Result<(), Error> {
+/// Reads a Sandbox from the apiserver.
+async fn look_up(name: &str, session: &mut Session, context: &Context) -> Result<(), Error> {
     let namespace = session.observed.claim.namespace().unwrap_or_default();
     let found = context.api.get::<Sandbox>(&namespace, name).await;
     match found.map_err(Error::Observe)? {
-        Some(sandbox) => take_in(sandbox, session, context),
-        None => session.learn_not_ours(name),
+        Some(sandbox) => record(sandbox, session, context),
+        None => session.learn_not_owned(name),
     }
     Ok(())
 }
 
-/// Asks the apiserver for pool, template and the template's NetworkPolicy.
+/// Reads pool, template and the template's NetworkPolicy from the apiserver.
 async fn refresh(session: &mut Session, context: &Context) -> Result<(), Error> {
     let observed = &mut session.observed;
     let namespace = observed.claim.namespace().unwrap_or_default();
@@ -221,7 +223,7 @@ async fn refresh(session: &mut Session, context: &Context) -> Result<(), Error> 
     Ok(())
 }
 
-/// The claim becomes the member's controller, unless the member has changed since it was looked at.
+/// Makes the claim the member's controller, unless the member has changed since it was read.
 async fn assign(
     name: &str,
     patch: &Value,
@@ -230,22 +232,20 @@ async fn assign(
 ) -> Result<Step, Error> {
     let claim = Arc::clone(&session.observed.claim);
     let namespace = claim.namespace().unwrap_or_default();
-    context
-        .sightings
-        .set_unsettled(&claim, Some(name.to_owned()));
-    session.observed.offer = Offered::Unasked;
+    context.claims.set_unsettled(&claim, Some(name.to_owned()));
+    session.observed.offer = Offered::NotAsked;
     let noting = annotate::note(name, session, context);
     let assigning = context.api.patch::<Sandbox>(&namespace, name, patch);
     let (assigned, noted) = tokio::join!(assigning, noting);
     learn_noted(noted, session);
     match assigned {
         Ok(sandbox) => {
-            take_in(sandbox, session, context);
-            session.happened.push(Happened::Adopted(name.to_owned()));
+            record(sandbox, session, context);
+            session.effects.push(Effect::Adopted(name.to_owned()));
         }
         Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => {
             session.observed.lost += 1;
-            lost(name, session, context).await?;
+            reoffer(name, session, context).await?;
         }
         Err(error) if error.answer() == Answer::Unknown => return Err(Error::Unknown(error)),
         Err(error) => {
@@ -254,37 +254,39 @@ async fn assign(
         }
     }
     settled(session, context);
-    // In the pool or not, the cache knows it as it is.
-    if session.observed.offer == Offered::Unasked {
+    // The cache has the member's current state, whether it is in the pool or not.
+    if session.observed.offer == Offered::NotAsked {
         session.taken = None;
     }
     Ok(Step::Again)
 }
 
-/// The member is not as it was. If it is still to be had, it is offered again as it is now; else the pool has others.
-async fn lost(name: &str, session: &mut Session, context: &Context) -> Result<(), Error> {
+/// Handles a member that has changed. A member that can still be taken is offered again in its
+/// current version; otherwise the pool is asked for another.
+async fn reoffer(name: &str, session: &mut Session, context: &Context) -> Result<(), Error> {
     let namespace = session.observed.claim.namespace().unwrap_or_default();
     let found = context.api.get::<Sandbox>(&namespace, name).await;
     let Some(sandbox) = found.map_err(Error::Unknown)? else {
-        session.learn_not_ours(name);
+        session.learn_not_owned(name);
         return Ok(());
     };
     let pool = session.observed.pool.as_ref().and_then(|pool| pool.uid());
     let again = is_member(&sandbox) && pool_of(&sandbox) == pool.as_deref();
-    take_in(sandbox.clone(), session, context);
+    record(sandbox.clone(), session, context);
     if again && session.observed.lost < super::plan::ATTEMPTS {
         session.observed.offer = Offered::Sandbox(Arc::new(sandbox));
     }
     Ok(())
 }
 
-/// A note that failed is planned again before the claim is Ready.
+/// Records the result of a write of the annotations. A failed write is planned again before the
+/// claim is Ready.
 fn learn_noted(noted: Result<SandboxClaim, calls::Error>, session: &mut Session) {
     match noted {
         Ok(noted) => session.learn_claim(noted),
         Err(error) => {
             let claim = session.observed.claim.name_any();
-            tracing::debug!(%error, claim, "the claim's Sandbox is not noted yet");
+            tracing::debug!(%error, claim, "cannot write the annotations of a claim yet");
         }
     }
 }
@@ -292,7 +294,7 @@ fn learn_noted(noted: Result<SandboxClaim, calls::Error>, session: &mut Session)
 async fn create(sandbox: &Value, session: &mut Session, context: &Context) -> Result<Step, Error> {
     let claim = Arc::clone(&session.observed.claim);
     let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-    context.sightings.set_unsettled(&claim, Some(name.clone()));
+    context.claims.set_unsettled(&claim, Some(name.clone()));
     let noting = annotate::note(&name, session, context);
     let creating = context.api.create::<Sandbox>(&namespace, sandbox.clone());
     let (created, noted) = tokio::join!(creating, noting);
@@ -300,11 +302,11 @@ async fn create(sandbox: &Value, session: &mut Session, context: &Context) -> Re
     match created {
         Ok(sandbox) => {
             session.learn(Arc::new(sandbox));
-            session.happened.push(Happened::Created(name));
+            session.effects.push(Effect::Created(name));
         }
         Err(error) if error.answer() == Answer::AlreadyExists => {
-            look(&name, session, context).await?;
-            if session.observed.known.not_ours.contains(&name) && !is_there(session) {
+            look_up(&name, session, context).await?;
+            if session.observed.sandboxes.not_owned.contains(&name) && !is_there(session) {
                 settled(session, context);
                 return Ok(Step::Refused(Refusal::CreatePending));
             }
@@ -319,7 +321,7 @@ async fn create(sandbox: &Value, session: &mut Session, context: &Context) -> Re
     Ok(Step::Again)
 }
 
-/// Whether the Sandbox with the claim's name was found.
+/// Reports whether a Sandbox with the claim's name was found and is not being deleted.
 fn is_there(session: &Session) -> bool {
     let namesake = session.observed.namesake.as_ref();
     namesake.is_some_and(|sandbox| sandbox.metadata.deletion_timestamp.is_none())

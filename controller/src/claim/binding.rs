@@ -1,11 +1,18 @@
-//! No client required. Which Sandbox is a claim's: the rule that keeps "one claim, one Sandbox" whatever dies, and whoever else is at work.
+//! No client required. Decides which Sandbox is a claim's: keeps "one claim, one Sandbox" through
+//! crashes and beside other controllers.
 //!
-//! A Sandbox is *assigned* to a claim by the write that makes the claim its controller; the fence of that write (resourceVersion) keeps a Sandbox from being assigned twice.
-//! An assignment is *committed* by the write of `status.sandbox` of the claim; the fence of that write keeps a claim from committing two. Between the two writes an assignment is
-//! found again by the owner reference alone. An assigned Sandbox that loses the race to be committed is surplus: nobody was told of it, and it is deleted.
+//! A Sandbox is *assigned* to a claim by the write that makes the claim its controller; the
+//! precondition of that write (resourceVersion) keeps a Sandbox from being assigned twice. An
+//! assignment is *committed* by the write of `status.sandbox` of the claim; the precondition of
+//! that write keeps a claim from committing two. Between the two writes an assignment is found
+//! again by the owner reference alone. An assigned Sandbox that loses the race to be committed is
+//! surplus: no client has its name, and it is deleted.
 //!
-//! A committed Sandbox that is gone is replaced. The one that takes its place carries its name in an annotation, written before the commit: that makes a late deletion as surplus,
-//! decided on an older view, fail at its fence. One that has the claim's own name is replaced by one of that name only: the create of a name that must be free is a fence of its own.
+//! A committed Sandbox that is gone is replaced. The replacement carries the name of the lost
+//! Sandbox in an annotation, written before the commit: a late deletion of the replacement as
+//! surplus, decided on an older view, then fails at its precondition. A lost Sandbox with the
+//! claim's own name is replaced only by one of the same name: the create of a name that must be
+//! free is a precondition of its own.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -14,48 +21,48 @@ use torpor_api::{Sandbox, SandboxClaim, annotations, labels};
 
 use crate::watches::extensions::controller_of;
 
-/// Which Sandbox is the claim's.
+/// Decision about a claim's Sandbox.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Binding {
-    /// This one; the others are surplus.
+    /// The claim has this Sandbox; the others are surplus.
     Bound {
         sandbox: Arc<Sandbox>,
         surplus: Vec<Arc<Sandbox>>,
     },
-    /// This one, once it carries the name of the Sandbox that it replaces.
-    ToMark {
+    /// The claim gets this Sandbox, once it carries the name of the Sandbox that it replaces.
+    Mark {
         sandbox: Arc<Sandbox>,
         replaces: String,
     },
-    /// The caches do not show what has to be known: ask for the Sandbox of this name.
-    ToAsk(String),
-    /// None yet. `replaces` names the one that is gone.
+    /// The caches do not show enough: read the Sandbox of this name from the apiserver.
+    Lookup(String),
+    /// The claim has no Sandbox yet. `replaces` names the lost one.
     Unbound { replaces: Option<String> },
 }
 
-/// What is known about the Sandboxes around a claim.
+/// Facts about the Sandboxes of a claim.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Known {
+pub struct ClaimSandboxes {
     /// Sandboxes that the claim controls, by name.
     pub owned: BTreeMap<String, Arc<Sandbox>>,
-    /// Names that the apiserver was asked for in this pass, and that are not the claim's.
-    pub not_ours: std::collections::BTreeSet<String>,
-    /// A write whose outcome is unknown.
+    /// Names that this pass has read from the apiserver and that are not the claim's.
+    pub not_owned: std::collections::BTreeSet<String>,
+    /// Sandbox of a write with an unknown outcome.
     pub unsettled: Option<String>,
 }
 
-/// Whether a claim controls a Sandbox. The UID decides, never a name.
+/// Reports whether a claim controls a Sandbox, by UID and not by name.
 pub fn owns(claim: &SandboxClaim, sandbox: &Sandbox) -> bool {
     controller_of(sandbox).is_some_and(|owner| Some(&owner.uid) == claim.metadata.uid.as_ref())
 }
 
-/// Name of the Sandbox that the claim's status names.
+/// Returns the name of the Sandbox in the claim's status.
 pub fn committed_name(claim: &SandboxClaim) -> Option<&str> {
     let sandbox = claim.status.as_ref()?.sandbox.as_ref()?;
     Some(sandbox.name.as_str()).filter(|name| !name.is_empty())
 }
 
-/// Name of the Sandbox that another controller noted on the claim before assigning it.
+/// Returns the name of the Sandbox that a controller noted on the claim before the assignment.
 pub fn noted_name(claim: &SandboxClaim) -> Option<&str> {
     let annotation = claim.annotations().get(annotations::SANDBOX_NAME);
     let label = claim.labels().get(labels::SANDBOX_NAME);
@@ -65,19 +72,18 @@ pub fn noted_name(claim: &SandboxClaim) -> Option<&str> {
         .filter(|name| !name.is_empty())
 }
 
-/// Decides; pure.
-pub fn bind(claim: &SandboxClaim, known: &Known) -> Binding {
-    let unsettled = known
-        .unsettled
-        .as_ref()
-        .filter(|name| !known.owned.contains_key(*name) && !known.not_ours.contains(*name));
+/// Decides which Sandbox is the claim's; pure.
+pub fn bind(claim: &SandboxClaim, sandboxes: &ClaimSandboxes) -> Binding {
+    let unsettled = sandboxes.unsettled.as_ref().filter(|name| {
+        !sandboxes.owned.contains_key(*name) && !sandboxes.not_owned.contains(*name)
+    });
     if let Some(name) = unsettled {
-        return Binding::ToAsk(name.clone());
+        return Binding::Lookup(name.clone());
     }
     match committed_name(claim) {
-        Some(name) => bind_committed(name, claim, known),
-        None => match first(claim, known) {
-            // The others become surplus once this one is committed, and not before.
+        Some(name) => bind_committed(name, claim, sandboxes),
+        None => match first(claim, sandboxes) {
+            // The other Sandboxes become surplus only once this one is committed.
             Some(sandbox) => Binding::Bound {
                 sandbox,
                 surplus: Vec::new(),
@@ -87,10 +93,10 @@ pub fn bind(claim: &SandboxClaim, known: &Known) -> Binding {
     }
 }
 
-fn bind_committed(name: &str, claim: &SandboxClaim, known: &Known) -> Binding {
-    if let Some(sandbox) = known.owned.get(name) {
-        let others = known.owned.values().filter(|other| {
-            // Somebody knows already that this one is gone.
+fn bind_committed(name: &str, claim: &SandboxClaim, sandboxes: &ClaimSandboxes) -> Binding {
+    if let Some(sandbox) = sandboxes.owned.get(name) {
+        let others = sandboxes.owned.values().filter(|other| {
+            // A Sandbox that replaces the committed one shows that the committed one is gone.
             let replacing = other.annotations().get(annotations::REPLACES);
             other.name_any() != name
                 && replacing.is_none_or(|replaced| replaced != name)
@@ -101,8 +107,8 @@ fn bind_committed(name: &str, claim: &SandboxClaim, known: &Known) -> Binding {
             surplus: others.cloned().collect(),
         };
     }
-    if !known.not_ours.contains(name) {
-        return Binding::ToAsk(name.to_owned());
+    if !sandboxes.not_owned.contains(name) {
+        return Binding::Lookup(name.to_owned());
     }
     if name == claim.name_any() {
         return Binding::Unbound {
@@ -110,7 +116,7 @@ fn bind_committed(name: &str, claim: &SandboxClaim, known: &Known) -> Binding {
         };
     }
     let living = || {
-        let owned = known.owned.values();
+        let owned = sandboxes.owned.values();
         owned.filter(|sandbox| sandbox.metadata.deletion_timestamp.is_none())
     };
     let marked = |sandbox: &&Arc<Sandbox>| {
@@ -124,7 +130,7 @@ fn bind_committed(name: &str, claim: &SandboxClaim, known: &Known) -> Binding {
         };
     }
     match living().next() {
-        Some(sandbox) => Binding::ToMark {
+        Some(sandbox) => Binding::Mark {
             sandbox: Arc::clone(sandbox),
             replaces: name.to_owned(),
         },
@@ -134,9 +140,10 @@ fn bind_committed(name: &str, claim: &SandboxClaim, known: &Known) -> Binding {
     }
 }
 
-/// Of several assigned Sandboxes the one to commit: what was noted on the claim, what is named like it, else the first by name. One that is being deleted only if there is
-/// no other.
-fn first(claim: &SandboxClaim, known: &Known) -> Option<Arc<Sandbox>> {
+/// Returns the Sandbox to commit among several assigned ones: the one noted on the claim, then the
+/// one with the claim's name, then the first by name. A Sandbox that is being deleted is chosen
+/// only if there is no other.
+fn first(claim: &SandboxClaim, sandboxes: &ClaimSandboxes) -> Option<Arc<Sandbox>> {
     let rank = |sandbox: &Arc<Sandbox>| {
         let name = sandbox.name_any();
         (
@@ -146,7 +153,7 @@ fn first(claim: &SandboxClaim, known: &Known) -> Option<Arc<Sandbox>> {
             name,
         )
     };
-    known.owned.values().min_by_key(|s| rank(s)).cloned()
+    sandboxes.owned.values().min_by_key(|s| rank(s)).cloned()
 }
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! Gathers from the caches everything that decides about one claim; nothing is judged here, and nothing is asked of the apiserver.
+//! Collects everything that decides about one claim from the caches. Makes no decisions and no
+//! calls to the apiserver.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,8 +12,8 @@ use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxClaim, SandboxTemplate};
 
 use super::{
-    apply::Happened,
-    binding::{self, Known, noted_name, owns},
+    apply::Effect,
+    binding::{self, ClaimSandboxes, noted_name, owns},
     plan::{self, Observed, Offered},
 };
 use crate::{
@@ -23,19 +24,19 @@ use crate::{
     watches::extensions::controller_of,
 };
 
-/// One pass over one claim.
+/// State of one pass over one claim.
 #[derive(Debug)]
 pub struct Session {
     pub observed: Observed,
-    /// The member that is offered to this claim and to no other.
+    /// Member offered to this claim alone.
     pub taken: Option<Taken>,
-    /// What the pass has done, for what is told afterwards.
-    pub happened: Vec<Happened>,
-    /// The trace that the claim's annotation does not name yet, as a carrier.
+    /// Actions of the pass, for the reports.
+    pub effects: Vec<Effect>,
+    /// Carrier of the trace, if the claim's annotation has none yet.
     pub trace: Option<String>,
 }
 
-/// Reads the caches.
+/// Reads the caches and starts a pass.
 pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
     let caches = &context.caches;
     let namespace = &claim.namespace().unwrap_or_default();
@@ -43,10 +44,10 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
     let owned = caches
         .sandboxes
         .indexed(namespace, &claim.uid().unwrap_or_default());
-    let known = Known {
+    let sandboxes = ClaimSandboxes {
         owned: by_name(owned),
-        not_ours: BTreeSet::new(),
-        unsettled: context.sightings.of(&claim, Timestamp::now()).unsettled,
+        not_owned: BTreeSet::new(),
+        unsettled: context.claims.of(&claim, Timestamp::now()).unsettled,
     };
     let pool = caches.pools.get(namespace, &claim.spec.warm_pool_ref.name);
     let template = pool.as_ref().and_then(|pool| {
@@ -60,7 +61,7 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
             .is_some_and(|owner| Some(&owner.uid) == claim.metadata.uid.as_ref())
     });
     let observed = Observed {
-        known,
+        sandboxes,
         pool,
         template_policy: template_policy(template.as_deref(), namespace, context),
         except: context.settings.network.except.clone(),
@@ -69,7 +70,7 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
         namesake: caches.sandboxes.get(namespace, &name),
         legacy_policy: legacy_policy.map(|policy| (legacy, policy.uid().unwrap_or_default())),
         foreign: None,
-        offer: Offered::Unasked,
+        offer: Offered::NotAsked,
         lost: 0,
         label_domains: context.settings.claims.label_domains.clone(),
         candidate_grace: context.settings.claims.candidate_grace,
@@ -78,12 +79,12 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
     Session {
         observed,
         taken: None,
-        happened: Vec::new(),
+        effects: Vec::new(),
         trace: None,
     }
 }
 
-/// Whatever has the name of a template's NetworkPolicy.
+/// Returns the NetworkPolicy with the name of the template's own, whatever controls it.
 pub fn template_policy(
     template: Option<&SandboxTemplate>,
     namespace: &str,
@@ -101,7 +102,7 @@ fn by_name(sandboxes: Vec<Arc<Sandbox>>) -> BTreeMap<String, Arc<Sandbox>> {
 }
 
 impl Session {
-    /// Takes a newer view of a Sandbox in.
+    /// Records a newer version of a Sandbox.
     pub fn learn(&mut self, sandbox: Arc<Sandbox>) {
         let observed = &mut self.observed;
         let name = sandbox.name_any();
@@ -109,17 +110,17 @@ impl Session {
             observed.namesake = Some(Arc::clone(&sandbox));
         }
         if owns(&observed.claim, &sandbox) {
-            observed.known.not_ours.remove(&name);
-            observed.known.owned.insert(name, sandbox);
+            observed.sandboxes.not_owned.remove(&name);
+            observed.sandboxes.owned.insert(name, sandbox);
         } else {
             if binding::committed_name(&observed.claim) == Some(name.as_str()) {
                 observed.foreign = Some(name.clone());
             }
-            self.learn_not_ours(&name);
+            self.learn_not_owned(&name);
         }
     }
 
-    /// Takes a newer view of the claim in, which this pass has written.
+    /// Records a newer version of the claim, written by this pass.
     pub fn learn_claim(&mut self, written: SandboxClaim) {
         match written.metadata.generation == self.observed.claim.metadata.generation {
             true => self.observed.claim = Arc::new(written),
@@ -127,21 +128,23 @@ impl Session {
         }
     }
 
-    /// Somebody else has changed the claim: what was asked before that may be so no longer.
+    /// Starts again with a claim that another client has changed; earlier answers of the apiserver
+    /// may be outdated.
     pub fn start_anew(&mut self, claim: Arc<SandboxClaim>) {
         self.observed.claim = claim;
-        self.observed.known.not_ours.clear();
+        self.observed.sandboxes.not_owned.clear();
         self.observed.foreign = None;
     }
 
-    /// There is no Sandbox of this name, or it is not the claim's.
-    pub fn learn_not_ours(&mut self, name: &str) {
-        let known = &mut self.observed.known;
-        known.owned.remove(name);
-        known.not_ours.insert(name.to_owned());
+    /// Records that the Sandbox of this name does not exist or is not the claim's.
+    pub fn learn_not_owned(&mut self, name: &str) {
+        let sandboxes = &mut self.observed.sandboxes;
+        sandboxes.owned.remove(name);
+        sandboxes.not_owned.insert(name.to_owned());
     }
 
-    /// Asks the claim's pool for a member. What another controller has noted on the claim comes first: it may be half assigned.
+    /// Asks the claim's pool for a member. The member noted on the claim by another controller
+    /// comes first: it may be half assigned.
     pub fn ask_pool(&mut self, context: &Context) {
         let observed = &self.observed;
         let (Some(pool), Some(template)) = (&observed.pool, &observed.template) else {
@@ -155,7 +158,8 @@ impl Session {
             self.taken = Some(taken);
             return;
         }
-        // Members that are not as the template says are left to the pool; held until a good one is found, so that none comes twice.
+        // Stale members are left to the pool. They are held until a good member is found, so that
+        // none is offered twice.
         let (mut stale, blueprint) = (Vec::new(), Blueprint::of(template));
         self.observed.offer = loop {
             match context.candidates.take(&pool_uid) {

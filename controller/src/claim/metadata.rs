@@ -1,6 +1,8 @@
-//! No client required. What a claim may add to the metadata of its Pod, and how an edit of the claim reaches a Sandbox that it holds already.
+//! No client required. Checks and merges what a claim adds to the metadata of its Pod, and derives
+//! how an edit of the claim changes its Sandbox.
 //!
-//! On the Sandbox two annotations list what came from the claim, so that what the claim drops can be taken away, and what the template says is told apart from it.
+//! Two annotations of the Sandbox list the keys that came from the claim, so that keys that the
+//! claim drops can be removed, and the template's metadata can be separated from the claim's.
 
 use std::collections::BTreeMap;
 
@@ -16,23 +18,23 @@ pub type Strings = BTreeMap<String, String>;
 
 /// Only the router carries this label; the default NetworkPolicy lets it in everywhere.
 const ROUTER_LABEL: (&str, &str) = ("app", "sandbox-router");
-/// Domains whose annotations mean something to the cluster.
+/// Domains whose annotations have a meaning in the cluster.
 const RESERVED_DOMAINS: [&str; 3] = ["kubernetes.io", "k8s.io", "agents.x-k8s.io"];
 
-/// Torpor's own: what of it a claim may bring is listed.
+/// Torpor's own domain; the annotations of it that a claim may set are listed.
 const TORPOR_DOMAIN: &str = "torpor.dev";
 
-/// What a claim adds is not allowed.
+/// Metadata that a claim may not add.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Invalid {
-    #[error("label {key:?} is not allowed: its domain is none of {allowed}")]
+    #[error("label {key:?} is not allowed: its domain is not one of {allowed}")]
     LabelDomain { key: String, allowed: String },
     #[error("label app=sandbox-router is reserved for the router")]
     RouterLabel,
     #[error("annotation {0:?} is not allowed: its domain is reserved")]
     AnnotationDomain(String),
     #[error(
-        "annotation {0:?} is not allowed on a SandboxClaim: the SandboxTemplate decides about it; allowed of torpor.dev: {allowed}",
+        "annotation {0:?} is not allowed on a SandboxClaim: only the SandboxTemplate can set it; allowed annotations of torpor.dev: {allowed}",
         allowed = annotations::CLAIM_SETTINGS.join(", ")
     )]
     NotForClaims(String),
@@ -55,7 +57,7 @@ pub enum Invalid {
     },
 }
 
-/// Checks what a claim adds, on its own.
+/// Checks the metadata that a claim adds, without the template's.
 pub fn check(claim: &SandboxClaim, domains: &[String]) -> Result<(), Invalid> {
     let Some(added) = &claim.spec.additional_pod_metadata else {
         return Ok(());
@@ -97,7 +99,7 @@ fn domain(key: &str) -> Option<&str> {
     key.split_once('/').map(|(domain, _)| domain)
 }
 
-/// Whether a domain is another one or below it.
+/// Reports whether a domain is `other` or below it.
 fn is_within(domain: &str, other: &str) -> bool {
     domain == other
         || domain
@@ -105,7 +107,8 @@ fn is_within(domain: &str, other: &str) -> bool {
             .is_some_and(|rest| rest.ends_with('.'))
 }
 
-/// What the apiserver would refuse on the Pod, told here, where the user sees it.
+/// Checks the form of a key, as the apiserver would on the Pod; here the user sees the error on the
+/// claim.
 fn well_formed(kind: &'static str, key: &str) -> Result<(), Invalid> {
     let malformed = |why| Invalid::Malformed {
         kind,
@@ -114,7 +117,7 @@ fn well_formed(kind: &'static str, key: &str) -> Result<(), Invalid> {
     };
     let name = match key.split_once('/') {
         Some((domain, name)) if annotations::is_dns_subdomain(domain) => name,
-        Some(_) => return Err(malformed("the part before the slash is no domain")),
+        Some(_) => return Err(malformed("the part before the slash is not a domain")),
         None => key,
     };
     if is_name(name) {
@@ -147,7 +150,8 @@ fn is_name(text: &str) -> bool {
             .all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
 }
 
-/// Metadata of the pod template, with what the claim adds. A value of the claim does not replace one of the template.
+/// Returns the metadata of the pod template with that of the claim. A value of the claim does not
+/// replace one of the template.
 pub fn merged(
     template: Option<&PodMetadata>,
     claim: &SandboxClaim,
@@ -184,7 +188,8 @@ fn union(
     Ok((!all.is_empty()).then_some(all))
 }
 
-/// The two lists of what came from the claim, as annotations of the Sandbox; `None` for one that lists nothing.
+/// Returns the two lists of keys that came from the claim, as annotations of the Sandbox; `None`
+/// for an empty list.
 pub fn lists(claim: &SandboxClaim) -> [(&'static str, Option<String>); 2] {
     let added = claim.spec.additional_pod_metadata.as_ref();
     let joined = |map: Option<&Strings>| {
@@ -203,7 +208,7 @@ pub fn lists(claim: &SandboxClaim) -> [(&'static str, Option<String>); 2] {
     ]
 }
 
-/// Pod metadata of a Sandbox without what came from its claim.
+/// Returns the Pod metadata of a Sandbox without what came from its claim.
 pub fn without_claims(sandbox: &Sandbox) -> PodMetadata {
     let template = &sandbox.spec.pod_template;
     let side = |list: &str, map: Option<&Strings>| {

@@ -1,7 +1,8 @@
-//! No client required. Decides what to do for one claim: pure, total, deterministic.
+//! No client required. Plans the steps for one claim: pure, total, deterministic.
 //!
-//! Order, as upstream: expiry; then the Sandbox that the claim has; then its own name; then a member of the pool; then a Sandbox of its own. A claim that brings environment
-//! variables or volumes takes no member of a pool, because a member's Pod runs already.
+//! Order, as upstream: expiry; then the Sandbox that the claim has; then the claim's own name; then
+//! a member of the pool; then a new Sandbox. A claim with environment variables or volumes takes no
+//! member of a pool, because a member's Pod runs already.
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,7 +18,7 @@ use torpor_api::{
 
 use super::{
     adopt,
-    binding::{self, Binding, Known},
+    binding::{self, Binding, ClaimSandboxes},
     is_ready,
     metadata::{self, Invalid},
     sandbox_spec::{self, Rejected},
@@ -29,60 +30,60 @@ use crate::{
     template::plan::{Unisolated, isolation},
 };
 
-/// Everything that decides about one claim.
+/// Input of the plan for one claim.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
     pub claim: Arc<SandboxClaim>,
-    pub known: Known,
+    pub sandboxes: ClaimSandboxes,
     pub pool: Option<Arc<SandboxWarmPool>>,
     pub template: Option<Arc<SandboxTemplate>>,
-    /// Whatever has the name of the template's NetworkPolicy.
+    /// NetworkPolicy with the name of the template's own, whatever controls it.
     pub template_policy: Option<Arc<NetworkPolicy>>,
-    /// Ranges that the operator blocks beside the private addresses.
+    /// Ranges that the operator blocks in addition to the private addresses.
     pub except: Vec<Cidr>,
-    /// Pool and template are as the apiserver has them, and not only as the caches show them.
+    /// True if pool and template were read from the apiserver and not only from the caches.
     pub fresh: bool,
-    /// A Sandbox with the claim's own name, whoever controls it.
+    /// Sandbox with the claim's own name, whatever controls it.
     pub namesake: Option<Arc<Sandbox>>,
-    /// Name of a Sandbox that the status names and that somebody else controls.
+    /// Name of a Sandbox that the status names and that another object controls.
     pub foreign: Option<String>,
     /// NetworkPolicy that an old version of upstream's controller made for the claim: name and UID.
     pub legacy_policy: Option<(String, String)>,
     pub offer: Offered,
-    /// Members that were offered in this pass and could not be had.
+    /// Number of members offered in this pass that could not be taken.
     pub lost: usize,
     pub label_domains: Vec<String>,
-    /// How long after its creation the claim waits for a member that has no address yet.
+    /// Time after its creation that the claim waits for a member without an address.
     pub candidate_grace: Duration,
 }
 
-/// What the pool offers.
+/// Offer of the pool.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Offered {
-    /// It was not asked yet.
+    /// The pool has not been asked yet.
     #[default]
-    Unasked,
+    NotAsked,
     Sandbox(Arc<Sandbox>),
-    /// Members are on their way.
+    /// The pool has only members without an address.
     Pending,
     Nothing,
 }
 
-/// One call.
+/// Step of a plan: one call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Read the Sandbox of this name from the apiserver.
-    Ask(String),
+    Lookup(String),
     /// Read pool, template and the template's NetworkPolicy from the apiserver.
     Refresh,
-    /// Note on the claim which Sandbox it is about to be Ready with.
+    /// Note the Sandbox on the claim, before the claim is Ready with it.
     Note(String),
-    /// Make the claim the controller of a member of a pool, and note it on the claim at the same
-    /// time.
+    /// Make the claim the controller of a member of a pool, and note the member on the claim at the
+    /// same time.
     Assign { name: String, patch: Value },
-    /// Change a Sandbox that is the claim's already.
+    /// Change a Sandbox that the claim controls already.
     PatchSandbox { name: String, patch: Value },
-    /// Make a Sandbox of the claim's name, and note it on the claim at the same time.
+    /// Create a Sandbox with the claim's name, and note it on the claim at the same time.
     CreateSandbox(Value),
     DeleteSandbox {
         name: String,
@@ -91,11 +92,11 @@ pub enum Action {
     },
     /// `policy` is Delete or DeleteForeground.
     DeleteClaim { policy: ClaimShutdownPolicy },
-    /// What an old version of upstream's controller made for each claim.
+    /// Delete the NetworkPolicy that an old version of upstream's controller made for the claim.
     DeletePolicy { name: String, uid: String },
 }
 
-/// Why the claim has no Sandbox, or not the one that it asks for.
+/// Reason why the claim has no Sandbox, or not the one that it asks for.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Refusal {
     #[error("SandboxWarmPool {0:?} not found")]
@@ -119,7 +120,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Reason of the Ready condition.
+    /// Returns the reason of the Ready condition.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::PoolNotFound(_) => reasons::WARM_POOL_NOT_FOUND,
@@ -137,7 +138,8 @@ impl Refusal {
         }
     }
 
-    /// Whether it may only seem so because the caches are behind. Clients give up at once on these reasons, so that none may be told that is not so.
+    /// Reports whether outdated caches may be the cause. Clients give up at once on these reasons,
+    /// so that a false one must not be published.
     fn may_be_stale(&self) -> bool {
         matches!(
             self,
@@ -148,7 +150,7 @@ impl Refusal {
         )
     }
 
-    /// When to look again; `None`: once the user has changed something.
+    /// Returns the delay until the next try; `None` if only a change by the user can help.
     pub fn retry(&self) -> Option<Duration> {
         match self {
             Self::PoolNotFound(_)
@@ -161,10 +163,10 @@ impl Refusal {
     }
 }
 
-/// What the status is to say.
+/// Content of the next status.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Outlook {
-    /// As the Sandbox.
+    /// Ready as the Sandbox.
     Sandbox(Arc<Sandbox>),
     #[default]
     NoSandbox,
@@ -172,7 +174,7 @@ pub enum Outlook {
         why: Refusal,
         sandbox: Option<Arc<Sandbox>>,
     },
-    /// The apiserver refused a step, in these words.
+    /// The apiserver refused a step, with this message.
     Failed {
         message: String,
         sandbox: Option<Arc<Sandbox>>,
@@ -184,27 +186,27 @@ pub enum Outlook {
     },
 }
 
-/// What to do, and what to say.
+/// Steps for the claim, and the content of its status.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     pub steps: Vec<Action>,
     pub outlook: Outlook,
-    /// The pool has to be asked for a member before the plan is complete.
+    /// True if the pool has to be asked for a member before the plan is complete.
     pub wants_member: bool,
-    /// The claim is deleted once the steps are taken.
+    /// True if the claim is deleted once the steps are executed.
     pub ends: bool,
     pub requeue: Option<Duration>,
 }
 
-/// Upstream's times.
+/// Delay before a missing object is looked up again; this and the following delays are upstream's.
 const MISSING_RETRY: Duration = Duration::from_secs(60);
 const MEMBER_RETRY: Duration = Duration::from_millis(500);
 const CACHE_LAG_RETRY: Duration = Duration::from_millis(200);
 const AT_ONCE: Duration = Duration::from_millis(1);
-/// How many members are tried in one pass.
+/// Most members that are tried in one pass.
 pub const ATTEMPTS: usize = 3;
 
-/// Decides.
+/// Plans the steps for one claim.
 pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     let mut plan = match expires_at(&observed.claim) {
         Some(time) if time <= now => plan_expired(observed),
@@ -221,7 +223,8 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     plan
 }
 
-/// The earlier of the shutdown time and the end of the time to live after the Sandbox has finished.
+/// Returns the earlier of the shutdown time and the end of the time to live after the Sandbox has
+/// finished.
 pub fn expires_at(claim: &SandboxClaim) -> Option<Timestamp> {
     let lifecycle = claim.spec.lifecycle.as_ref()?;
     let shutdown = lifecycle.shutdown_time.as_ref().map(|time| time.0);
@@ -236,7 +239,7 @@ pub fn expires_at(claim: &SandboxClaim) -> Option<Timestamp> {
     shutdown.into_iter().chain(outlived).min()
 }
 
-/// Whether the status says already that the claim has expired.
+/// Reports whether the status marks the claim as expired already.
 pub fn marked_expired(claim: &SandboxClaim) -> bool {
     let conditions = claim.status.as_ref().map(|status| &status.conditions[..]);
     conditions::find(conditions.unwrap_or_default(), conditions::READY)
@@ -246,16 +249,16 @@ pub fn marked_expired(claim: &SandboxClaim) -> bool {
 fn plan_expired(observed: &Observed) -> Plan {
     let claim = &*observed.claim;
     let committed = binding::committed_name(claim);
-    let known = &observed.known;
-    if let Binding::ToAsk(name) = binding::bind(claim, known) {
+    let sandboxes = &observed.sandboxes;
+    if let Binding::Lookup(name) = binding::bind(claim, sandboxes) {
         return Plan {
-            steps: vec![Action::Ask(name)],
+            steps: vec![Action::Lookup(name)],
             ..Plan::default()
         };
     }
     let sandbox = match committed {
-        Some(name) => known.owned.get(name).cloned(),
-        None => known.owned.values().next().cloned(),
+        Some(name) => sandboxes.owned.get(name).cloned(),
+        None => sandboxes.owned.values().next().cloned(),
     };
     let mut plan = Plan {
         outlook: Outlook::Expired {
@@ -265,14 +268,14 @@ fn plan_expired(observed: &Observed) -> Plan {
         ..Plan::default()
     };
     if !marked_expired(claim) {
-        // The mark first, so that whoever watches sees why the claim goes.
+        // The mark is written first, so that clients that watch the claim see why it is deleted.
         plan.requeue = Some(AT_ONCE);
         return plan;
     }
     let lifecycle = claim.spec.lifecycle.clone().unwrap_or_default();
     match lifecycle.shutdown_policy.unwrap_or_default() {
         ClaimShutdownPolicy::Retain => {
-            let living = known
+            let living = sandboxes
                 .owned
                 .values()
                 .filter(|sandbox| sandbox.metadata.deletion_timestamp.is_none());
@@ -298,12 +301,12 @@ fn delete(sandbox: &Sandbox, resource_version: Option<String>) -> Action {
 fn plan_active(observed: &Observed, now: Timestamp) -> Plan {
     let claim = &*observed.claim;
     let allowed = metadata::check(claim, &observed.label_domains);
-    match binding::bind(claim, &observed.known) {
-        Binding::ToAsk(name) => Plan {
-            steps: vec![Action::Ask(name)],
+    match binding::bind(claim, &observed.sandboxes) {
+        Binding::Lookup(name) => Plan {
+            steps: vec![Action::Lookup(name)],
             ..Plan::default()
         },
-        Binding::ToMark { sandbox, replaces } => Plan {
+        Binding::Mark { sandbox, replaces } => Plan {
             steps: vec![Action::PatchSandbox {
                 name: sandbox.name_any(),
                 patch: adopt::mark(&sandbox, &replaces),
@@ -313,7 +316,8 @@ fn plan_active(observed: &Observed, now: Timestamp) -> Plan {
         Binding::Bound { sandbox, surplus } => {
             let mut plan = plan_bound(claim, allowed, sandbox);
             plan.steps.extend(surplus.iter().map(|other| {
-                // As it was seen: whoever commits it writes it first.
+                // Only in the version that was read: a pass that commits this Sandbox writes it
+                // first.
                 delete(other, other.resource_version())
             }));
             plan
@@ -342,9 +346,10 @@ fn refused(why: Refusal, sandbox: Option<Arc<Sandbox>>) -> Plan {
     }
 }
 
-/// Edits of the claim reach the Sandbox and its Pod; what is not allowed is told, and the Sandbox
-/// goes on as it is. A client reads the claim's annotations when the claim becomes Ready, so they
-/// are there before.
+/// Plans for a claim with a Sandbox: edits of the claim are copied to the Sandbox and its Pod.
+///
+/// A forbidden edit is reported, and the Sandbox stays unchanged. Clients read the claim's
+/// annotations when the claim becomes Ready, so that the annotations are written before.
 fn plan_bound(claim: &SandboxClaim, allowed: Result<(), Invalid>, sandbox: Arc<Sandbox>) -> Plan {
     let noted = claim.annotations().get(annotations::SANDBOX_NAME);
     if noted != Some(&sandbox.name_any()) && !is_ready(claim) {
@@ -408,8 +413,8 @@ fn plan_unbound(
         return cold();
     }
     match &observed.offer {
-        Offered::Unasked if observed.lost >= ATTEMPTS => Err(Refusal::Contention(observed.lost)),
-        Offered::Unasked => Ok(Plan {
+        Offered::NotAsked if observed.lost >= ATTEMPTS => Err(Refusal::Contention(observed.lost)),
+        Offered::NotAsked => Ok(Plan {
             wants_member: true,
             ..Plan::default()
         }),
@@ -438,14 +443,15 @@ fn is_young(claim: &SandboxClaim, grace: Duration, now: Timestamp) -> bool {
         .is_some_and(|age| age < grace)
 }
 
-/// Whether a member may be handed out: under Recreate only what is as the template says. Under OnReplenish older ones are, as upstream.
+/// Reports whether a member may be handed out. Under Recreate a member must not be stale; under
+/// OnReplenish a stale member is accepted, as upstream.
 pub fn is_acceptable(member: &Sandbox, pool: &SandboxWarmPool, blueprint: &Blueprint<'_>) -> bool {
     let strategy = pool.spec.update_strategy.as_ref();
     strategy.is_none_or(|strategy| strategy.type_ == WarmPoolUpdateStrategyType::OnReplenish)
         || !blueprint.is_stale(member)
 }
 
-/// Whether the Sandbox has run into its own shutdown time.
+/// Reports whether the Sandbox's own shutdown time has passed.
 pub fn sandbox_expired(sandbox: &Sandbox, now: Timestamp) -> bool {
     sandbox::plan::marked_expired(sandbox)
         || sandbox::plan::expiry(sandbox, now) == sandbox::plan::Expiry::Past

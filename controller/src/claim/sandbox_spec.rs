@@ -1,4 +1,5 @@
-//! No client required. The Sandbox that is made for a claim that takes none from a pool, as JSON, so that fields of a newer Kubernetes stay in it.
+//! No client required. Builds the Sandbox for a claim that takes none from a pool, as JSON, so that
+//! fields of a newer Kubernetes are kept.
 
 use kube::{Resource, ResourceExt};
 use serde_json::{Map, Value, json};
@@ -12,7 +13,7 @@ use torpor_api::{
 use super::metadata;
 use crate::blueprint;
 
-/// A claim brings what the template does not let it bring.
+/// Addition of a claim that the template does not allow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
     #[error(
@@ -24,7 +25,7 @@ pub enum Rejected {
     )]
     EnvExists { name: String, container: String },
     #[error(
-        "container {container:?} uses envFrom, so that nobody can tell whether {name:?} is new; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only"
+        "container {container:?} uses envFrom, so that it is unknown whether {name:?} is new; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only"
     )]
     EnvFrom { name: String, container: String },
     #[error(
@@ -46,7 +47,7 @@ pub enum Rejected {
 }
 
 impl Rejected {
-    /// Whether it is about environment variables and not about volumes.
+    /// Reports whether the error concerns environment variables and not volumes.
     pub fn is_about_env(&self) -> bool {
         matches!(
             self,
@@ -58,7 +59,7 @@ impl Rejected {
     }
 }
 
-/// The Sandbox to create. `pod_metadata` is the template's with what the claim adds.
+/// Returns the Sandbox to create. `pod_metadata` is the template's merged with the claim's.
 pub fn sandbox(
     claim: &SandboxClaim,
     template: &SandboxTemplate,
@@ -103,7 +104,8 @@ pub fn sandbox(
     }))
 }
 
-/// Who made the claim, as far as a label may say.
+/// Returns the value of the label for the client that created the claim; `unknown` unless it is in
+/// upstream's list.
 pub fn created_by(claim: &SandboxClaim) -> &'static str {
     let label = claim.labels().get(labels::CREATED_BY);
     label.map_or("unknown", |creator| labels::created_by(creator))
@@ -132,7 +134,8 @@ fn inject_env(
     Ok(())
 }
 
-/// The container of that name, also among the init containers; without a name the first container.
+/// Returns the container with that name, init containers included; without a name the first
+/// container.
 fn container_mut<'a>(
     spec: &'a mut Map<String, Value>,
     name: &str,
@@ -195,7 +198,8 @@ fn set_env(
     Ok(())
 }
 
-/// Upstream's order: the template's own have to be right, also where the claim brings none.
+/// Merges the volumes of template and claim. As upstream, the template's own have to be valid even
+/// if the claim has none.
 fn merge_volumes(
     template: &[VolumeClaimTemplate],
     wanted: &[VolumeClaimTemplate],
@@ -212,9 +216,12 @@ fn merge_volumes(
     let mut merged = template.to_vec();
     for volume in wanted {
         let name = &volume.metadata.name;
-        match merged.iter_mut().find(|known| known.metadata.name == *name) {
+        match merged
+            .iter_mut()
+            .find(|existing| existing.metadata.name == *name)
+        {
             None => merged.push(volume.clone()),
-            Some(known) if policy == InjectionPolicy::Overrides => *known = volume.clone(),
+            Some(existing) if policy == InjectionPolicy::Overrides => *existing = volume.clone(),
             Some(_) => return Err(Rejected::VolumeExists(name.clone())),
         }
     }

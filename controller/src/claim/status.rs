@@ -1,4 +1,4 @@
-//! No client required. What a claim's status says.
+//! No client required. Computes a claim's status.
 
 use jiff::Timestamp;
 use kube::ResourceExt;
@@ -13,7 +13,7 @@ use torpor_api::{
 use super::plan::{Outlook, sandbox_expired};
 use crate::merge_patch;
 
-/// The status after a pass.
+/// Returns the status after a pass.
 pub fn next(claim: &SandboxClaim, outlook: &Outlook, now: Timestamp) -> SandboxClaimStatus {
     let mut status = claim.status.clone().unwrap_or_default();
     let ready = match outlook {
@@ -68,7 +68,8 @@ fn not_ready(reason: &'static str, message: &str) -> Draft {
     Draft::new(conditions::READY, Status::False, reason, message.to_owned())
 }
 
-/// Name and addresses of the Sandbox. The name of one that is gone stays until another takes its place: that is how the other knows that it does.
+/// Sets name and addresses of the Sandbox. The name of a lost Sandbox stays until a replacement is
+/// committed: the replacement is recognized by it.
 fn describe(status: &mut SandboxClaimStatus, sandbox: Option<&Sandbox>) {
     match sandbox {
         Some(sandbox) => {
@@ -98,7 +99,7 @@ fn mirrored_ready(sandbox: &Sandbox, now: Timestamp) -> Draft {
     let Some(ready) = ready else {
         return not_ready(reasons::SANDBOX_NOT_READY, "Sandbox is not ready");
     };
-    // Clients look for the Pod's name as soon as the claim is Ready.
+    // Clients read the Pod's name as soon as the claim is Ready.
     if ready.status == "True" && !sandbox.annotations().contains_key(annotations::POD_NAME) {
         return not_ready(reasons::SANDBOX_NOT_READY, "Sandbox is not ready");
     }
@@ -131,7 +132,8 @@ fn mirror_finished(
     conditions::set(&mut status.conditions, draft, generation, now);
 }
 
-/// The patch that makes the status `after`, on this version of the claim only; `None` when nothing is to be written.
+/// Returns the patch from `before` to `after`, for this version of the claim only; `None` without a
+/// difference.
 pub fn patch(
     claim: &SandboxClaim,
     before: &SandboxClaimStatus,

@@ -1,5 +1,6 @@
-//! The ConfigMap `agent-sandbox-config`, as the Pod has it mounted: a file per key. Keys that are
-//! named like flags set those that the command line leaves out (upstream's
+//! The ConfigMap `agent-sandbox-config`, mounted into the Pod as one file per key.
+//!
+//! Keys named like flags set those that the command line leaves out (upstream's
 //! internal/config/config.go of 1.0.12).
 
 use std::{
@@ -9,10 +10,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Where the manifests mount the ConfigMap. Upstream's place.
+/// Directory where the manifests mount the ConfigMap. Upstream's path.
 pub const DIRECTORY: &str = "/etc/sandbox-config";
 
-/// Flags that a key may set, as upstream's list of them.
+/// Flags that a key may set, as in upstream's list.
 pub(super) const FLAGS: [&str; 21] = [
     "pprof-block-profile-rate",
     "pprof-mutex-profile-fraction",
@@ -36,21 +37,21 @@ pub(super) const FLAGS: [&str; 21] = [
     "disable-claim-observability-annotations",
     "sandbox-write-behind-window",
 ];
-/// Keys that are read as files of their own.
+/// Keys that other code reads as files.
 const FILES: [&str; 1] = ["allowed-label-domains"];
-/// Longest value of a flag that is read, in bytes.
+/// Longest value of a flag, in bytes.
 const LONGEST: u64 = 4096;
 
 /// Keys and values of the ConfigMap.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Configured {
-    /// Values by the name of the flag, without white space around them.
+    /// Values by the name of the flag, trimmed.
     pub flags: BTreeMap<&'static str, String>,
-    /// Keys that set nothing: most likely mistyped.
+    /// Keys that set nothing; most likely misspelled.
     pub unknown: Vec<String>,
 }
 
-/// The ConfigMap cannot be read.
+/// Failure to read the ConfigMap.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot list {}", .0.display())]
@@ -65,7 +66,7 @@ pub enum Error {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Key {
     Flag(&'static str),
-    /// Read elsewhere, or for people: a leading underscore or dot.
+    /// Read by other code, or a comment: a leading underscore or dot.
     Other,
     Unknown,
 }
@@ -80,7 +81,7 @@ fn key(name: &str) -> Key {
     }
 }
 
-/// Reads the mounted ConfigMap. Without the directory it says nothing.
+/// Reads the mounted ConfigMap. Returns an empty one if the directory does not exist.
 pub fn read(directory: &Path) -> Result<Configured, Error> {
     let list = |error| Error::List(directory.to_owned(), error);
     let mut configured = Configured::default();
@@ -121,7 +122,7 @@ mod tests {
 
     use super::*;
 
-    /// A folder as the kubelet mounts a ConfigMap.
+    /// Returns a directory as the kubelet mounts a ConfigMap.
     fn mounted(data: &[(&str, &str)]) -> tempfile::TempDir {
         let directory = tempfile::tempdir().unwrap();
         let version = directory.path().join("..2026_11_26");
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_named_like_flags_are_values_and_what_is_mistyped_is_found() {
+    fn keys_named_like_flags_are_values_and_misspelled_keys_are_reported() {
         let directory = mounted(&[
             ("sandbox-warm-pool-readiness-grace-period", "10m\n"),
             ("allowed-label-domains", "example.com"),
@@ -150,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn the_config_map_need_not_be_there_and_is_not_read_without_end() {
+    fn the_config_map_is_optional_and_its_values_are_limited_in_length() {
         let directory = mounted(&[("kube-api-qps", &"1".repeat(5000))]);
         let nowhere = directory.path().join("nowhere");
         assert_eq!(read(&nowhere).unwrap(), Configured::default());

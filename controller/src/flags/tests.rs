@@ -7,7 +7,7 @@ fn read(arguments: &[&str]) -> Result<(Flags, Vec<Ignored>), Error> {
     Ok((flags, ignored))
 }
 
-/// As [`read`], with what the ConfigMap says.
+/// As [`read`], with values of the ConfigMap.
 fn read_with(arguments: &[&str], configured: &[(&'static str, &str)]) -> Result<Parsed, Error> {
     let configured = configured
         .iter()
@@ -19,8 +19,8 @@ fn read_with(arguments: &[&str], configured: &[(&'static str, &str)]) -> Result<
 const GRACE: &str = "sandbox-warm-pool-readiness-grace-period";
 
 #[rstest]
-#[case::only_there(&[], 600, &["kube-api-qps", GRACE])]
-#[case::the_command_line_goes_before_it(
+#[case::only_in_the_config_map(&[], 600, &["kube-api-qps", GRACE])]
+#[case::the_command_line_takes_precedence(
     &["--sandbox-warm-pool-readiness-grace-period=7m"], 420, &["kube-api-qps"]
 )]
 fn the_config_map_sets_what_the_command_line_leaves_out(
@@ -155,12 +155,12 @@ fn flags_of_network_policies_have_their_effect() {
 #[case(&["--leader-elect=0"], false)]
 #[case(&["--leader-elect=f"], false)]
 #[case(&["--leader-elect=FALSE"], false)]
-fn booleans_are_taken_as_go_takes_them(#[case] arguments: &[&str], #[case] leader: bool) {
+fn booleans_are_read_as_in_go(#[case] arguments: &[&str], #[case] leader: bool) {
     assert_eq!(read(arguments).unwrap().0.leader_elect, leader);
 }
 
 #[test]
-fn the_flags_that_upstreams_tests_patch_in_are_taken() {
+fn flags_that_upstreams_tests_patch_in_are_accepted() {
     let (flags, ignored) = read(&[
         "--extensions",
         "--sandbox-concurrent-workers=10",
@@ -185,18 +185,18 @@ fn the_flags_that_upstreams_tests_patch_in_are_taken() {
 #[case(&["-kube-api-qps=-1"])]
 #[case(&["-cluster-domain", "example.org", "--enable-pprof"])]
 #[case(&["--zap-log-level=debug", "--sandbox-warm-pool-readiness-grace-period=5m"])]
-fn values_may_follow_in_any_way(#[case] arguments: &[&str]) {
+fn every_form_of_a_value_is_accepted(#[case] arguments: &[&str]) {
     read(arguments).unwrap();
 }
 
 #[test]
-fn every_flag_without_meaning_is_taken_with_a_value_and_named() {
-    for WithoutMeaning {
+fn every_ignored_flag_is_accepted_with_a_value_and_reported() {
+    for IgnoredFlag {
         name,
         bare,
         guards,
         why,
-    } in WITHOUT_MEANING
+    } in IGNORED_FLAGS
     {
         let (_, ignored) = read(&[&format!("--{name}=1")]).unwrap();
         let unguarded = guards;
@@ -215,7 +215,7 @@ fn every_flag_without_meaning_is_taken_with_a_value_and_named() {
 #[case("--metrics-secure-serving=true", true)]
 #[case("--metrics-secure-serving=false", false)]
 #[case("--metrics-cert-dir=/certs", false)]
-fn who_asks_for_guarded_metrics_is_warned(#[case] flag: &str, #[case] warned: bool) {
+fn a_flag_for_protected_metrics_causes_a_warning(#[case] flag: &str, #[case] warned: bool) {
     let (_, ignored) = read(&[flag]).unwrap();
     assert_eq!(ignored.len(), 1);
     assert_eq!(ignored[0].unguarded, warned);
@@ -235,7 +235,7 @@ fn the_rate_of_calls_is_read_as_client_go_reads_it() {
 #[case(&["--zap-log-level=debug", "--zap-encoder=json"], "json", "debug")]
 #[case(&["--zap-log-level=5", "--zap-encoder=console", "--log-format=json"], "text", "trace")]
 #[case(&["--log-format=json", "--zap-log-level=0"], "json", "info")]
-fn upstreams_flags_shape_the_log(
+fn upstreams_flags_set_the_format_and_level_of_the_log(
     #[case] arguments: &[&str],
     #[case] format: &str,
     #[case] level: &str,
@@ -255,10 +255,7 @@ fn an_unknown_flag_is_an_error() {
 #[case(&[], None)]
 #[case(&["--runtime-image="], None)]
 #[case(&["--runtime-image=registry.example/runtime:1"], Some("registry.example/runtime:1"))]
-fn the_runtime_has_an_image_if_one_is_given(
-    #[case] arguments: &[&str],
-    #[case] image: Option<&str>,
-) {
+fn the_runtime_image_is_set_by_its_flag(#[case] arguments: &[&str], #[case] image: Option<&str>) {
     let settings = read(arguments).unwrap().0.settings(None);
     assert_eq!(settings.runtime_image.as_deref(), image);
 }

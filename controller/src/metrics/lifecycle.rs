@@ -1,63 +1,69 @@
-//! No client required. The turns of a Sandbox's life that are counted, as two of its statuses tell them, one written after the other.
+//! No client required. Derives the countable transitions of a Sandbox from two consecutive
+//! statuses.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use torpor_api::{OperatingMode, Sandbox, SandboxStatus, conditions, reasons::sandbox as reasons};
 
-/// A turn of a Sandbox's life. The texts are values of upstream's labels.
+/// Transition of a Sandbox. The texts are values of upstream's labels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub enum Transition {
     SuspendRequested,
-    /// How: `pod_terminated` is upstream's; `frozen` is Torpor's, where the Pod stays.
+    /// Result: `pod_terminated` is upstream's; `frozen` is Torpor's, where the Pod stays.
     Suspended(&'static str),
-    /// It was suspended, and is wanted again.
+    /// A suspended Sandbox is to run again.
     ResumeRequested,
     Resumed,
-    /// Why: `PodSucceeded` or `PodFailed`.
+    /// Reason: `PodSucceeded` or `PodFailed`.
     Finished(&'static str),
     Expired,
 }
 
-/// What is under way when a pass fails.
+/// Change in progress when a pass fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     Suspend,
     Resume,
 }
 
-/// The turns between two statuses, in their order. `resumes`: this process has counted that the Sandbox is wanted again. (The statuses tell that too, but to the second.)
-pub fn between(before: &SandboxStatus, after: &SandboxStatus, resumes: bool) -> Vec<Turn> {
-    let mut turns = Vec::new();
+/// Returns the transitions between two statuses, in order.
+///
+/// `resumes`: this process has counted the request to resume. The statuses show the request too,
+/// but only to the second.
+pub fn between(before: &SandboxStatus, after: &SandboxStatus, resumes: bool) -> Vec<Transition> {
+    let mut transitions = Vec::new();
     let (was, is) = (suspended(before), suspended(after));
     if !was.is_some_and(wanted) && is.is_some_and(wanted) {
-        turns.push(Turn::SuspendRequested);
+        transitions.push(Transition::SuspendRequested);
     }
     if let Some(now) = is
         && !was.is_some_and(done)
         && done(now)
     {
-        turns.push(Turn::Suspended(if now.reason == reasons::POD_TERMINATED {
-            "pod_terminated"
-        } else {
-            "frozen"
-        }));
+        transitions.push(Transition::Suspended(
+            if now.reason == reasons::POD_TERMINATED {
+                "pod_terminated"
+            } else {
+                "frozen"
+            },
+        ));
     }
     let asked = was.is_some_and(done) && is.is_some_and(|now| !wanted(now));
     if asked {
-        turns.push(Turn::ResumeRequested);
+        transitions.push(Transition::ResumeRequested);
     }
     if (asked || resumes || resuming(before)) && !ready(before) && ready(after) {
-        turns.push(Turn::Resumed);
+        transitions.push(Transition::Resumed);
     }
     if let (None, Some(why)) = (finished(before), finished(after)) {
-        turns.push(Turn::Finished(why));
+        transitions.push(Transition::Finished(why));
     }
     if !expired(before) && expired(after) {
-        turns.push(Turn::Expired);
+        transitions.push(Transition::Expired);
     }
-    turns
+    transitions
 }
 
-/// What a failed pass over this Sandbox kept from happening.
+/// Returns the change that a failed pass over this Sandbox prevented.
 pub fn under_way(sandbox: &Sandbox) -> Option<Change> {
     let status = sandbox.status.as_ref();
     let is = status.and_then(suspended);
@@ -87,7 +93,11 @@ fn ready(status: &SandboxStatus) -> bool {
     conditions::is_true(&status.conditions, conditions::READY)
 }
 
-/// Ready ended when the suspension was asked for, which is before the suspension ended. A new Sandbox has both since the same moment, and one that was Ready since lost it later.
+/// Reports whether the Sandbox is being resumed.
+///
+/// Then Ready ended with the request to suspend, before Suspended ended. A new Sandbox has both
+/// conditions since the same moment; a Sandbox that was Ready in between lost Ready after Suspended
+/// ended.
 fn resuming(status: &SandboxStatus) -> bool {
     let ready = conditions::find(&status.conditions, conditions::READY);
     let (Some(ready), Some(suspended)) = (ready, suspended(status)) else {
@@ -122,10 +132,10 @@ mod tests {
 
     use super::*;
 
-    /// Type, whether True, since which second, and the reason of each condition.
-    fn status(said: &[(&'static str, bool, i64, &'static str)]) -> SandboxStatus {
+    /// Builds a status from type, truth, second of the transition and reason of each condition.
+    fn status(conditions: &[(&'static str, bool, i64, &'static str)]) -> SandboxStatus {
         let mut status = SandboxStatus::default();
-        for (type_, yes, second, reason) in said {
+        for (type_, yes, second, reason) in conditions {
             let value = if *yes { Status::True } else { Status::False };
             let now = Timestamp::from_second(*second).unwrap();
             set(
@@ -159,34 +169,34 @@ mod tests {
     #[case(NEW, UP, &[])]
     #[case(FLAPPED, UP, &[])]
     #[case(UP, UP, &[])]
-    #[case(UP, GOING, &[Turn::SuspendRequested])]
+    #[case(UP, GOING, &[Transition::SuspendRequested])]
     #[case(GOING, GOING, &[])]
-    #[case(GOING, OFF, &[Turn::Suspended("pod_terminated")])]
-    #[case(GOING, FROZEN, &[Turn::Suspended("frozen")])]
-    #[case(UP, OFF, &[Turn::SuspendRequested, Turn::Suspended("pod_terminated")])]
+    #[case(GOING, OFF, &[Transition::Suspended("pod_terminated")])]
+    #[case(GOING, FROZEN, &[Transition::Suspended("frozen")])]
+    #[case(UP, OFF, &[Transition::SuspendRequested, Transition::Suspended("pod_terminated")])]
     // Created suspended.
-    #[case(&[], OFF, &[Turn::SuspendRequested, Turn::Suspended("pod_terminated")])]
-    // The suspension was called off.
+    #[case(&[], OFF, &[Transition::SuspendRequested, Transition::Suspended("pod_terminated")])]
+    // The suspension was cancelled.
     #[case(GOING, BACK, &[])]
-    #[case(OFF, BACK, &[Turn::ResumeRequested])]
-    #[case(BACK, AGAIN, &[Turn::Resumed])]
-    #[case(OFF, AGAIN, &[Turn::ResumeRequested, Turn::Resumed])]
-    #[case(UP, FAILED, &[Turn::Finished("PodFailed")])]
+    #[case(OFF, BACK, &[Transition::ResumeRequested])]
+    #[case(BACK, AGAIN, &[Transition::Resumed])]
+    #[case(OFF, AGAIN, &[Transition::ResumeRequested, Transition::Resumed])]
+    #[case(UP, FAILED, &[Transition::Finished("PodFailed")])]
     #[case(FAILED, FAILED, &[])]
-    #[case(UP, OVER, &[Turn::Expired])]
+    #[case(UP, OVER, &[Transition::Expired])]
     #[case(OVER, OVER, &[])]
-    fn turns_are_told_by_two_statuses(
+    fn transitions_are_derived_from_two_statuses(
         #[case] before: &[(&'static str, bool, i64, &'static str)],
         #[case] after: &[(&'static str, bool, i64, &'static str)],
-        #[case] turns: &[Turn],
+        #[case] transitions: &[Transition],
     ) {
-        assert_eq!(between(&status(before), &status(after), false), turns);
+        assert_eq!(between(&status(before), &status(after), false), transitions);
     }
 
     #[test]
-    fn a_resume_within_a_second_is_known_by_this_process() {
+    fn a_resume_within_a_second_is_counted_by_the_process_that_saw_it() {
         let quick = status(&[(S, false, 4, "NotSuspended"), (R, false, 4, "r")]);
-        assert_eq!(between(&quick, &status(AGAIN), true), [Turn::Resumed]);
+        assert_eq!(between(&quick, &status(AGAIN), true), [Transition::Resumed]);
         assert_eq!(between(&quick, &status(AGAIN), false), []);
     }
 
@@ -198,14 +208,14 @@ mod tests {
     #[case(OperatingMode::Running, BACK, Some(Change::Resume))]
     #[case(OperatingMode::Running, AGAIN, None)]
     #[case(OperatingMode::Running, NEW, None)]
-    fn a_failed_pass_keeps_a_change_from_happening(
+    fn a_failed_pass_prevents_the_change_in_progress(
         #[case] mode: OperatingMode,
-        #[case] said: &[(&'static str, bool, i64, &'static str)],
+        #[case] conditions: &[(&'static str, bool, i64, &'static str)],
         #[case] change: Option<Change>,
     ) {
         let mut sandbox = Sandbox::default();
         sandbox.spec.operating_mode = mode;
-        sandbox.status = Some(status(said));
+        sandbox.status = Some(status(conditions));
         assert_eq!(under_way(&sandbox), change);
     }
 }

@@ -1,4 +1,4 @@
-//! What is counted when somebody looks: the Sandboxes of the watch caches.
+//! Collector that counts the Sandboxes of the watch caches at each scrape.
 
 use std::{
     collections::BTreeMap,
@@ -40,10 +40,10 @@ struct PoolLabels {
     sandbox_status: &'static str,
 }
 
-/// States of a pool's members, upstream's.
+/// States of a pool's members, as upstream's.
 const MEMBER_STATES: [&str; 4] = ["ready", "pending", "succeeded", "failed"];
 
-/// What there is to count.
+/// Caches of the objects to count.
 #[derive(Clone, Debug)]
 pub struct Counted {
     pub sandboxes: Cache<Sandbox>,
@@ -52,8 +52,10 @@ pub struct Counted {
 }
 
 impl Counted {
-    /// The template that the Sandbox was made from, if it names one that there is. Whoever makes a Sandbox writes there what it likes, and what is counted
-    /// under it stays in memory.
+    /// Returns the template that the Sandbox's annotation names, if the template exists.
+    ///
+    /// A user can write any text into the annotation, and each label value that is counted stays in
+    /// memory.
     pub(super) fn template(&self, sandbox: &Sandbox) -> Option<String> {
         let named = sandbox
             .annotations()
@@ -64,7 +66,7 @@ impl Counted {
     }
 }
 
-/// Counts when somebody looks; nothing until the caches are known.
+/// Collector; counts nothing until the caches are set.
 pub(super) struct Scrape {
     pub(super) counted: Arc<OnceLock<Counted>>,
 }
@@ -80,7 +82,7 @@ impl Collector for Scrape {
         let (mut counts, mut members) = (BTreeMap::<_, i64>::new(), BTreeMap::<_, i64>::new());
         if let Some(counted) = self.counted.get() {
             let pools = counted.pools.filtered(|_| true);
-            // A pool without members has noughts, so that its emptiness shows.
+            // A pool without members is shown with zeros.
             for pool in &pools {
                 for state in MEMBER_STATES {
                     members.insert(pool_labels(counted, pool, None, state), 0);
@@ -127,7 +129,8 @@ fn gauges<L: EncodeLabelSet>(
     Ok(())
 }
 
-/// The template is the member's own, which is not the pool's any more when it is stale.
+/// Returns the labels of a pool's member. The template is the member's own: a stale member was made
+/// from another template than the pool's.
 fn pool_labels(
     counted: &Counted,
     pool: &SandboxWarmPool,

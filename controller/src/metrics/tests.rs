@@ -105,7 +105,7 @@ fn names_and_buckets_are_upstreams() {
     );
 }
 
-/// There is one, of the name t.
+/// Returns a cache with one template, named t.
 fn templates() -> Cache<SandboxTemplate> {
     let template = json!({
         "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
@@ -117,9 +117,9 @@ fn templates() -> Cache<SandboxTemplate> {
     templates
 }
 
-/// Everything that is told of a Sandbox, and of a pool, that name this template.
-fn told_of(template: &str) -> String {
-    let sandbox: Sandbox = serde_json::from_value(json!({
+/// Returns a Sandbox that names this template.
+fn sandbox_of(template: &str) -> Sandbox {
+    serde_json::from_value(json!({
         "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
         "metadata": {
             "name": "s", "namespace": "ns", "uid": "u", "resourceVersion": "1",
@@ -128,7 +128,12 @@ fn told_of(template: &str) -> String {
         },
         "spec": {"podTemplate": {"spec": {"containers": []}}},
     }))
-    .unwrap();
+    .unwrap()
+}
+
+/// Returns the metrics after a Sandbox and a pool that name this template.
+fn metrics_of(template: &str) -> Metrics {
+    let sandbox = sandbox_of(template);
     let pool: SandboxWarmPool = serde_json::from_value(json!({
         "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool",
         "metadata": {"name": "p", "namespace": "ns", "uid": "v", "resourceVersion": "1"},
@@ -152,21 +157,43 @@ fn told_of(template: &str) -> String {
     metrics.observe_sandbox(&sandbox, &SandboxStatus::default(), &ready, now);
     metrics.observe_claim_ready(&claim(), &sandbox, now, now);
     metrics.count_claim(&claim(), &sandbox);
-    metrics.count_turn(&sandbox, "u", Turn::Expired, now);
-    metrics.text().unwrap()
+    metrics.count_transition(&sandbox, "u", Transition::Expired, now);
+    metrics
+}
+
+#[test]
+fn reference_of_metrics_is_current() {
+    let (metrics, sandbox) = (metrics_of("t"), sandbox_of("t"));
+    let now = Timestamp::from_millisecond(120).unwrap();
+    for transition in [
+        Transition::SuspendRequested,
+        Transition::Suspended("pod_terminated"),
+        Transition::ResumeRequested,
+        Transition::Resumed,
+        Transition::Finished(torpor_api::reasons::sandbox::POD_SUCCEEDED),
+    ] {
+        metrics.count_transition(&sandbox, "u", transition, now);
+    }
+    metrics.observe_pass("sandbox", Duration::from_millis(2), Some("Refused"), false);
+    metrics.set_depth("sandbox", 1);
+    metrics.set_leading(true);
+    metrics.set_listed("ns", true);
+    let (text, source) = (metrics.text().unwrap(), include_str!("../metrics.rs"));
+    let title = "Metrics of the controller";
+    torpor_test_reference::assert_metrics_page("metrics-controller.md", title, &text, source);
 }
 
 #[rstest]
-#[case::it_is_there("t", "t", "t")]
-#[case::it_is_not("u", "unknown", "__unknown__")]
-#[case::none("", "unknown", "__unknown__")]
-#[case::text_of_a_tenant("TTT, and more", "unknown", "__unknown__")]
-fn only_a_template_that_there_is_makes_a_series(
+#[case::an_existing_template("t", "t", "t")]
+#[case::a_missing_template("u", "unknown", "__unknown__")]
+#[case::no_template("", "unknown", "__unknown__")]
+#[case::arbitrary_text("TTT, and more", "unknown", "__unknown__")]
+fn only_an_existing_template_makes_a_series(
     #[case] named: &str,
     #[case] of_a_life: &str,
     #[case] of_a_claim: &str,
 ) {
-    let text = told_of(named);
+    let text = metrics_of(named).text().unwrap();
     for (family, template) in [
         ("agent_sandbox_creation_latency_ms_count", of_a_claim),
         ("agent_sandbox_claim_startup_latency_ms_count", of_a_claim),
@@ -175,8 +202,8 @@ fn only_a_template_that_there_is_makes_a_series(
         ("agent_sandboxes", of_a_life),
     ] {
         let label = format!("sandbox_template=\"{template}\"");
-        let told = |line: &str| line.starts_with(&format!("{family}{{")) && line.contains(&label);
-        assert!(text.lines().any(told), "{family} {label}\nnot in\n{text}");
+        let shown = |line: &str| line.starts_with(&format!("{family}{{")) && line.contains(&label);
+        assert!(text.lines().any(shown), "{family} {label}\nnot in\n{text}");
     }
     assert!(!text.contains("TTT"), "{text}");
 }

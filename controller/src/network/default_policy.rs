@@ -1,5 +1,7 @@
-//! The NetworkPolicy of Sandboxes that have no SandboxTemplate: one per namespace, which selects their Pods by a label of the controller's. It is made before the first Pod that needs
-//! it, and stays: without such Pods it selects nothing. Nobody owns it, because no object of a namespace lives as long as all its Sandboxes.
+//! Maintains the NetworkPolicy of Sandboxes without a SandboxTemplate, one for each namespace. It
+//! selects their Pods by a label of the controller. The controller creates the policy before the
+//! first Pod that needs it, and keeps it: without such Pods it selects nothing. The policy has no
+//! owner, because no object of a namespace lives as long as all its Sandboxes.
 
 use std::time::Duration;
 
@@ -25,32 +27,34 @@ use crate::{
     watches::extensions::controller_of,
 };
 
-/// Name of the policy, in each namespace.
+/// Name of the policy in each namespace.
 pub const NAME: &str = "torpor-default-network-policy";
-/// Value of [`labels::NETWORK_POLICY`] on a Pod that the policy selects, and on the policy.
+/// Value of [`labels::NETWORK_POLICY`] on a selected Pod and on the policy.
 const SELECTED: &str = "default";
-/// Value of the label on a Pod that is left out.
+/// Value of the label on a Pod that the policy does not select.
 const LEFT_OUT: &str = "none";
-/// How often the policy is read and written anew within one pass.
+/// Number of tries to write the policy within one pass.
 const ROUNDS: usize = 4;
-/// When a Sandbox that runs is looked at again whose namespace's policy could not be brought back.
+/// Time until the next pass over a running Sandbox when the policy could not be restored.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// The network of a Sandbox, as the controller decides it.
+/// Network isolation of a Sandbox, as the controller decides it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isolation {
-    /// Nothing. Sandboxes of claims and pools have their template's policy.
+    /// No default policy: Sandboxes of claims and pools have their template's policy.
     OfTemplate,
-    /// Nothing, because the controller gives no policy to Sandboxes without a template.
+    /// No default policy: the controller's flag for it is off.
     Off,
-    /// The Sandbox asks to be left out.
+    /// No default policy: the Sandbox's annotation opts out.
     LeftOut,
     /// The strict rules.
     Strict,
 }
 
 impl Isolation {
-    /// Decides it for a Sandbox. `enabled`: the controller gives a policy to Sandboxes without a template.
+    /// Returns the isolation of a Sandbox.
+    ///
+    /// `enabled` says whether the controller gives a policy to Sandboxes without a template.
     pub fn of(sandbox: &Sandbox, enabled: bool) -> Self {
         let of_template = controller_of(sandbox).is_some_and(|owner| {
             let group = owner.api_version.split_once('/').map(|(group, _)| group);
@@ -72,7 +76,7 @@ impl Isolation {
         }
     }
 
-    /// Value of the label on a Pod that is made.
+    /// Returns the label's value for a new Pod.
     fn on_new_pod(self) -> Option<&'static str> {
         match self {
             Self::OfTemplate | Self::Off => None,
@@ -81,7 +85,10 @@ impl Isolation {
         }
     }
 
-    /// Value of the label on a Pod that has one. A Pod that has none was made before the controller gave policies: it stays as it is until it is made anew.
+    /// Returns the label's value for an existing Pod with the label.
+    ///
+    /// A Pod without the label was created before the controller gave policies. It stays as it is
+    /// until it is created again.
     fn on_labelled_pod(self) -> Option<&'static str> {
         match self {
             Self::OfTemplate => None,
@@ -91,7 +98,7 @@ impl Isolation {
     }
 }
 
-/// Whether a plan counts on the policy: it makes a Pod that the policy selects, or there is one.
+/// Reports whether a plan needs the policy: it creates a Pod that the policy selects, or has one.
 pub fn is_needed(plan: &Plan, isolation: Isolation) -> bool {
     isolation == Isolation::Strict && (makes_pod(plan) || label_of_pod(plan).is_some())
 }
@@ -106,7 +113,9 @@ fn label_of_pod(plan: &Plan) -> Option<&str> {
     pod.labels().get(labels::NETWORK_POLICY).map(String::as_str)
 }
 
-/// Puts what a Sandbox' isolation asks for into its plan. `policy` is why the policy is not in place: then no Pod is made.
+/// Applies the isolation of a Sandbox to its plan.
+///
+/// An error in `policy` says why the policy is not in place. The plan then creates no Pod.
 pub fn amend(plan: &mut Plan, sandbox: &Sandbox, isolation: Isolation, policy: Result<(), String>) {
     if let Err(why) = policy {
         if makes_pod(plan) {
@@ -130,7 +139,7 @@ pub fn amend(plan: &mut Plan, sandbox: &Sandbox, isolation: Isolation, policy: R
     label_existing(plan, sandbox, isolation);
 }
 
-/// As a step that fails: nothing that follows it in its area is done.
+/// Removes the creation of the Pod and the later steps of its area, as if the creation had failed.
 fn refuse_pod(plan: &mut Plan, why: String) {
     let mut reached = false;
     plan.steps.retain(|step| {
@@ -140,7 +149,9 @@ fn refuse_pod(plan: &mut Plan, why: String) {
     plan.refusals.push((Area::Pod, why));
 }
 
-/// The cluster's DNS is out of reach. A Pod in the host's network is not selected by any policy.
+/// Names public DNS servers, because the policy blocks the cluster's DNS.
+///
+/// No policy selects a Pod in the host's network.
 fn name_public_servers(spec: &mut Map<String, Value>) {
     if spec.get("hostNetwork") != Some(&Value::Bool(true)) {
         blueprint::name_public_servers(spec);
@@ -149,11 +160,15 @@ fn name_public_servers(spec: &mut Map<String, Value>) {
 
 fn label_existing(plan: &mut Plan, sandbox: &Sandbox, isolation: Isolation) {
     let Some(pod) = plan.pod.clone() else { return };
-    let said = label_of_pod(plan);
+    let current_label = label_of_pod(plan);
     let wanted = isolation.on_labelled_pod();
-    let goes = |step: &Step| matches!(step.action, Action::DeletePod { .. });
-    let stays = pod.metadata.deletion_timestamp.is_none() && !plan.steps.iter().any(goes);
-    if said.is_none() || said == wanted || !stays || ownership(&*pod, sandbox) != Ownership::Ours {
+    let deletes = |step: &Step| matches!(step.action, Action::DeletePod { .. });
+    let stays = pod.metadata.deletion_timestamp.is_none() && !plan.steps.iter().any(deletes);
+    if current_label.is_none()
+        || current_label == wanted
+        || !stays
+        || ownership(&*pod, sandbox) != Ownership::Ours
+    {
         return;
     }
     let label = json!({labels::NETWORK_POLICY: wanted});
@@ -180,16 +195,20 @@ fn patch_labels(pod: &Pod, label: &Value) -> Step {
     }
 }
 
-/// The next write to the policy of a namespace.
+/// Next write to the policy of a namespace.
 #[derive(Clone, Debug, PartialEq)]
-enum Todo {
+enum NextWrite {
     Nothing,
     Create(Value),
     Patch(Value),
 }
 
-/// Decides; pure. An error says why the policy cannot be had.
-fn decide(namespace: &str, found: Option<&NetworkPolicy>, except: &[Cidr]) -> Result<Todo, String> {
+/// Decides the next write; pure. The error says why there can be no policy.
+fn decide(
+    namespace: &str,
+    found: Option<&NetworkPolicy>,
+    except: &[Cidr],
+) -> Result<NextWrite, String> {
     let spec = json!({
         "podSelector": {"matchLabels": {labels::NETWORK_POLICY: SELECTED}},
         "policyTypes": ["Ingress", "Egress"],
@@ -197,7 +216,7 @@ fn decide(namespace: &str, found: Option<&NetworkPolicy>, except: &[Cidr]) -> Re
         "egress": rules::egress(except),
     });
     let Some(found) = found else {
-        return Ok(Todo::Create(json!({
+        return Ok(NextWrite::Create(json!({
             "apiVersion": "networking.k8s.io/v1",
             "kind": "NetworkPolicy",
             "metadata": {
@@ -215,55 +234,57 @@ fn decide(namespace: &str, found: Option<&NetworkPolicy>, except: &[Cidr]) -> Re
         != Some(SELECTED)
     {
         return Err(format!(
-            "NetworkPolicy {NAME:?} exists without the label {}={SELECTED} of the controller's own, so that the Pod would be made without the strict rules. Delete that \
-             NetworkPolicy or make it anew under another name; or annotate the Sandbox with {}: {LEFT_OUT:?}",
+            "NetworkPolicy {NAME:?} exists without the controller's label {}={SELECTED}, so the Pod would not have the strict rules. Delete that \
+             NetworkPolicy or give it another name; or annotate the Sandbox with {}: {LEFT_OUT:?}",
             labels::NETWORK_POLICY,
             torpor_api::annotations::NETWORK_POLICY,
         ));
     }
     let current = json!(found.spec);
     if blueprint::mean_the_same(&current, &spec) {
-        return Ok(Todo::Nothing);
+        return Ok(NextWrite::Nothing);
     }
     Ok(match merge_patch::difference(&current, &spec) {
-        None => Todo::Nothing,
-        Some(difference) => Todo::Patch(json!({
+        None => NextWrite::Nothing,
+        Some(difference) => NextWrite::Patch(json!({
             "metadata": {"uid": found.uid(), "resourceVersion": found.resource_version()},
             "spec": difference,
         })),
     })
 }
 
-/// Why the policy of a namespace is not in place.
+/// Reason why the policy of a namespace is not in place.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{0}")]
     NotOurs(String),
-    #[error("NetworkPolicy {NAME:?}, without which no Pod is made: {0}")]
+    #[error("cannot write NetworkPolicy {NAME:?}, which the Pod needs: {0}")]
     Refused(calls::Error),
     #[error("NetworkPolicy {NAME:?} keeps changing")]
     Unsettled,
-    /// It may be there or not.
+    /// The outcome of a call is unknown.
     #[error(transparent)]
     Unknown(calls::Error),
 }
 
-/// Makes sure that the policy of a namespace is there and has the strict rules. Asks the apiserver only where the cache shows another.
+/// Ensures that the policy of a namespace exists and has the strict rules.
+///
+/// It calls the apiserver only where the cache shows another state.
 pub async fn ensure(namespace: &str, context: &Context) -> Result<(), Error> {
     let (api, except) = (&context.api, &context.settings.network.except);
     let cached = context.caches.policies.get(namespace, NAME);
     let mut found = match &cached {
         Some(found) if outline::is_outline(&**found) => {
-            let whole = outline::whole(api, &**found).await;
+            let whole = outline::read_full(api, &**found).await;
             whole.map_err(Error::Unknown)?
         }
         found => found.as_deref().cloned(),
     };
     for _ in 0..ROUNDS {
         let written = match decide(namespace, found.as_ref(), except).map_err(Error::NotOurs)? {
-            Todo::Nothing => return Ok(()),
-            Todo::Create(policy) => api.create::<NetworkPolicy>(namespace, policy).await,
-            Todo::Patch(patch) => api.patch::<NetworkPolicy>(namespace, NAME, &patch).await,
+            NextWrite::Nothing => return Ok(()),
+            NextWrite::Create(policy) => api.create::<NetworkPolicy>(namespace, policy).await,
+            NextWrite::Patch(patch) => api.patch::<NetworkPolicy>(namespace, NAME, &patch).await,
         };
         match written {
             Ok(_) => return Ok(()),

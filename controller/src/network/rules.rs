@@ -1,13 +1,16 @@
-//! No client required. The strict rules: the router may come in, and sandboxes reach the internet and no private network.
+//! No client required. The strict rules: sandboxes accept connections only from the router, and
+//! reach the internet but no private network.
 
 use std::{fmt, net::IpAddr, str::FromStr};
 
 use serde_json::{Value, json};
 
-/// Namespace and label of the router, which alone is let in.
+/// Namespace of the router. Ingress is allowed only from the router.
 const ROUTER_NAMESPACE: &str = "agent-sandbox-system";
+/// Value of the router's label `app`.
 const ROUTER_APP: &str = "sandbox-router";
-/// Private, shared (RFC 6598) and link-local addresses. The cluster, its DNS and the cloud's metadata service have such addresses.
+/// Private, shared (RFC 6598) and link-local addresses, which the cluster, its DNS and the cloud's
+/// metadata service use.
 const PRIVATE_V4: [&str; 5] = [
     "10.0.0.0/8",
     "172.16.0.0/12",
@@ -15,10 +18,11 @@ const PRIVATE_V4: [&str; 5] = [
     "169.254.0.0/16",
     "100.64.0.0/10",
 ];
-/// Unique local and link-local addresses, and the prefixes under which NAT64 reaches IPv4 addresses (RFC 6052, RFC 8215).
+/// Unique local and link-local addresses, and the prefixes of NAT64 for IPv4 addresses (RFC 6052,
+/// RFC 8215).
 const PRIVATE_V6: [&str; 4] = ["fc00::/7", "fe80::/10", "64:ff9b::/96", "64:ff9b:1::/48"];
 
-/// A range of addresses, as a NetworkPolicy's `ipBlock.except` takes it.
+/// Address range as a NetworkPolicy's `ipBlock.except` takes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cidr {
     address: IpAddr,
@@ -35,9 +39,8 @@ impl FromStr for Cidr {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let form = || {
-            format!("{text:?} is no range of addresses such as 198.51.100.0/24 or 2001:db8::/32")
-        };
+        let form =
+            || format!("{text:?} is not an address range such as 198.51.100.0/24 or 2001:db8::/32");
         let (address, prefix) = text.split_once('/').ok_or_else(form)?;
         let address: IpAddr = address.parse().map_err(|_| form())?;
         // Kubernetes refuses a sign and leading zeros.
@@ -50,7 +53,7 @@ impl FromStr for Cidr {
         }
         if prefix == 0 {
             return Err(format!(
-                "{text:?} is every address: a NetworkPolicy can leave out only a part. For a template that lets nothing out, \
+                "{text:?} is every address: a NetworkPolicy can exclude only a part. To block all egress of a template, \
                  set its spec.networkPolicy to {{egress: []}}"
             ));
         }
@@ -60,21 +63,22 @@ impl FromStr for Cidr {
         };
         if network.address != address {
             return Err(format!(
-                "{text:?} has bits set behind its prefix; the range is {network}"
+                "{text:?} has bits set after its prefix; the range is {network}"
             ));
         }
         if let IpAddr::V6(v6) = address
             && v6.to_ipv4_mapped().is_some()
         {
             return Err(format!(
-                "{text:?} is a range of IPv4 addresses; write it as one"
+                "{text:?} is a range of IPv4 addresses; write it in IPv4 notation"
             ));
         }
         Ok(network)
     }
 }
 
-/// The address with all bits behind the prefix cleared. The prefix is from 1 to the address' length.
+/// Returns the address with all bits after the prefix cleared. The prefix is from 1 to the address
+/// length.
 fn masked(address: IpAddr, prefix: u8) -> IpAddr {
     match address {
         IpAddr::V4(v4) => IpAddr::V4((v4.to_bits() & (u32::MAX << (32 - prefix))).into()),
@@ -82,7 +86,7 @@ fn masked(address: IpAddr, prefix: u8) -> IpAddr {
     }
 }
 
-/// Traffic that may enter.
+/// Returns the ingress rules.
 pub fn ingress() -> Value {
     json!([{"from": [{
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ROUTER_NAMESPACE}},
@@ -90,7 +94,7 @@ pub fn ingress() -> Value {
     }]}])
 }
 
-/// Traffic that may leave. `except` is what the operator blocks too.
+/// Returns the egress rules. `except` are the ranges that the operator blocks in addition.
 pub fn egress(except: &[Cidr]) -> Value {
     let blocked = |fixed: &[&str], v4: bool| {
         let mut all: Vec<String> = fixed.iter().map(|range| (*range).to_owned()).collect();
@@ -137,10 +141,10 @@ mod tests {
     #[case("::ffff:198.51.100.0/120", "IPv4")]
     fn a_range_that_kubernetes_would_refuse_is_refused_with_the_remedy(
         #[case] text: &str,
-        #[case] says: &str,
+        #[case] expected: &str,
     ) {
         let error = text.parse::<Cidr>().unwrap_err();
-        assert!(error.contains(says) && error.contains(text), "{error}");
+        assert!(error.contains(expected) && error.contains(text), "{error}");
     }
 
     #[test]
@@ -156,7 +160,7 @@ mod tests {
         assert!(v4.contains(&"100.64.0.0/10") && v6.contains(&"64:ff9b::/96"));
     }
 
-    /// The apiserver refuses a policy whose exception is not strictly within its block.
+    /// The apiserver refuses a policy with an exception that is not strictly within its block.
     #[test]
     fn every_fixed_range_is_one_that_a_policy_may_leave_out() {
         for text in PRIVATE_V4.into_iter().chain(PRIVATE_V6) {

@@ -21,7 +21,7 @@ fn template(env: &str) -> SandboxTemplate {
     .unwrap()
 }
 
-/// A member of a pool of the template, whose labels say nothing of the version that it was made from.
+/// Member of a pool of the template. Its labels do not name the template's version.
 fn member(env: &str) -> Sandbox {
     let template = template(env);
     let made = crate::pool::member::sandbox(&Default::default(), &template, "m", true);
@@ -36,7 +36,7 @@ fn member(env: &str) -> Sandbox {
 }
 
 #[test]
-fn what_is_small_is_kept_whole() {
+fn a_small_object_is_kept_whole() {
     let (mut kept, whole) = (member("1"), member("1"));
     of_sandbox(&mut kept);
     assert_eq!(kept, whole);
@@ -44,7 +44,7 @@ fn what_is_small_is_kept_whole() {
 }
 
 #[test]
-fn an_outline_has_what_is_asked_of_a_cache_and_is_small() {
+fn an_outline_has_the_fields_that_caches_need_and_is_small() {
     let mut kept = member(&large());
     of_sandbox(&mut kept);
     assert!(is_outline(&kept));
@@ -61,7 +61,7 @@ fn an_outline_has_what_is_asked_of_a_cache_and_is_small() {
 }
 
 #[test]
-fn a_member_that_is_known_by_its_outline_is_stale_when_it_would_be_by_its_spec() {
+fn an_outline_of_a_member_is_stale_when_its_full_spec_is() {
     for (env, stale) in [(large(), false), (large() + "y", true)] {
         let template = template(&large());
         let blueprint = Blueprint::of(&template);
@@ -74,8 +74,8 @@ fn a_member_that_is_known_by_its_outline_is_stale_when_it_would_be_by_its_spec()
 }
 
 #[test]
-fn nobody_can_write_an_object_that_is_taken_for_an_outline() {
-    // The operations that the apiserver has.
+fn no_object_from_the_apiserver_passes_for_an_outline() {
+    // Operations of the apiserver.
     for operation in ["Apply", "Update", ""] {
         let entries = json!([{"manager": OUTLINE, "operation": operation}]);
         let mut written = member("1");
@@ -85,7 +85,7 @@ fn nobody_can_write_an_object_that_is_taken_for_an_outline() {
 }
 
 #[test]
-fn of_a_large_policy_it_is_still_known_whether_it_has_the_templates_rules() {
+fn the_outline_of_a_large_policy_still_shows_whether_its_rules_are_the_templates() {
     let rule = |at: usize| json!({"ports": [{"port": at, "protocol": "TCP"}]});
     let rules: Vec<Value> = (1..2000).map(rule).collect();
     let mut template = template("1");
@@ -102,7 +102,7 @@ fn of_a_large_policy_it_is_still_known_whether_it_has_the_templates_rules() {
 }
 
 #[test]
-fn templates_and_claims_lose_what_makes_them_large() {
+fn outlines_of_templates_and_claims_are_small() {
     let mut kept = template(&large());
     of_template(&mut kept);
     assert!(is_outline(&kept) && json!(kept).to_string().len() < 4096);

@@ -1,4 +1,5 @@
-//! No client required. What to do for a trigger and for a PodSnapshot: the same things seen give the same step.
+//! No client required. Plans the next step for a trigger or a PodSnapshot. The plan depends only on
+//! the given objects.
 
 use std::{cmp::Reverse, sync::Arc};
 
@@ -18,36 +19,38 @@ use torpor_api::{
 
 use crate::watches::sandbox_of;
 
-/// What is seen beside a trigger: the Pod that it names, and what has its own name.
+/// Objects around a trigger: the Pod that it names, and the objects with its own name.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Around {
+pub(super) struct Observed {
     pub(super) pod: Option<Arc<Pod>>,
     pub(super) image: Option<Arc<SandboxSnapshot>>,
     pub(super) snapshot: Option<Arc<PodSnapshot>>,
 }
 
-/// One write.
+/// One write to the apiserver.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Step {
     MakeImage(Value),
     MakeSnapshot(Value),
-    /// What came of the trigger, which is final.
+    /// Sets the final condition of the trigger.
     Settle(Draft),
-    /// Nobody waits for it any more.
+    /// Deletes the image that a failed trigger left.
     DropImage {
         uid: String,
         resource_version: Option<String>,
     },
 }
 
-/// The next step for a trigger that is not being deleted. `capable` says whether the node of a Pod can save its memory.
+/// Returns the next step for a trigger that is not being deleted.
+///
+/// `capable` checks whether the node of a Pod can save its memory.
 pub(super) fn trigger(
     trigger: &PodSnapshotManualTrigger,
-    around: &Around,
+    observed: &Observed,
     capable: impl Fn(&Pod) -> Result<(), String>,
 ) -> Option<Step> {
     let (name, uid) = (trigger.name_any(), trigger.uid().unwrap_or_default());
-    let image = around.image.as_deref();
+    let image = observed.image.as_deref();
     if let Some(outcome) = trigger.outcome() {
         let left = image.filter(|image| {
             outcome.status == "False" && !is_deleting(*image) && is_owned_by(*image, &uid)
@@ -57,32 +60,32 @@ pub(super) fn trigger(
             resource_version: image.resource_version(),
         });
     }
-    if let Some(snapshot) = around.snapshot.as_deref() {
+    if let Some(snapshot) = observed.snapshot.as_deref() {
         return match snapshot.spec.trigger_uid == uid {
             false => fail(format!(
-                "PodSnapshot {name:?} exists already, of another trigger"
+                "PodSnapshot {name:?} already exists and belongs to another trigger"
             )),
             true if snapshot.is_ready() => settle(Status::True, reasons::COMPLETE, String::new()),
             true => unavailable(snapshot).and_then(|why| fail(why.message.clone())),
         };
     }
     match image {
-        // It is kept already, and the watch of PodSnapshots is behind.
+        // A PodSnapshot owns the image already; the watch of PodSnapshots is behind.
         Some(image) if is_kept(image) => None,
         Some(image) if !is_owned_by(image, &uid) => fail(format!(
-            "SandboxSnapshot {name:?} exists already, of somebody else"
+            "SandboxSnapshot {name:?} already exists and does not belong to the trigger"
         )),
         Some(image) if is_deleting(image) => fail(format!("SandboxSnapshot {name:?} was deleted")),
         Some(image) if image.is_committed() => {
             Some(Step::MakeSnapshot(snapshot_of(trigger, image)))
         }
-        // Nobody else says so: no agent knows of it yet.
-        Some(image) if !image.is_adopted() && !is_there(around, image) => {
+        // No agent has adopted the image, so none reports the end of the Pod.
+        Some(image) if !image.is_adopted() && !pod_exists(observed, image) => {
             let pod = &trigger.spec.target_pod;
             fail(format!("Pod {pod:?} ended before it was saved"))
         }
         Some(image) => failure(image).and_then(|why| fail(why.message.clone())),
-        None => match savable(trigger, around.pod.as_deref(), capable) {
+        None => match savable(trigger, observed.pod.as_deref(), capable) {
             Ok((pod, sandbox)) => Some(Step::MakeImage(image_of(trigger, pod, sandbox))),
             Err(why) => fail(why),
         },
@@ -102,7 +105,7 @@ fn is_deleting<K: Resource>(object: &K) -> bool {
     object.meta().deletion_timestamp.is_some()
 }
 
-/// Whether the object with this uid is one of its owners.
+/// Reports whether the object with this UID is an owner of `object`.
 fn is_owned_by<K: Resource>(object: &K, uid: &str) -> bool {
     let mut owners = object.meta().owner_references.iter().flatten();
     owners.any(|owner| owner.uid == uid)
@@ -112,13 +115,13 @@ fn is_a<K: Resource<DynamicType = ()>>(owner: &OwnerReference) -> bool {
     owner.kind == K::kind(&()) && owner.api_version == K::api_version(&())
 }
 
-/// Whether the Pod that an image is of is seen.
-fn is_there(around: &Around, image: &SandboxSnapshot) -> bool {
-    let seen = around.pod.as_ref().and_then(|pod| pod.uid());
-    seen == image.spec.pod_uid
+/// Reports whether the Pod of an image exists.
+fn pod_exists(observed: &Observed, image: &SandboxSnapshot) -> bool {
+    let uid = observed.pod.as_ref().and_then(|pod| pod.uid());
+    uid == image.spec.pod_uid
 }
 
-/// Whether an image belongs to the PodSnapshot of its name.
+/// Reports whether an image belongs to the PodSnapshot of its name.
 fn is_kept(image: &SandboxSnapshot) -> bool {
     let mut owners = image.metadata.owner_references.iter().flatten();
     owners.any(|owner| {
@@ -126,25 +129,28 @@ fn is_kept(image: &SandboxSnapshot) -> bool {
     })
 }
 
-/// Why an image that is asked for will not come soon. The agent would try again; whoever asked has left by then.
+/// Returns the condition that says why an image will not come soon.
+///
+/// The agent would retry, but the client of the trigger does not wait that long.
 fn failure(image: &SandboxSnapshot) -> Option<&Condition> {
-    let said = conditions::find(image.conditions(), conditions::COMMITTED)?;
+    let condition = conditions::find(image.conditions(), conditions::COMMITTED)?;
     let failed = [
         image_reasons::SAVE_FAILED,
         image_reasons::SANDBOX_NOT_FOUND,
         image_reasons::RUNTIME_NOT_CAPABLE,
         image_reasons::IMAGE_MISSING,
     ];
-    (said.status == "False" && failed.contains(&said.reason.as_str())).then_some(said)
+    (condition.status == "False" && failed.contains(&condition.reason.as_str()))
+        .then_some(condition)
 }
 
-/// What Ready says where it says no.
+/// Returns the condition Ready if it is False.
 pub(super) fn unavailable(snapshot: &PodSnapshot) -> Option<&Condition> {
-    let said = conditions::find(snapshot.conditions(), conditions::READY)?;
-    (said.status == "False").then_some(said)
+    let condition = conditions::find(snapshot.conditions(), conditions::READY)?;
+    (condition.status == "False").then_some(condition)
 }
 
-/// The Pod and the name of its Sandbox, if it has memory that can be saved.
+/// Returns the Pod and the name of its Sandbox if the Pod's memory can be saved, else the reason.
 fn savable<'a>(
     trigger: &PodSnapshotManualTrigger,
     pod: Option<&'a Pod>,
@@ -152,8 +158,9 @@ fn savable<'a>(
 ) -> Result<(&'a Pod, &'a str), String> {
     let name = &trigger.spec.target_pod;
     let pod = pod.ok_or_else(|| format!("Pod {name:?} does not exist"))?;
-    let sandbox = sandbox_of(pod)
-        .ok_or_else(|| format!("Pod {name:?} is no Sandbox's; only Pods of Sandboxes are saved"))?;
+    let sandbox = sandbox_of(pod).ok_or_else(|| {
+        format!("Pod {name:?} has no Sandbox; only Pods of Sandboxes can be saved")
+    })?;
     if is_deleting(pod) {
         return Err(format!("Pod {name:?} is being deleted"));
     }
@@ -205,11 +212,12 @@ fn snapshot_of(trigger: &PodSnapshotManualTrigger, image: &SandboxSnapshot) -> V
     })
 }
 
-// --- PodSnapshot ------------------------------------------------------------------------------------------------------------------------
+// --- PodSnapshot ---
 
-/// The patch that makes a SandboxSnapshot the PodSnapshot's own, if it is still its trigger's.
+/// Returns the patch that makes the PodSnapshot the owner of an image that its trigger still owns.
 pub(super) fn hand_over(snapshot: &PodSnapshot, image: &SandboxSnapshot) -> Option<Value> {
-    // Who may write PodSnapshots may name any uid in one: that of a Sandbox, say, which owns the image of its suspension.
+    // A client that may write PodSnapshots may name any UID, for example that of a Sandbox, which
+    // owns the image of its suspension.
     let mut owners = image.metadata.owner_references.iter().flatten();
     let is_its_triggers = owners.any(|owner| {
         owner.uid == snapshot.spec.trigger_uid && is_a::<PodSnapshotManualTrigger>(owner)
@@ -224,7 +232,9 @@ pub(super) fn hand_over(snapshot: &PodSnapshot, image: &SandboxSnapshot) -> Opti
     })
 }
 
-/// What Ready is to say, if that is another thing than it says. `image` has the snapshot's name, and is not its trigger's any more.
+/// Returns the new condition Ready, if it differs from the current one.
+///
+/// `image` has the snapshot's name and no longer belongs to its trigger.
 pub(super) fn ready(snapshot: &PodSnapshot, image: Option<&SandboxSnapshot>) -> Option<Draft> {
     let uid = snapshot.uid().unwrap_or_default();
     let name = snapshot.name_any();
@@ -232,24 +242,29 @@ pub(super) fn ready(snapshot: &PodSnapshot, image: Option<&SandboxSnapshot>) -> 
     let (status, reason, message) = match own {
         Some(image) if image.is_committed() => (Status::True, reasons::AVAILABLE, String::new()),
         Some(image) => {
-            let said = conditions::find(image.conditions(), conditions::COMMITTED);
-            let message = said.map_or_else(String::new, |said| said.message.clone());
+            let condition = conditions::find(image.conditions(), conditions::COMMITTED);
+            let message = condition.map_or_else(String::new, |condition| condition.message.clone());
             (Status::False, reasons::UNAVAILABLE, message)
         }
         None => {
-            let message = format!("SandboxSnapshot {name:?}, which held it, is gone");
+            let message =
+                format!("SandboxSnapshot {name:?} with the saved memory no longer exists");
             (Status::False, reasons::UNAVAILABLE, message)
         }
     };
-    let said = conditions::find(snapshot.conditions(), conditions::READY);
-    let known = said.is_some_and(|said| {
-        said.status == status.as_str() && said.reason == reason && said.message == message
+    let condition = conditions::find(snapshot.conditions(), conditions::READY);
+    let known = condition.is_some_and(|condition| {
+        condition.status == status.as_str()
+            && condition.reason == reason
+            && condition.message == message
     });
     (!known).then(|| Draft::new(conditions::READY, status, reason, message))
 }
 
-/// Of a Sandbox' PodSnapshots the one that the SDK asks its next Pod for: the newest that can be had. Of those of one second it takes the first in the list, which
-/// the apiserver orders by name.
+/// Returns the newest available PodSnapshot of a Sandbox, which the SDK expects its next Pod to
+/// restore.
+///
+/// The SDK takes the first of several in the same second. The apiserver orders the list by name.
 pub(crate) fn newest(kept: &[Arc<PodSnapshot>]) -> Option<&PodSnapshot> {
     let ready = kept.iter().map(AsRef::as_ref).filter(|one| one.is_ready());
     ready.max_by_key(|snapshot: &&PodSnapshot| {

@@ -1,4 +1,5 @@
-//! What the user of a pool should hear: that it does not come on, and what its template could have though nothing is wrong. Pure.
+//! Events for the user of a pool: lack of progress, and a RuntimeClass that its template could
+//! name. Pure.
 
 use std::{sync::Arc, time::Duration};
 
@@ -6,22 +7,26 @@ use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::ResourceExt;
 use torpor_api::{SandboxNode, SandboxTemplate, node, reasons::event};
 
-use crate::events::{AGAIN, Note, Severity};
+use crate::events::{Note, REPEAT_INTERVAL, Severity};
 
-/// What the user of a pool was told of it last.
+/// Last Event about a pool's progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Told {
-    /// That it does not come on, so long ago.
-    Stalls(Duration),
-    /// The same, and since then no member was held: what somebody did may have helped, or not.
+pub enum Published {
+    /// The pool stalled, so long ago.
+    Stalled(Duration),
+    /// The pool stalled, and since then no member was held; a change may have helped, or not.
     Eased,
 }
 
-/// For a pool whose members find no node or get no Pod, and for one none of whose members waits for that any more (`placed`). That none is held is not enough: members that were made
-/// for a changed template have their time first, and then may be held as those before them. `told` is `None` where the first was never told, or the second since.
-pub fn progress(stalled: Option<&str>, placed: bool, told: Option<Told>) -> Option<Note> {
-    match (stalled, told) {
-        (Some(_), Some(Told::Stalls(ago))) if ago < AGAIN => None,
+/// Returns the Event for a pool that stalls, and for a pool without waiting members after a stall
+/// (`placed`).
+///
+/// No held members are not enough for the latter: members created for a changed template first have
+/// their grace period, and then may be held as those before them. `published` is `None` without an
+/// Event about a stall, or after the Event about its end.
+pub fn progress(stalled: Option<&str>, placed: bool, published: Option<Published>) -> Option<Note> {
+    match (stalled, published) {
+        (Some(_), Some(Published::Stalled(ago))) if ago < REPEAT_INTERVAL => None,
         (Some(why), _) => Some(Note {
             severity: Severity::Warning,
             reason: event::WARM_POOL_NOT_PROGRESSING,
@@ -30,13 +35,14 @@ pub fn progress(stalled: Option<&str>, placed: bool, told: Option<Told>) -> Opti
         (None, Some(_)) if placed => Some(Note {
             severity: Severity::Normal,
             reason: event::WARM_POOL_PROGRESSING,
-            message: "No member of the pool waits for a Pod or a node any more".to_owned(),
+            message: "No member of the pool waits for a Pod or a node".to_owned(),
         }),
         (None, _) => None,
     }
 }
 
-/// For a template that asks for nothing of Torpor's where the cluster has a RuntimeClass that keeps memory: whoever wrote it for upstream's controller may not know.
+/// Returns the Event for a template without any setting of Torpor's, in a cluster with a
+/// RuntimeClass that keeps memory: its author may not know of it.
 pub fn plain_template(
     template: &SandboxTemplate,
     classes: &[Arc<RuntimeClass>],
@@ -52,7 +58,7 @@ pub fn plain_template(
         reason: event::RUNTIME_NOT_NAMED,
         message: format!(
             "SandboxTemplate {:?} names no RuntimeClass: its sandboxes lose their memory when they are suspended, as with upstream. To keep it, set \
-             spec.podTemplate.spec.runtimeClassName to {class:?} there and delete this pool's members, which are made anew; or annotate spec.podTemplate with \
+             spec.podTemplate.spec.runtimeClassName to {class:?} there and delete this pool's members, which are then replaced; or annotate spec.podTemplate with \
              torpor.dev/suspension-strategy: Stop",
             template.name_any()
         ),
@@ -65,40 +71,43 @@ mod tests {
 
     use super::*;
 
-    fn minutes_ago(minutes: u64) -> Option<Told> {
-        Some(Told::Stalls(Duration::from_secs(60 * minutes)))
+    fn minutes_ago(minutes: u64) -> Option<Published> {
+        Some(Published::Stalled(Duration::from_secs(60 * minutes)))
     }
 
     #[rstest]
-    #[case::it_stalls(None, true)]
-    #[case::it_was_told_just_now(minutes_ago(0), false)]
-    #[case::it_was_told_a_while_ago(minutes_ago(54), false)]
-    #[case::the_event_is_soon_gone(minutes_ago(55), true)]
-    #[case::it_was_told_long_ago(minutes_ago(600), true)]
-    #[case::what_was_done_has_not_helped(Some(Told::Eased), true)]
-    fn that_a_pool_does_not_come_on_is_told_about_every_hour(
-        #[case] told: Option<Told>,
+    #[case::first_stall(None, true)]
+    #[case::just_published(minutes_ago(0), false)]
+    #[case::published_a_while_ago(minutes_ago(54), false)]
+    #[case::event_expires_soon(minutes_ago(55), true)]
+    #[case::published_long_ago(minutes_ago(600), true)]
+    #[case::stalled_again(Some(Published::Eased), true)]
+    fn a_stall_is_published_about_every_hour(
+        #[case] published: Option<Published>,
         #[case] again: bool,
     ) {
-        let note = progress(Some("full"), false, told);
+        let note = progress(Some("full"), false, published);
         let expected = again.then_some(("WarmPoolNotProgressing", "full"));
-        let said = note.as_ref();
-        assert_eq!(said.map(|note| (note.reason, &*note.message)), expected);
+        let published = note.as_ref();
+        assert_eq!(
+            published.map(|note| (note.reason, &*note.message)),
+            expected
+        );
     }
 
     #[rstest]
-    #[case::it_never_stalled(true, None, false)]
+    #[case::never_stalled(true, None, false)]
     #[case::at_once(true, minutes_ago(1), true)]
     #[case::after_long(true, minutes_ago(600), true)]
-    #[case::after_a_while(true, Some(Told::Eased), true)]
-    #[case::new_members_have_their_time(false, minutes_ago(1), false)]
-    #[case::and_still_have_it(false, Some(Told::Eased), false)]
-    fn that_a_pool_comes_on_again_is_told_once_no_member_waits(
+    #[case::after_a_while(true, Some(Published::Eased), true)]
+    #[case::new_members_within_their_grace_period(false, minutes_ago(1), false)]
+    #[case::new_members_still_within_it(false, Some(Published::Eased), false)]
+    fn the_end_of_a_stall_is_published_once_no_member_waits(
         #[case] placed: bool,
-        #[case] told: Option<Told>,
+        #[case] published: Option<Published>,
         #[case] expected: bool,
     ) {
-        let note = progress(None, placed, told);
+        let note = progress(None, placed, published);
         let expected = expected.then_some("WarmPoolProgressing");
         assert_eq!(note.map(|note| note.reason), expected);
     }

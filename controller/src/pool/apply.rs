@@ -1,4 +1,5 @@
-//! Takes the steps of a plan and makes members, many at once where order does not matter. Without choosing: what goes wrong ends the pass.
+//! Executes the steps of a plan and creates members, many at once where order does not matter.
+//! Makes no choices: the first failure ends the pass.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -19,12 +20,15 @@ use crate::{
     watches,
 };
 
-/// Calls of one pool that are under way at once.
+/// Most concurrent calls of one pool.
 const MOST_AT_ONCE: usize = 32;
-/// When a pool is looked at again whose member was not as it was seen. What has changed need not be anything that wakes the pool.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// Delay until the next pass over a pool with a member that was not in the version read. The change
+/// need not be one that queues the pool.
+const CHANGED_RETRY: Duration = Duration::from_secs(1);
 
-/// Takes the steps, then makes the members. Each call waits for its turn ([`crate::pace`]). Says when to go on, if the apiserver has too much to do or other pools wait for their passes.
+/// Executes the steps, then creates the members. Each call waits for its turn ([`crate::pace`]).
+///
+/// Returns the delay until the next pass if the apiserver is overloaded or other pools wait.
 pub(super) async fn apply(
     plan: &Plan,
     observed: &Observed,
@@ -43,7 +47,7 @@ pub(super) async fn apply(
     if let Some(wait) = steps.await? {
         return Ok(Some(wait));
     }
-    let again = changed.into_inner().then_some(LOOK_AGAIN);
+    let again = changed.into_inner().then_some(CHANGED_RETRY);
     let Some(template) = &observed.template else {
         return Ok(again);
     };
@@ -53,29 +57,32 @@ pub(super) async fn apply(
     Ok(made.await?.or(again))
 }
 
-/// A pass that makes its calls.
+/// State of a pass that makes calls.
 struct Pass<'a> {
     observed: &'a Observed,
     context: &'a Context,
     begin: Instant,
-    /// A call has come through. Each pass comes on by something, whoever waits.
+    /// True if a call has succeeded. Each pass makes some progress, even while others wait.
     worked: bool,
 }
 
 impl Pass<'_> {
-    /// When to go on, if nothing more is to be begun for now.
-    fn gives_way(&self) -> Option<Duration> {
+    /// Returns the delay until the next pass, if no more calls may start now.
+    fn yields(&self) -> Option<Duration> {
         if self.context.api.is_pressed() {
             return Some(PRESSED_RETRY);
         }
-        let others_wait = self.context.queues.pools.is_waited_for();
+        let others_wait = self.context.queues.pools.has_waiting();
         let settings = &self.observed.settings;
-        let ends = self.worked && plan::gives_way(others_wait, self.begin.elapsed(), settings);
+        let ends = self.worked && plan::yields(others_wait, self.begin.elapsed(), settings);
         ends.then_some(NEXT_TURN)
     }
 
-    /// Makes a call for each item: one, and one more at once with each that comes through, so that an apiserver that refuses is not asked a hundred times. Asks before each whether to give way,
-    /// and waits for those that are under way. The first error ends it.
+    /// Makes a call for each item.
+    ///
+    /// Starts with one call, and allows one more at once with each success, so that a refusing
+    /// apiserver does not get a hundred calls. Checks before each call whether to yield, and waits
+    /// for the running calls. The first error ends the pass.
     async fn each<'i, T, F>(
         &mut self,
         items: &'i [T],
@@ -90,8 +97,8 @@ impl Pass<'_> {
         let mut failed = None;
         loop {
             let more = failed.is_none() && under_way.len() < at_once && left.len() > 0;
-            let gives_way = self.gives_way();
-            if more && gives_way.is_none() {
+            let yields = self.yields();
+            if more && yields.is_none() {
                 under_way.extend(left.next().map(&call));
                 continue;
             }
@@ -101,13 +108,13 @@ impl Pass<'_> {
                     at_once = MOST_AT_ONCE.min(at_once + 1);
                 }
                 Some(Err(error)) => failed = failed.or(Some(error)),
-                None => return failed.map_or(Ok(gives_way.filter(|_| more)), Err),
+                None => return failed.map_or(Ok(yields.filter(|_| more)), Err),
             }
         }
     }
 }
 
-/// Notes in `changed` that the member is another by now than the one that was seen.
+/// Executes one step. Sets `changed` if the member is no longer in the version that was read.
 async fn execute(
     step: &Action,
     observed: &Observed,
@@ -145,10 +152,10 @@ async fn execute(
     }
 }
 
-/// Somebody else was faster.
+/// Ends a write that came too late; returns any other error.
 fn newer_or(error: calls::Error, changed: &AtomicBool) -> Result<(), Error> {
     match error.answer() {
-        // Its end is an event.
+        // The deletion is an event of its own.
         Answer::NotFound => Ok(()),
         Answer::Conflict => {
             changed.store(true, Ordering::Relaxed);
@@ -187,7 +194,8 @@ async fn create(
     }
 }
 
-/// The name is taken: by this pool, whose first create had no answer, or by somebody else.
+/// Handles a name that exists: created by this pool in a call without an answer, or by another
+/// client.
 async fn taken(name: &str, observed: &Observed, context: &Context) -> Result<(), Error> {
     let pool = &observed.pool;
     let namespace = &pool.namespace().unwrap_or_default();

@@ -1,4 +1,5 @@
-//! No client required. A member of a pool, as JSON, so that fields of a newer Kubernetes stay in it.
+//! No client required. Builds a member of a pool as JSON, so that fields of a newer Kubernetes are
+//! kept.
 
 use kube::{Resource, ResourceExt};
 use serde_json::{Value, json};
@@ -6,20 +7,21 @@ use torpor_api::{SandboxTemplate, SandboxWarmPool, annotations, labels, name_has
 
 use crate::blueprint;
 
-/// Letters and digits of generated names, Kubernetes' own: no vowels, nothing that looks like something else.
+/// Characters of generated names, as in Kubernetes: no vowels, no characters that look alike.
 const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
 const SUFFIX: usize = 5;
 /// Longest name that Kubernetes generates.
 const LONGEST: usize = 63;
 
-/// Name of a new member: as the apiserver would generate it, but known before the call.
+/// Returns the name of a new member: of the form that the apiserver generates, but known before the
+/// call.
 pub fn name(pool: &str, salt: u64, number: usize) -> String {
     let mut state = salt ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut stem = pool;
     while stem.len() > LONGEST - SUFFIX - 1 {
         stem = &stem[..stem.len() - 1];
     }
-    // A cut behind a dot would leave a part that begins with the dash.
+    // A cut after a dot would leave a label that begins with the dash.
     let stem = stem.trim_end_matches(['-', '.']);
     let mut name = format!("{stem}-");
     for _ in 0..SUFFIX {
@@ -34,7 +36,11 @@ pub fn name(pool: &str, salt: u64, number: usize) -> String {
     name
 }
 
-/// The Sandbox to create. The name of its Pod is known, and written now, so that it needs no write of its own. Whether the autoscaler may take its Pod is said on the Sandbox and not in its pod template: what a claim takes off is then no change of the spec.
+/// Returns the Sandbox to create.
+///
+/// The name of its Pod is known and set here, so that it needs no write of its own. Permission for
+/// the autoscaler to evict the Pod is set on the Sandbox and not in its pod template: its removal
+/// by a claim is then no change of the spec.
 pub fn sandbox(
     pool: &SandboxWarmPool,
     template: &SandboxTemplate,
@@ -77,7 +83,7 @@ pub fn sandbox(
     })
 }
 
-/// Owner reference of a pool for its members.
+/// Returns the owner reference of a pool for its members.
 pub fn owner_reference(pool: &SandboxWarmPool) -> Value {
     json!({
         "apiVersion": SandboxWarmPool::api_version(&()),

@@ -1,5 +1,5 @@
-//! What this process remembers of pools between passes: members that it has asked for or deleted and that the watch has not shown yet, and the times that shape refills. After a
-//! restart nothing of it is needed: the first list shows everything that was done.
+//! Memory of pools between passes: requested and deleted members that the watch has not shown yet,
+//! and the times that limit refills. A restart needs none of it: the first list shows all members.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -11,16 +11,17 @@ use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxWarmPool};
 
 use super::{
-    advice::{self, Told},
+    advice::{self, Published},
     plan::Plan,
     status,
 };
 use crate::{events::Note, settings::PoolSettings};
 
-/// After this an expectation is given up, as upstream: the watch was down while the member came and went.
+/// Time after which a pending member is given up, as upstream: the watch was down while the member
+/// came and went.
 const FORGET_AFTER: Duration = Duration::from_secs(300);
 
-/// What this process remembers of pools, by UID.
+/// Memory of pools, by UID.
 #[derive(Debug, Default)]
 pub struct Memory(Mutex<HashMap<String, Pool>>);
 
@@ -28,60 +29,62 @@ pub struct Memory(Mutex<HashMap<String, Pool>>);
 struct Pool {
     creating: BTreeMap<String, Creating>,
     deleting: BTreeMap<String, Instant>,
-    /// Members that were held: when they were first seen to be so no more; `None`: they were at the last look, however long ago that was.
+    /// Held members by UID: the time at which they were first seen not held; `None` if they were
+    /// held at the last pass, however long ago.
     held: BTreeMap<String, Option<Instant>>,
-    /// Since when no member is made because the template's NetworkPolicy is not in place.
+    /// Time since which no member is created because the template's NetworkPolicy is not in place.
     unisolated: Option<Instant>,
-    /// Until when nothing is made, because members have left.
+    /// End of the delay after members have left.
     hold: Option<Instant>,
     tokens: Option<(f64, Instant)>,
     status_written: Option<Instant>,
-    /// When the pool was last said not to progress, unless it was said since that it does.
-    stall_told: Option<Instant>,
-    /// No member was held at the last look.
+    /// Time of the last Event about a stall, unless an Event about its end followed.
+    stall_published: Option<Instant>,
+    /// True if no member was held at the last pass.
     eased: bool,
-    /// What another process said last was taken from the status.
+    /// True if the last report of another process was taken from the status.
     inherited: bool,
-    /// The pool's user was told what there is to know.
+    /// True if the pool's user got the advice.
     advised: bool,
-    /// Makes names differ from pass to pass.
+    /// Counter that makes names differ from pass to pass.
     names: u64,
 }
 
 #[derive(Debug)]
 struct Creating {
     since: Instant,
-    /// There was no answer.
+    /// True if the create has no answer yet.
     uncertain: bool,
 }
 
-/// What a pass gets to see of it.
+/// Memory of a pool as a pass sees it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Remembered {
-    /// Names of members that were asked for and are not to be seen yet.
+    /// Names of requested members that the watch has not shown yet.
     pub creating: BTreeSet<String>,
-    /// Those of them whose create had no answer.
+    /// Names in `creating` whose create has had no answer.
     pub uncertain: BTreeSet<String>,
-    /// UIDs of members that were deleted and are still to be seen.
+    /// UIDs of deleted members that the cache still shows.
     pub deleting: BTreeSet<String>,
-    /// How long ago members, by UID, were first seen to wait no more for something that no other in their place would have had either; 0 for those that waited at the last look.
+    /// Time by UID since members were first seen not held; 0 for members held at the last pass. A
+    /// member is held while it waits for something that a replacement would lack, too.
     pub held: BTreeMap<String, Duration>,
-    /// For how long no member was made because the template's NetworkPolicy was not in place.
+    /// Time for which no member was created because the template's NetworkPolicy was not in place.
     pub unisolated: Duration,
-    /// How long nothing is made.
+    /// Time for which no member is created.
     pub hold: Option<Duration>,
-    /// How many may be made now; `None`: no limit.
+    /// Number of members that may be created now; `None`: no limit.
     pub allowance: Option<usize>,
-    /// How long until one more may be made.
+    /// Time until one more member may be created.
     pub next_token: Option<Duration>,
-    /// How long until the first of those in `creating` and `deleting` is given up.
+    /// Time until the first of `creating` and `deleting` is given up.
     pub forgotten_in: Option<Duration>,
     /// Differs from pass to pass and from process to process.
     pub salt: u64,
 }
 
 impl Memory {
-    /// What is remembered of a pool at a time. What is too old then is forgotten.
+    /// Returns the memory of a pool at a time; forgets outdated entries.
     pub fn remembered(&self, uid: &str, settings: &PoolSettings, now: Instant) -> Remembered {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
@@ -118,14 +121,15 @@ impl Memory {
         }
     }
 
-    /// Whether the last pass made no member because the template's NetworkPolicy was not in place.
+    /// Records whether the last pass created no member because the template's NetworkPolicy was not
+    /// in place.
     pub fn unisolated(&self, uid: &str, waits: bool, now: Instant) {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
         pool.unisolated = waits.then(|| pool.unisolated.unwrap_or(now));
     }
 
-    /// A member is about to be made.
+    /// Records a create before its call.
     pub fn creating(&self, uid: &str, name: &str) {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
@@ -141,7 +145,7 @@ impl Memory {
         }
     }
 
-    /// The member was made.
+    /// Records the success of a create.
     pub fn created(&self, uid: &str, name: &str) {
         if let Some(pool) = self.lock().get_mut(uid)
             && let Some(creating) = pool.creating.get_mut(name)
@@ -150,21 +154,21 @@ impl Memory {
         }
     }
 
-    /// The member was not made.
+    /// Records the failure of a create.
     pub fn not_created(&self, uid: &str, name: &str) {
         if let Some(pool) = self.lock().get_mut(uid) {
             pool.creating.remove(name);
         }
     }
 
-    /// The member is being deleted.
+    /// Records the deletion of a member.
     pub fn deleting(&self, uid: &str, member: &str) {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
         pool.deleting.insert(member.to_owned(), Instant::now());
     }
 
-    /// These members are held, and no others: once what they wait for has come they have their time anew.
+    /// Records the held members. A member that is no longer held has its grace period from now on.
     pub fn held(&self, uid: &str, members: &BTreeSet<String>, now: Instant) {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
@@ -175,7 +179,7 @@ impl Memory {
             .extend(members.iter().map(|member| (member.clone(), None)));
     }
 
-    /// The watch has shown a Sandbox, or that it is gone.
+    /// Records a Sandbox that the watch has shown, or its deletion.
     pub fn seen(&self, pool_uid: &str, sandbox: &Sandbox, gone: bool) {
         if let Some(pool) = self.lock().get_mut(pool_uid) {
             pool.creating.remove(&sandbox.name_any());
@@ -185,7 +189,7 @@ impl Memory {
         }
     }
 
-    /// A member has left the pool.
+    /// Records that a member has left the pool.
     pub fn left(&self, pool_uid: &str, delay: Duration) {
         if delay.is_zero() {
             return;
@@ -195,12 +199,13 @@ impl Memory {
         }
     }
 
-    /// The pool is gone.
+    /// Forgets a deleted pool.
     pub fn forget(&self, uid: &str) {
         self.lock().remove(uid);
     }
 
-    /// How long the status has to wait; `None`: it is written now. A settled pool's status does not wait.
+    /// Returns the delay before the status may be written; `None`: now. The status of a settled
+    /// pool is written at once.
     pub fn status_wait(&self, uid: &str, interval: Duration, settled: bool) -> Option<Duration> {
         let now = Instant::now();
         let mut all = self.lock();
@@ -214,56 +219,57 @@ impl Memory {
         wait
     }
 
-    /// The Event for a pool that does not progress, or progresses again, if it is time for one.
+    /// Returns the Event for a pool that stalls, or makes progress again, if one is due.
     pub fn note(&self, pool: &SandboxWarmPool, plan: &Plan, now: Instant) -> Option<Note> {
         let uid = pool.uid().unwrap_or_default();
         let mut all = self.lock();
         let known = all.entry(uid).or_default();
         if !known.inherited {
             known.inherited = true;
-            known.stall_told = status::is_stalled(pool).then_some(now);
+            known.stall_published = status::is_stalled(pool).then_some(now);
         }
-        let told = known.stall_told.map(|told| match known.eased {
-            true => Told::Eased,
-            false => Told::Stalls(now.saturating_duration_since(told)),
+        let published = known.stall_published.map(|published| match known.eased {
+            true => Published::Eased,
+            false => Published::Stalled(now.saturating_duration_since(published)),
         });
         known.eased = plan.stalled.is_none();
-        let note = advice::progress(plan.stalled.as_deref(), plan.placed, told)?;
-        known.stall_told = plan.stalled.as_ref().map(|_| now);
+        let note = advice::progress(plan.stalled.as_deref(), plan.placed, published)?;
+        known.stall_published = plan.stalled.as_ref().map(|_| now);
         Some(note)
     }
 
-    /// Whether the pool's user was told what there is to know.
+    /// Reports whether the pool's user got the advice.
     pub fn is_advised(&self, uid: &str) -> bool {
         self.lock().get(uid).is_some_and(|pool| pool.advised)
     }
 
-    /// The pool's user is told.
+    /// Records that the pool's user got the advice.
     pub fn advised(&self, uid: &str) {
         self.lock().entry(uid.to_owned()).or_default().advised = true;
     }
 
-    // A panic elsewhere leaves the map as it was.
+    // A panic elsewhere leaves the map unchanged.
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Pool>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// How long something is still remembered.
+/// Returns the time for which an entry is kept.
 fn left(since: Instant, now: Instant) -> Option<Duration> {
     let left = FORGET_AFTER.checked_sub(now.saturating_duration_since(since));
     left.filter(|left| !left.is_zero())
 }
 
 impl Pool {
-    /// When something is given up that the watch has not shown.
+    /// Returns the time until the first pending entry is given up.
     fn forgotten_in(&self, now: Instant) -> Option<Duration> {
         let made = self.creating.values().map(|creating| creating.since);
         let all = made.chain(self.deleting.values().copied());
         all.filter_map(|since| left(since, now)).min()
     }
 
-    /// A token bucket that holds what a second brings, and at least one.
+    /// Returns the number of members that may be created and the time until the next. The token
+    /// bucket holds the tokens of one second, and at least one.
     fn allowance(&mut self, rate: f64, now: Instant) -> (Option<usize>, Option<Duration>) {
         if rate <= 0.0 {
             self.tokens = None;
@@ -282,7 +288,7 @@ impl Pool {
     }
 }
 
-/// A number that differs between processes, because the standard library's hasher is seeded anew in each.
+/// Returns a number that differs between processes: each seeds the standard library's hasher anew.
 fn salt(number: u64) -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(number)
@@ -311,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_remembered_until_it_is_seen() {
+    fn a_requested_member_is_remembered_until_the_watch_shows_it() {
         let memory = Memory::default();
         memory.creating("p", "a");
         assert!(of(&memory).uncertain.contains("a"));
@@ -326,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn how_long_a_pool_waits_for_its_policy_is_counted_from_the_first_pass_that_waited() {
+    fn the_wait_for_a_policy_counts_from_the_first_pass_that_waited() {
         let (memory, begin) = (Memory::default(), Instant::now());
         let second = Duration::from_secs(1);
         let waited = |at: Instant| {
@@ -341,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_deleted_is_remembered_until_it_is_gone() {
+    fn a_deleted_member_is_remembered_until_it_is_gone() {
         let memory = Memory::default();
         memory.deleting("p", "u");
         memory.seen("p", &sandbox("a", "u"), false);
@@ -351,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_watch_never_shows_is_given_up_and_the_pool_looked_at_then() {
+    fn a_member_that_the_watch_never_shows_is_given_up_and_the_pool_reconciled_then() {
         let second = Duration::from_secs(1);
         for made in [true, false] {
             let memory = Memory::default();
@@ -371,9 +377,9 @@ mod tests {
         }
     }
 
-    /// However seldom it is looked at: what it was at the last look is not forgotten before the next.
+    /// The state at the last pass is kept until the next one, however late.
     #[test]
-    fn what_was_held_is_remembered_as_long_as_a_member_may_take() {
+    fn a_held_member_is_remembered_for_its_grace_period() {
         let memory = Memory::default();
         let (begin, grace) = (Instant::now(), PoolSettings::default().readiness_grace);
         let look = |later: Duration, held: bool| {
@@ -398,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refill_takes_what_a_second_brings_and_then_waits() {
+    fn a_refill_takes_the_tokens_of_a_second_and_then_waits() {
         let memory = Memory::default();
         let settings = PoolSettings {
             max_refill_rate: 3.0,
@@ -419,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn members_that_leave_hold_the_refill_up_and_each_begins_the_wait_anew() {
+    fn each_member_that_leaves_restarts_the_delay_of_the_refill() {
         let memory = Memory::default();
         of(&memory);
         memory.left("p", Duration::ZERO);
@@ -430,10 +436,10 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_that_stalls_is_told_of_again_an_hour_later_and_once_when_it_goes_on() {
+    fn a_stall_is_published_again_after_an_hour_and_its_end_once() {
         let (memory, pool) = (Memory::default(), SandboxWarmPool::default());
         let begin = Instant::now();
-        let told = |minutes: u64, stalled: bool| {
+        let published = |minutes: u64, stalled: bool| {
             let plan = Plan {
                 stalled: stalled.then(|| "full".to_owned()),
                 placed: !stalled,
@@ -443,15 +449,18 @@ mod tests {
             memory.note(&pool, &plan, now).map(|note| note.reason)
         };
         let (stalls, goes_on) = (Some("WarmPoolNotProgressing"), Some("WarmPoolProgressing"));
-        assert_eq!(told(0, false), None);
-        assert_eq!([told(1, true), told(2, true)], [stalls, None]);
-        assert_eq!([told(61, true), told(62, true)], [stalls, None]);
-        assert_eq!([told(63, false), told(64, false)], [goes_on, None]);
-        assert_eq!(told(65, true), stalls, "anew");
+        assert_eq!(published(0, false), None);
+        assert_eq!([published(1, true), published(2, true)], [stalls, None]);
+        assert_eq!([published(61, true), published(62, true)], [stalls, None]);
+        assert_eq!(
+            [published(63, false), published(64, false)],
+            [goes_on, None]
+        );
+        assert_eq!(published(65, true), stalls, "a new stall");
     }
 
     #[test]
-    fn a_pool_that_stalls_anew_with_other_members_is_told_of_and_not_said_to_have_gone_on() {
+    fn a_stall_of_new_members_is_published_without_an_end_in_between() {
         let (memory, pool) = (Memory::default(), SandboxWarmPool::default());
         let held = Plan {
             stalled: Some("full".to_owned()),
@@ -462,18 +471,24 @@ mod tests {
             ..Plan::default()
         };
         let now = Instant::now();
-        let told = |plan: &Plan| memory.note(&pool, plan, now).map(|note| note.reason);
+        let published = |plan: &Plan| memory.note(&pool, plan, now).map(|note| note.reason);
         let (stalls, goes_on) = (Some("WarmPoolNotProgressing"), Some("WarmPoolProgressing"));
-        assert_eq!([told(&held), told(&held)], [stalls, None]);
-        // Others were made instead, and have their time.
-        assert_eq!([told(&Plan::default()), told(&Plan::default())], [None; 2]);
-        assert_eq!([told(&held), told(&held)], [stalls, None]);
-        assert_eq!([told(&Plan::default()), told(&placed)], [None, goes_on]);
-        assert_eq!([told(&Plan::default()), told(&placed)], [None; 2]);
+        assert_eq!([published(&held), published(&held)], [stalls, None]);
+        // New members were created instead and are within their grace period.
+        assert_eq!(
+            [published(&Plan::default()), published(&Plan::default())],
+            [None; 2]
+        );
+        assert_eq!([published(&held), published(&held)], [stalls, None]);
+        assert_eq!(
+            [published(&Plan::default()), published(&placed)],
+            [None, goes_on]
+        );
+        assert_eq!([published(&Plan::default()), published(&placed)], [None; 2]);
     }
 
     #[test]
-    fn what_the_status_says_already_another_process_does_not_tell_anew() {
+    fn a_stall_in_the_status_is_not_published_again_by_another_process() {
         let mut pool = SandboxWarmPool::default();
         let held = Plan {
             stalled: Some("full".to_owned()),
@@ -490,15 +505,15 @@ mod tests {
         pool.status = Some(status::next(&view, &held, jiff::Timestamp::UNIX_EPOCH));
         let memory = Memory::default();
         let now = Instant::now();
-        let told = |plan: &Plan| memory.note(&pool, plan, now).map(|note| note.reason);
-        assert_eq!([told(&held), told(&held)], [None; 2]);
+        let published = |plan: &Plan| memory.note(&pool, plan, now).map(|note| note.reason);
+        assert_eq!([published(&held), published(&held)], [None; 2]);
         let goes_on = Some("WarmPoolProgressing");
-        assert_eq!([told(&placed), told(&placed)], [goes_on, None]);
-        assert_eq!(told(&held), Some("WarmPoolNotProgressing"));
+        assert_eq!([published(&placed), published(&placed)], [goes_on, None]);
+        assert_eq!(published(&held), Some("WarmPoolNotProgressing"));
     }
 
     #[test]
-    fn the_status_of_a_pool_in_a_storm_is_written_now_and_then() {
+    fn the_status_of_a_changing_pool_is_written_once_an_interval() {
         let memory = Memory::default();
         let interval = Duration::from_secs(60);
         assert_eq!(memory.status_wait("p", interval, false), None);

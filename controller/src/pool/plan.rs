@@ -1,4 +1,5 @@
-//! No client required. Decides which members a pool makes, keeps and deletes: pure, total, deterministic.
+//! No client required. Plans which members a pool creates, keeps and deletes: pure, total,
+//! deterministic.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -26,39 +27,41 @@ use crate::{
     template::plan::{Unisolated, isolation},
 };
 
-/// How long a pool without a template waits for it, unless it comes.
+/// Delay until the next pass over a pool without a template, unless the template is created.
 pub const TEMPLATE_RETRY: Duration = Duration::from_secs(60);
-/// How long a pool waits for its template's NetworkPolicy before it looks by itself, and before its user is told. The policy's own event comes sooner.
+/// Time that a pool waits for its template's NetworkPolicy before it checks by itself, and before
+/// its user is notified. The policy's own event comes sooner.
 pub const POLICY_GRACE: Duration = Duration::from_secs(15);
-/// How long a pool leaves an apiserver in peace that has too much to do.
+/// Delay before the next call of a pool to an overloaded apiserver.
 pub const PRESSED_RETRY: Duration = Duration::from_secs(1);
-/// When a pool goes on that has given way to others: behind all that wait by then.
+/// Delay until the next pass over a pool that has yielded to others; the pass comes after all that
+/// wait by then.
 pub const NEXT_TURN: Duration = Duration::from_millis(1);
-/// What is looked at after a deadline is looked at this much after it, so that it has passed on every clock.
+/// Delay of a check after a deadline, so that the deadline has passed on every clock.
 const SLACK: Duration = Duration::from_secs(2);
 
-/// Everything that decides about one pool.
+/// Input of the plan for one pool.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
     pub pool: Arc<SandboxWarmPool>,
     pub template: Option<Arc<SandboxTemplate>>,
-    /// Whatever has the name of the template's NetworkPolicy.
+    /// NetworkPolicy with the name of the template's own, whatever controls it.
     pub template_policy: Option<Arc<NetworkPolicy>>,
-    /// Ranges that the operator blocks beside the private addresses.
+    /// Ranges that the operator blocks in addition to the private addresses.
     pub except: Vec<Cidr>,
     /// Sandboxes that the pool controls.
     pub members: Vec<Arc<Sandbox>>,
-    /// Sandboxes that carry the pool's label and that nobody controls.
+    /// Sandboxes with the pool's label and without a controller.
     pub orphans: Vec<Arc<Sandbox>>,
     pub remembered: Remembered,
-    /// The apiserver has too much to do.
+    /// True if the apiserver is overloaded.
     pub pressed: bool,
-    /// How soon somebody may wait for what is made.
+    /// Urgency of new members.
     pub advance: Advance,
     pub settings: PoolSettings,
 }
 
-/// One call.
+/// Step of a plan: one call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     Adopt {
@@ -72,49 +75,53 @@ pub enum Action {
     },
 }
 
-/// What to do.
+/// Steps for the pool, and the facts for its status.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
-    /// Taken all at once, before anything is made.
+    /// Steps executed concurrently, before any member is created.
     pub steps: Vec<Action>,
-    /// Names of the members to make, in order; those without an answer first.
+    /// Names of the members to create, in order; creates without an answer come first.
     pub create: Vec<String>,
-    /// How many members the pool lacks, whether they are made now or later.
+    /// Number of missing members, whether they are created now or later.
     pub missing: usize,
-    /// UIDs of the members that are kept though they had their time.
+    /// UIDs of the members that are kept after their grace period.
     pub held: BTreeSet<String>,
-    /// Why the pool does not progress.
+    /// Reason why the pool makes no progress.
     pub stalled: Option<String>,
-    /// Members are lacking, and none is made before the template's NetworkPolicy is in place.
+    /// True if members are missing and none is created before the template's NetworkPolicy is in
+    /// place.
     pub unisolated: bool,
-    /// The pool has all members, and each of them a Pod on a node.
+    /// True if the pool has all members, each with a Pod on a node.
     pub placed: bool,
     pub requeue: Option<Duration>,
 }
 
-/// How a member is doing.
+/// State of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Health<'a> {
     Ready,
-    /// Not ready, and it may still become so.
+    /// Not ready yet, within the grace period.
     Waiting,
-    /// No node has room for it, as the scheduler says. Another in its place would find none either.
+    /// No node has room for the member; holds the scheduler's message. A replacement would find no
+    /// node either.
     Unschedulable(&'a str),
-    /// Its Pod has scheduling gates, as the apiserver says. A queue that sets them would put the
-    /// Pod of a new member behind all others.
+    /// The member's Pod has scheduling gates; holds the apiserver's message. A queue that sets them
+    /// would put the Pod of a replacement behind all others.
     Gated(&'a str),
-    /// Its Pod is refused, in these words. That of another in its place would be, too.
+    /// The member's Pod is refused, with this message. The Pod of a replacement would be refused,
+    /// too.
     Refused(&'a str),
-    /// It had its time.
+    /// The grace period is over.
     Stuck,
 }
 
-/// Whether a pass ends here, to go on when it is the pool's turn again. `worked` is how long it has lasted.
-pub fn gives_way(others_wait: bool, worked: Duration, settings: &PoolSettings) -> bool {
+/// Reports whether a pass ends here, to continue on the pool's next turn. `worked` is the time that
+/// it has taken.
+pub fn yields(others_wait: bool, worked: Duration, settings: &PoolSettings) -> bool {
     others_wait && worked >= settings.turn
 }
 
-/// Decides.
+/// Plans the steps for one pool.
 pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     let Observed {
         pool, remembered, ..
@@ -130,9 +137,9 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     let mut keep = Vec::new();
     for member in &active {
         let health = health(member, observed, now);
-        // Without a template nothing is known to have changed.
+        // Without a template no change is known.
         let outdated = blueprint.as_ref().is_some_and(|blueprint| match health {
-            // Any change may be the one that its Pod waits for.
+            // Any change may be the one that the Pod waits for.
             Health::Refused(_) => !blueprint.would_make(member),
             _ => recreates(pool) && blueprint.is_stale(member),
         });
@@ -146,25 +153,26 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     let excess = (keep.len() + adopted + unseen.len()).saturating_sub(wanted);
     let going = worst(keep.clone(), excess);
     plan.steps.extend(going.iter().map(|member| delete(member)));
-    // What goes is no longer waited for.
+    // Members being deleted are no longer waited for.
     let going: BTreeSet<Option<String>> = going.iter().map(|member| member.uid()).collect();
     keep.retain(|member| !going.contains(&member.uid()));
     plan.steps.truncate(observed.settings.max_batch);
-    // What is being deleted still counts: a pool has never more than it is asked for, not even for a moment.
+    // Members being deleted still count: a pool never has more members than requested, not even for
+    // a moment.
     let there = observed.members.len() + adopted + unseen.len();
     plan.missing = wanted.saturating_sub(there);
     plan_creates(&mut plan, observed, remembered);
-    plan_next_look(&mut plan, &keep, observed, now);
+    plan_next_pass(&mut plan, &keep, observed, now);
     plan.placed = keep.len() >= wanted && keep.iter().all(|member| is_placed(member));
     plan
 }
 
-/// How many members the pool is asked for.
+/// Returns the number of requested members.
 pub fn replicas(pool: &SandboxWarmPool) -> usize {
     usize::try_from(pool.spec.replicas.unwrap_or(1)).unwrap_or_default()
 }
 
-/// Members that are not on their way out.
+/// Returns the members that are not being deleted.
 pub(super) fn active(observed: &Observed) -> impl Iterator<Item = &Arc<Sandbox>> {
     observed.members.iter().filter(|member| {
         let deleted = &observed.remembered.deleting;
@@ -173,7 +181,7 @@ pub(super) fn active(observed: &Observed) -> impl Iterator<Item = &Arc<Sandbox>>
     })
 }
 
-/// Members that were asked for and that the watch has not shown yet.
+/// Returns the names of requested members that the watch has not shown yet.
 pub(super) fn unseen(observed: &Observed) -> BTreeSet<String> {
     let mut names = observed.remembered.creating.clone();
     for member in &observed.members {
@@ -182,7 +190,8 @@ pub(super) fn unseen(observed: &Observed) -> BTreeSet<String> {
     names
 }
 
-/// Orphans come back into the pool if they are what the template says, and go if not. How many come back.
+/// Plans for orphans: those that match the template return to the pool, the others are deleted.
+/// Returns the number that return.
 fn plan_orphans(plan: &mut Plan, observed: &Observed, blueprint: Option<&Blueprint<'_>>) -> usize {
     let Some(blueprint) = blueprint else {
         return 0;
@@ -214,7 +223,8 @@ fn plan_orphans(plan: &mut Plan, observed: &Observed, blueprint: Option<&Bluepri
     adopted
 }
 
-/// The version that was seen makes the apiserver refuse when a claim has taken the member meanwhile.
+/// Returns the deletion of a member in the version that was read: the apiserver refuses it if a
+/// claim has taken the member meanwhile.
 fn delete(member: &Sandbox) -> Action {
     Action::Delete {
         name: member.name_any(),
@@ -223,7 +233,7 @@ fn delete(member: &Sandbox) -> Action {
     }
 }
 
-/// Whether stale members have to go at once.
+/// Reports whether stale members are replaced at once.
 fn recreates(pool: &SandboxWarmPool) -> bool {
     let strategy = pool.spec.update_strategy.as_ref();
     strategy.is_some_and(|strategy| strategy.type_ == WarmPoolUpdateStrategyType::Recreate)
@@ -233,7 +243,7 @@ pub(super) fn is_ready(member: &Sandbox) -> bool {
     is_true(member, conditions::READY)
 }
 
-/// Whether a member waits neither for a Pod nor for a node.
+/// Reports whether a member waits neither for a Pod nor for a node.
 fn is_placed(member: &Sandbox) -> bool {
     is_ready(member) || is_true(member, conditions::POD_SCHEDULED)
 }
@@ -264,7 +274,8 @@ fn health<'a>(member: &'a Sandbox, observed: &Observed, now: Timestamp) -> Healt
     })
 }
 
-/// How much of its time a member has had. One that was held begins anew: its Pod is just being made, or has yet to find a node.
+/// Returns how much of its grace period a member has used. The period of a held member starts anew:
+/// its Pod is just being created, or has yet to find a node.
 fn time_had(member: &Sandbox, observed: &Observed, now: Timestamp) -> Duration {
     let uid = member.uid().unwrap_or_default();
     let held = observed.remembered.held.get(&uid);
@@ -272,11 +283,12 @@ fn time_had(member: &Sandbox, observed: &Observed, now: Timestamp) -> Duration {
     held.map_or(age, |ago| age.min(*ago))
 }
 
-/// Since when a member could be ready and is not: at the earliest since it has a node. What it waited for before is not held against it, also by a controller that did not see it wait.
+/// Returns the time for which a member could be ready and is not, at most since it has a node.
+/// Earlier waits do not count, even for a controller that did not see them.
 fn age_unready(member: &Sandbox, now: Timestamp) -> Duration {
     let created = member.metadata.creation_timestamp.as_ref().map(|t| t.0);
     let ready = condition(member, conditions::READY);
-    // Why it has no node may change for ever, and begins nothing anew.
+    // The reason for the missing node may change often, and restarts nothing.
     let scheduled =
         condition(member, conditions::POD_SCHEDULED).filter(|scheduled| scheduled.status == "True");
     let changed = ready.into_iter().chain(scheduled);
@@ -293,17 +305,18 @@ fn condition<'a>(member: &'a Sandbox, type_: &str) -> Option<&'a Condition> {
     conditions::find(&member.status.as_ref()?.conditions, type_)
 }
 
-/// Why a member has no node, if it has none for this reason.
+/// Returns the message about the missing node of a member, if the reason is this one.
 fn unscheduled<'a>(member: &'a Sandbox, reason: &str) -> Option<&'a str> {
     condition(member, conditions::POD_SCHEDULED)
         .filter(|scheduled| scheduled.status == "False" && scheduled.reason == reason)
         .map(|scheduled| scheduled.message.as_str())
 }
 
-/// Why a member's Pod cannot be made: a quota, a limit, a policy, a template that is no Pod. Somebody else's Pod of the same name is no such reason: the next member has another one.
+/// Returns the reason why a member's Pod cannot be created: a quota, a limit, a policy, an invalid
+/// template. A foreign Pod with the same name does not count: a replacement has another name.
 fn refused(member: &Sandbox) -> Option<&str> {
     let ready = condition(member, conditions::READY)?;
-    // What is known of a Pod's scheduling is known of a Pod that is there.
+    // A known scheduling state proves that the Pod exists.
     let scheduled = condition(member, conditions::POD_SCHEDULED);
     let has_pod = scheduled.is_some_and(|scheduled| scheduled.status != "Unknown");
     let why = ready.message.as_str();
@@ -312,7 +325,7 @@ fn refused(member: &Sandbox) -> Option<&str> {
     holds.then_some(why)
 }
 
-/// The members to give up first: what is not ready, then the newest.
+/// Returns the members to delete first: those that are not ready, then the newest.
 fn worst(mut members: Vec<&Arc<Sandbox>>, count: usize) -> Vec<&Arc<Sandbox>> {
     if count == 0 {
         return Vec::new();
@@ -330,7 +343,7 @@ fn worst(mut members: Vec<&Arc<Sandbox>>, count: usize) -> Vec<&Arc<Sandbox>> {
 
 fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
     let Some(template) = observed.template.as_deref() else {
-        miss_template(plan, &observed.pool);
+        wait_for_template(plan, &observed.pool);
         return;
     };
     if plan.missing > 0 || !remembered.uncertain.is_empty() {
@@ -340,7 +353,7 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
             return;
         }
     }
-    // Their answers are missing: the same name again makes the same object.
+    // Creates without an answer: the same name again creates the same object.
     plan.create = remembered.uncertain.iter().cloned().collect();
     if plan.missing == 0 {
         return;
@@ -363,39 +376,40 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
     plan.create.extend(names);
 }
 
-/// Without its template a pool keeps what it has and makes nothing, which its user is told at once
-/// (upstream's #1572). A pool of none needs no template.
-fn miss_template(plan: &mut Plan, pool: &SandboxWarmPool) {
+/// Plans for a pool without its template: it keeps its members and creates none, and its user is
+/// notified at once (upstream's #1572). A pool with 0 replicas needs no template.
+fn wait_for_template(plan: &mut Plan, pool: &SandboxWarmPool) {
     if replicas(pool) == 0 {
         return;
     }
     plan.requeue = Some(TEMPLATE_RETRY);
     let template = &pool.spec.sandbox_template_ref.name;
     plan.stalled = Some(format!(
-        "SandboxTemplate {template:?} not found: no member is made. Make one of that name in this namespace, or name another in spec.sandboxTemplateRef"
+        "SandboxTemplate {template:?} not found: no member is created. Create a template with that name in this namespace, or name another in spec.sandboxTemplateRef"
     ));
 }
 
-/// Nothing is made without the template's rules. The controller makes or changes the policy in a moment: the user is told only when that lasts.
+/// Plans for a pool whose template's rules are not in place: it creates no member. The controller
+/// usually writes the policy in a moment; the user is notified only when it takes longer.
 fn wait_for_policy(plan: &mut Plan, why: &Unisolated, remembered: &Remembered) {
     plan.unisolated = true;
     plan.requeue = Some(POLICY_GRACE);
     if !why.is_passing() || remembered.unisolated >= POLICY_GRACE {
-        plan.stalled = Some(format!("No member is made: {why}"));
+        plan.stalled = Some(format!("No member is created: {why}"));
     }
 }
 
-/// When a member's time is over, or one that is held may come on.
-fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, now: Timestamp) {
+/// Plans the next pass: when a member's grace period ends, or a held member may make progress.
+fn plan_next_pass(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, now: Timestamp) {
     let settings = &observed.settings;
     let mut waiting = Waiting::default();
-    let mut looks = Vec::new();
+    let mut checks = Vec::new();
     for member in keep {
         match health(member, observed, now) {
             Health::Waiting => {
                 let had = time_had(member, observed, now);
                 let left = settings.readiness_grace.saturating_sub(had);
-                looks.push(jittered(left + SLACK, observed.remembered.salt));
+                checks.push(jittered(left + SLACK, observed.remembered.salt));
                 continue;
             }
             Health::Unschedulable(why) => waiting.unscheduled.push(why),
@@ -406,16 +420,16 @@ fn plan_next_look(plan: &mut Plan, keep: &[&Arc<Sandbox>], observed: &Observed, 
         plan.held.extend(member.uid());
     }
     if let Some(held) = stalled(&waiting, observed) {
-        looks.push(settings.unschedulable_recheck);
+        checks.push(settings.unschedulable_recheck);
         plan.stalled = Some(match plan.stalled.take() {
             Some(first) => format!("{first}\n{held}"),
             None => held,
         });
     }
-    plan.requeue = plan.requeue.into_iter().chain(looks).min();
+    plan.requeue = plan.requeue.into_iter().chain(checks).min();
 }
 
-/// Members that are kept though they had their time, by what they wait for: the words of each.
+/// Messages about members kept after their grace period, by the cause of the wait.
 #[derive(Debug, Default)]
 struct Waiting<'a> {
     unscheduled: Vec<&'a str>,
@@ -423,8 +437,9 @@ struct Waiting<'a> {
     refused: Vec<&'a str>,
 }
 
-/// Why the pool does not come on. The remedy comes before the words of others: those may be longer
-/// than an Event. Without counts, so that one more member changes no words.
+/// Returns the reason why the pool makes no progress. The remedy comes before messages of others,
+/// which may be longer than an Event. The text has no counts, so that one more member does not
+/// change it.
 fn stalled(waiting: &Waiting<'_>, observed: &Observed) -> Option<String> {
     let Waiting {
         unscheduled,
@@ -434,7 +449,7 @@ fn stalled(waiting: &Waiting<'_>, observed: &Observed) -> Option<String> {
     let grace = observed.settings.readiness_grace;
     let no_pod = refused.first().map(|why| {
         format!(
-            "Members have no Pod after {grace:?} and are kept waiting: it is refused. Change what refuses it (a quota, a limit, a policy) or the template, or lower spec.replicas. {why}"
+            "Members have no Pod after {grace:?} and are kept waiting: the apiserver refuses it. Change the cause (a quota, a limit, a policy) or the template, or lower spec.replicas. {why}"
         )
     });
     let no_node = unscheduled.first().map(|why| {
@@ -444,14 +459,14 @@ fn stalled(waiting: &Waiting<'_>, observed: &Observed) -> Option<String> {
     });
     let not_let = gated.first().map(|why| {
         format!(
-            "Members are held by scheduling gates after {grace:?} and are kept waiting. Whoever set the gates lets them go, as a queue does once its quota has room; or lower spec.replicas. Their condition says: {why}"
+            "Members are held by scheduling gates after {grace:?} and are kept waiting. The controller that set the gates removes them, as a queue does once its quota has room; or lower spec.replicas. The condition of the members says: {why}"
         )
     });
     let all = [no_pod, no_node, not_let].into_iter().flatten();
     all.reduce(|one, other| format!("{one}\n{other}"))
 }
 
-/// Up to half as long again, so that many pools do not all look at once.
+/// Adds up to half of the wait, so that many pools do not check at the same time.
 fn jittered(wait: Duration, salt: u64) -> Duration {
     let half = u64::try_from(wait.as_millis() / 2)
         .unwrap_or(u64::MAX)

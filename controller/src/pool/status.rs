@@ -1,5 +1,5 @@
-//! What the status of a pool says: counts as upstream, and the conditions that upstream has in
-//! work. Pure.
+//! Computes the status of a pool: counts as upstream, and the conditions that upstream develops.
+//! Pure.
 
 use std::sync::Arc;
 
@@ -17,10 +17,7 @@ use torpor_api::{
 use super::plan::{Observed, Plan, active, is_ready, replicas, unseen};
 use crate::events::without_numbers;
 
-/// The pool's status.
-///
-/// The conditions are those of upstream's #1326 and of its branch with
-/// test/e2e/extensions/warmpool_status_condition_test.go (37e1c8d). Neither is in a release.
+/// Returns the pool's status.
 pub fn next(observed: &Observed, plan: &Plan, now: Timestamp) -> SandboxWarmPoolStatus {
     let pool = &observed.pool;
     let active: Vec<&Arc<Sandbox>> = active(observed).collect();
@@ -46,7 +43,8 @@ pub fn next(observed: &Observed, plan: &Plan, now: Timestamp) -> SandboxWarmPool
     status
 }
 
-/// Without counts, which the status has beside it: each member would change the words.
+/// Returns the condition Available. Its message has no counts, which are in the status itself:
+/// every new member would change the message.
 fn available(has_all: bool) -> Draft {
     let (status, reason, message) = if has_all {
         let message = "As many members are Ready as spec.replicas asks for";
@@ -62,8 +60,10 @@ fn available(has_all: bool) -> Draft {
     Draft::new(conditions::AVAILABLE, status, reason, message)
 }
 
-/// What is said before stays as long as it may still be so: that a pool does not come on, until no
-/// member waits (as its Event, [`super::advice::progress`]), and the same words with other numbers.
+/// Returns the condition Progressing.
+///
+/// An earlier message stays as long as it may still hold: a stall until no member waits (as its
+/// Event, [`super::advice::progress`]), and a message that differs only in numbers.
 fn progressing(plan: &Plan, has_template: bool, before: Option<&Condition>) -> Draft {
     let before = before.filter(|before| before.status == Status::False.as_str());
     let stalls = reasons::WARM_POOL_NOT_PROGRESSING;
@@ -76,23 +76,23 @@ fn progressing(plan: &Plan, has_template: bool, before: Option<&Condition>) -> D
         (None, _) => (
             Status::True,
             reasons::WARM_POOL_PROGRESSING,
-            "Nothing keeps the pool from its members",
+            "Nothing prevents the pool from creating its members",
         ),
     };
-    let said = before.map(|before| &*before.message);
-    let same = said.filter(|said| without_numbers(said) == without_numbers(why));
+    let earlier = before.map(|before| &*before.message);
+    let same = earlier.filter(|earlier| without_numbers(earlier) == without_numbers(why));
     let message = same.unwrap_or(why).to_owned();
     Draft::new(conditions::PROGRESSING, status, reason, message)
 }
 
-/// Whether the pool's status says that it does not come on.
+/// Reports whether the pool's status has a stall.
 pub fn is_stalled(pool: &SandboxWarmPool) -> bool {
     let status = pool.status.as_ref();
-    let said = status.and_then(|s| conditions::find(&s.conditions, conditions::PROGRESSING));
-    said.is_some_and(|said| said.status == Status::False.as_str())
+    let progressing = status.and_then(|s| conditions::find(&s.conditions, conditions::PROGRESSING));
+    progressing.is_some_and(|progressing| progressing.status == Status::False.as_str())
 }
 
-/// Whether the pool has what it is asked for.
+/// Reports whether the pool has the requested members, all Ready.
 pub fn is_settled(status: &SandboxWarmPoolStatus, observed: &Observed) -> bool {
     let wanted = i32::try_from(replicas(&observed.pool)).ok();
     status.replicas == wanted && status.ready_replicas == wanted

@@ -1,4 +1,4 @@
-//! No client required. Decides which snapshots have had their time.
+//! No client required. Decides which snapshots have expired.
 
 use std::{cmp::Reverse, collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -9,7 +9,7 @@ use torpor_api::{
     retention::{KEEP_LAST, Retention, TTL},
 };
 
-/// The snapshots of one Sandbox, and what decides about them.
+/// Snapshots of one Sandbox, with the rules and the uses that decide about them.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
     /// Name of the SnapshotClass.
@@ -20,25 +20,25 @@ pub struct Observed {
     pub in_use: BTreeSet<String>,
 }
 
-/// A snapshot to delete, as it was seen.
+/// Snapshot to delete, in the observed version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Deletion {
     pub name: String,
     pub uid: String,
     pub resource_version: Option<String>,
-    /// For the user.
+    /// Message of the Event.
     pub why: String,
 }
 
-/// What to do.
+/// Deletions, and the time of the next pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     pub deletions: Vec<Deletion>,
-    /// When the next snapshot's time is over.
+    /// Time until the next snapshot expires.
     pub next_look: Option<Duration>,
 }
 
-/// Decides.
+/// Decides which snapshots to delete.
 pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     let mut plan = Plan::default();
     let mut ranked: Vec<(Timestamp, &SandboxSnapshot)> = observed
@@ -53,7 +53,7 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
             continue;
         }
         let age = Duration::try_from(now.duration_since(since)).unwrap_or_default();
-        match over(&observed.rules, rank, age) {
+        match expired_by(&observed.rules, rank, age) {
             Some(rule) => plan.deletions.push(Deletion {
                 why: format!(
                     "Deleted SandboxSnapshot {name:?} by the rule {rule} of SnapshotClass {:?}",
@@ -72,8 +72,10 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     plan
 }
 
-/// Since when a snapshot that the rules are for is there; `None` of all others. The rules are for images that are whole, that a user asked for, and that no other object owns: what memory a
-/// Sandbox continues from is never one of them.
+/// Returns the time from which a snapshot's age counts, or `None` if no rule applies to it.
+///
+/// Rules apply to committed images that a user asked for and that no other object owns. The memory
+/// that a Sandbox continues from is never among them.
 fn kept_since(snapshot: &SandboxSnapshot) -> Option<Timestamp> {
     let by_user = snapshot.spec.reason == SnapshotReason::Manual
         && snapshot.owner_references().is_empty()
@@ -87,8 +89,10 @@ fn kept_since(snapshot: &SandboxSnapshot) -> Option<Timestamp> {
     Some(created.map_or(committed, |created| committed.max(created.0)))
 }
 
-/// The rule by which a snapshot's time is over. `rank` is how many of its Sandbox are newer.
-fn over(rules: &Retention, rank: usize, age: Duration) -> Option<String> {
+/// Returns the rule by which a snapshot has expired.
+///
+/// `rank` is the number of newer snapshots of its Sandbox.
+fn expired_by(rules: &Retention, rank: usize, age: Duration) -> Option<String> {
     if let Some(ttl) = rules.ttl.filter(|ttl| age >= *ttl) {
         let ttl = jiff::SignedDuration::try_from(ttl).unwrap_or_default();
         return Some(format!("{TTL} {ttl:#}"));
@@ -109,7 +113,7 @@ mod tests {
         "2026-01-02T00:00:00Z".parse().unwrap()
     }
 
-    /// A snapshot that was committed at this hour of the day before.
+    /// Snapshot committed at this hour of the previous day.
     fn snapshot(name: &str, hour: u8, change: Value) -> Arc<SandboxSnapshot> {
         let mut whole = json!({
             "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
@@ -150,7 +154,7 @@ mod tests {
     }
 
     fn three() -> Vec<Arc<SandboxSnapshot>> {
-        // Not in the order of their age.
+        // Not ordered by age.
         let hours = [("a", 20), ("b", 4), ("c", 12)];
         hours
             .map(|(name, hour)| snapshot(name, hour, json!({})))
@@ -158,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_goes_when_its_time_is_over_and_the_next_one_is_looked_at_then() {
+    fn an_expired_snapshot_is_deleted_and_the_next_pass_is_when_another_expires() {
         let plan = planned(&[("ttl", "12h")], &three());
         assert_eq!(names(&plan), ["c", "b"]);
         assert_eq!(plan.next_look, Some(Duration::from_secs(8 * 3600)));
@@ -169,12 +173,13 @@ mod tests {
             ..
         } = &plan.deletions[0];
         assert_eq!((&**uid, resource_version.as_deref()), ("u-c", Some("7")));
-        let said = "Deleted SandboxSnapshot \"c\" by the rule ttl 12h of SnapshotClass \"daily\"";
-        assert_eq!(why, said);
+        let expected =
+            "Deleted SandboxSnapshot \"c\" by the rule ttl 12h of SnapshotClass \"daily\"";
+        assert_eq!(why, expected);
     }
 
     #[test]
-    fn the_newest_are_kept_and_nothing_is_waited_for() {
+    fn the_newest_snapshots_are_kept_without_a_next_pass() {
         let plan = planned(&[("keepLast", "2")], &three());
         assert_eq!((names(&plan), plan.next_look), (vec!["b"], None));
         assert!(plan.deletions[0].why.contains("keepLast 2"), "{plan:?}");
@@ -185,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn what_copies_are_started_from_stays_and_counts_among_the_newest() {
+    fn a_snapshot_that_copies_start_from_stays_and_counts_among_the_newest() {
         let mut observed = observed(&[("keepLast", "1"), ("ttl", "1h")], &three());
         observed.in_use = ["a", "b"].map(str::to_owned).into();
         let plan = plan(&observed, now());
@@ -202,8 +207,10 @@ mod tests {
     #[case::of_a_pod_snapshot(json!({"metadata": {"ownerReferences": [{
         "apiVersion": "podsnapshot.gke.io/v1", "kind": "PodSnapshot", "name": "p", "uid": "u-p",
     }]}}))]
-    #[case::on_its_way_out(json!({"metadata": {"deletionTimestamp": "2026-01-01T23:00:00Z"}}))]
-    fn no_rule_is_for_what_a_user_did_not_ask_for_or_what_is_not_whole(#[case] change: Value) {
+    #[case::being_deleted(json!({"metadata": {"deletionTimestamp": "2026-01-01T23:00:00Z"}}))]
+    fn no_rule_applies_to_snapshots_that_are_uncommitted_or_not_made_by_a_user(
+        #[case] change: Value,
+    ) {
         let other = snapshot("o", 1, change);
         let rules = [("ttl", "1m"), ("keepLast", "1")];
         let newest = snapshot(
@@ -216,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nodes_clock_that_is_behind_shortens_no_time() {
+    fn a_node_clock_that_is_behind_does_not_shorten_the_ttl() {
         let created = json!({"metadata": {"creationTimestamp": "2026-01-01T23:30:00Z"}});
         let plan = planned(&[("ttl", "1h")], &[snapshot("a", 1, created)]);
         assert_eq!(plan.deletions, []);

@@ -1,5 +1,6 @@
-//! Client required. Takes the steps of a plan, one call each (plus the reads of a fence), without choosing. What it finds different from what the plan assumed it reports as
-//! a fact, and the plan is made again.
+//! Client required. Executes the steps of a plan without choosing. Each step is one call, plus the
+//! reads of its fence. When a step finds another state than the plan assumed, it returns a fact,
+//! and the pass plans again.
 
 use std::sync::Arc;
 
@@ -20,50 +21,53 @@ use crate::{
     saved_pod, trace,
 };
 
-/// How one step ended.
+/// Outcome of one step.
 #[derive(Debug)]
 enum Outcome {
     Done(Option<Fact>),
-    /// The world is not what the plan assumed; with this fact, plan again.
-    Surprise(Fact),
+    /// The state is not what the plan assumed; plan again with this fact.
+    Unexpected(Fact),
     Failed(Failure),
-    /// It may or may not have taken effect: observe again, later.
+    /// The step may have taken effect; observe again later.
     Unknown(calls::Error),
 }
 
-/// A step that the apiserver refused.
+/// Step that the apiserver refused.
 #[derive(Debug)]
 pub struct Failure {
     pub area: Area,
-    /// As the status shows it, in upstream's words.
+    /// Message for the status, in upstream's words.
     pub message: String,
-    /// The Pod is there, although the step failed.
+    /// True if the Pod exists although the step failed.
     pub pod_stays: bool,
-    /// It was to make the Pod.
+    /// True if the step was to create the Pod.
     pub makes_pod: bool,
-    /// The object is invalid: trying again soon does not help.
+    /// True if the object is invalid, so that an early retry does not help.
     pub lasts: bool,
 }
 
-/// What came of a plan.
+/// Result of a plan.
 #[derive(Debug, Default)]
 pub struct Applied {
     pub failures: Vec<Failure>,
-    /// The Pod as created or changed in this pass.
+    /// Pod as created or changed in this pass.
     pub pod: Option<Arc<Pod>>,
-    /// Name of the Pod that was made.
+    /// Name of the created Pod.
     pub made_pod: Option<String>,
-    /// The Service as created or changed in this pass.
+    /// Service as created or changed in this pass.
     pub service: Option<Arc<Service>>,
-    /// The Sandbox itself was deleted.
+    /// True if the Sandbox was deleted.
     pub sandbox_deleted: bool,
-    /// Plan again with what was learnt.
+    /// True if the pass must plan again with the learned facts.
     pub again: bool,
-    /// Nobody knows whether a step took effect.
+    /// Error of a step with an unknown outcome.
     pub unknown: Option<calls::Error>,
 }
 
-/// Takes the steps in order. A failure skips the rest of its area; an unknown outcome ends the pass, because nothing may be built on it.
+/// Executes the steps in order.
+///
+/// A failure skips the rest of its area. An unknown outcome ends the pass, because no later step
+/// may depend on it.
 pub async fn apply(plan: &Plan, observed: &mut Observed, api: &Apiserver) -> Applied {
     let mut applied = Applied::default();
     for Step { area, action } in &plan.steps {
@@ -78,8 +82,8 @@ pub async fn apply(plan: &Plan, observed: &mut Observed, api: &Apiserver) -> App
                     observed.learn(fact);
                 }
             }
-            Outcome::Surprise(fact) => {
-                tracing::debug!(?fact, "not as planned");
+            Outcome::Unexpected(fact) => {
+                tracing::debug!(?fact, "the state is not as planned");
                 observed.learn(fact);
                 applied.again = true;
                 return applied;
@@ -95,7 +99,7 @@ pub async fn apply(plan: &Plan, observed: &mut Observed, api: &Apiserver) -> App
 }
 
 impl Applied {
-    /// Whether all that failed is invalid.
+    /// Reports whether the objects of all failed steps are invalid.
     pub fn is_invalid(&self) -> bool {
         !self.failures.is_empty() && self.failures.iter().all(|failure| failure.lasts)
     }
@@ -113,7 +117,7 @@ impl Applied {
     }
 }
 
-/// One arm per action. Nothing is decided here.
+/// Executes one action. It decides nothing.
 async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver) -> Outcome {
     let ns = &sandbox.namespace().unwrap_or_default();
     let name = &sandbox.name_any();
@@ -154,7 +158,7 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
             let patch = saved_pod::last_pod_patch(sandbox, None);
             match api.patch::<Sandbox>(ns, name, &patch).await {
                 Ok(sandbox) => Outcome::Done(Some(Fact::Sandbox(Arc::new(sandbox)))),
-                // Somebody wrote it since it was seen: the next pass sees what.
+                // The Sandbox changed since it was read; the next pass sees the change.
                 Err(error) if error.answer() == Answer::Conflict => Outcome::Unknown(error),
                 Err(error) => refused(error, |e| failed("failed to forget the last pod", e)),
             }
@@ -238,7 +242,8 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
     }
 }
 
-/// Whether what is written comes from the Sandbox' spec, and from nothing that changes by itself.
+/// Reports whether the written object derives only from the Sandbox's spec, which does not change
+/// by itself.
 fn is_of_spec(action: &Action) -> bool {
     matches!(
         action,
@@ -268,7 +273,7 @@ fn done(
     }
 }
 
-/// What is gone already, or is another object by now, needs no deleting.
+/// Treats an object that is gone or was replaced as deleted.
 fn deleted(result: Result<(), calls::Error>) -> Result<(), calls::Error> {
     match result {
         Err(error) if error.answer() == Answer::NotFound => Ok(()),
@@ -276,7 +281,8 @@ fn deleted(result: Result<(), calls::Error>) -> Result<(), calls::Error> {
     }
 }
 
-/// A create that finds the name taken: whatever has the name is looked at, and the plan is made anew with it.
+/// Returns the outcome of a create. If the name is taken, it reads the existing object for a new
+/// plan.
 async fn or_existing<K: calls::Namespaced>(
     created: Result<K, calls::Error>,
     api: &Apiserver,
@@ -294,8 +300,8 @@ async fn or_existing<K: calls::Namespaced>(
     }
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     match api.get::<K>(namespace, name).await {
-        Ok(Some(existing)) => Outcome::Surprise(fact(existing)),
-        // It went between the two calls.
+        Ok(Some(existing)) => Outcome::Unexpected(fact(existing)),
+        // The object was deleted between the two calls.
         Ok(None) => Outcome::Unknown(error),
         Err(error) => refused(error, |e| failed("", e)),
     }
@@ -308,7 +314,7 @@ async fn set_pod_name(
     failed: impl Fn(&str, &calls::Error) -> Failure,
 ) -> Outcome {
     let mut patch = pod_name_patch(pod.map(String::as_str));
-    // The first write that a Sandbox gets anyway: later passes continue this one's trace.
+    // This is the first write that every Sandbox gets. Later passes continue this pass's trace.
     if !sandbox
         .annotations()
         .contains_key(annotations::TRACE_CONTEXT)
@@ -328,7 +334,10 @@ async fn set_pod_name(
     )
 }
 
-/// Somebody may have suspended it, or set another time, since it was seen: the patch holds only for the version it was made from.
+/// Resumes the Sandbox and removes its wake-up time.
+///
+/// A user may have suspended it or set another time since it was read. The patch therefore holds
+/// only for the version it was made from.
 async fn wake_up(
     api: &Apiserver,
     sandbox: &Sandbox,
@@ -346,8 +355,8 @@ async fn wake_up(
     }
     let (namespace, name) = (sandbox.namespace().unwrap_or_default(), sandbox.name_any());
     match api.patch::<Sandbox>(&namespace, &name, &patch).await {
-        // With what it is now, the plan is another one.
-        Ok(sandbox) => Outcome::Surprise(Fact::Sandbox(Arc::new(sandbox))),
+        // The changed Sandbox needs another plan.
+        Ok(sandbox) => Outcome::Unexpected(Fact::Sandbox(Arc::new(sandbox))),
         Err(error) if error.answer() == Answer::Conflict => Outcome::Unknown(error),
         Err(error) => refused(error, |e| failed("failed to wake sandbox up", e)),
     }
@@ -355,8 +364,8 @@ async fn wake_up(
 
 async fn observe_pod(api: &Apiserver, namespace: &str, name: &str) -> Outcome {
     match api.get::<Pod>(namespace, name).await {
-        Ok(Some(pod)) => Outcome::Surprise(Fact::Pod(Arc::new(pod))),
-        Ok(None) => Outcome::Surprise(Fact::NoPod(name.to_owned())),
+        Ok(Some(pod)) => Outcome::Unexpected(Fact::Pod(Arc::new(pod))),
+        Ok(None) => Outcome::Unexpected(Fact::NoPod(name.to_owned())),
         Err(error) => Outcome::Unknown(error),
     }
 }
@@ -401,7 +410,7 @@ async fn delete_pod(
         .delete::<Pod>(namespace, name, uid, resource_version)
         .await
     {
-        // It is shown until it is really gone; the watch tells.
+        // The Pod stays visible until it is gone; the watch reports that.
         Ok(()) => Outcome::Done(None),
         Err(error) if matches!(error.answer(), Answer::NotFound | Answer::Conflict) => {
             observe_pod(api, namespace, name).await
@@ -410,7 +419,9 @@ async fn delete_pod(
     }
 }
 
-/// Asks the apiserver itself whether an image is still what the plan took it for. The caches may be behind by exactly the write that matters.
+/// Checks at the apiserver whether an image is still as the plan assumed.
+///
+/// The caches may lack exactly the write that matters.
 async fn check_image(
     api: &Apiserver,
     namespace: &str,
@@ -421,23 +432,28 @@ async fn check_image(
         .await
         .map_err(Outcome::Unknown)?;
     let Some(snapshot) = found else {
-        return Err(Outcome::Surprise(Fact::NoSnapshot(fence.name.clone())));
+        return Err(Outcome::Unexpected(Fact::NoSnapshot(fence.name.clone())));
     };
-    let told = snapshot.status.as_ref().and_then(|s| s.node_name.as_ref());
+    let reported = snapshot.status.as_ref().and_then(|s| s.node_name.as_ref());
     let usable = snapshot.uid().as_deref() == Some(&fence.uid)
         && snapshot.metadata.deletion_timestamp.is_none()
         && snapshot.is_committed()
-        && fence.node.as_ref().is_none_or(|node| told == Some(node))
+        && fence
+            .node
+            .as_ref()
+            .is_none_or(|node| reported == Some(node))
         && (fence.use_of == ImageUse::Copy || !snapshot.is_consumed());
     if usable {
         Ok(snapshot)
     } else {
-        Err(Outcome::Surprise(Fact::Snapshot(Arc::new(snapshot))))
+        Err(Outcome::Unexpected(Fact::Snapshot(Arc::new(snapshot))))
     }
 }
 
-/// Makes certain that an image may take the place of its Pod, and that nobody takes that back:
-/// whoever deletes the snapshot for the Pod's sake does so only as long as this is not written.
+/// Ensures that an image may replace its Pod, and marks the snapshot.
+///
+/// A pass that deletes the snapshot because its Pod lives does so only as long as this mark is not
+/// written.
 async fn claim_image(api: &Apiserver, namespace: &str, fence: &ImageFence) -> Result<(), Outcome> {
     let snapshot = check_image(api, namespace, fence).await?;
     if snapshot
@@ -477,12 +493,12 @@ async fn delete_snapshot(
         } => {
             match api.get::<Pod>(namespace, pod).await {
                 Err(error) => return Outcome::Unknown(error),
-                Ok(None) => return Outcome::Surprise(Fact::NoPod(pod.clone())),
+                Ok(None) => return Outcome::Unexpected(Fact::NoPod(pod.clone())),
                 Ok(Some(found)) => {
                     let alive = found.uid().as_deref() == Some(uid)
                         && found.metadata.deletion_timestamp.is_none();
                     if !alive {
-                        return Outcome::Surprise(Fact::Pod(Arc::new(found)));
+                        return Outcome::Unexpected(Fact::Pod(Arc::new(found)));
                     }
                 }
             }
@@ -493,7 +509,7 @@ async fn delete_snapshot(
         api.delete::<SandboxSnapshot>(namespace, name, uid, resource_version)
             .await,
     ) {
-        // It may stay for its finalizer, but nobody uses it any more.
+        // The snapshot may stay for its finalizer, but nothing uses it any more.
         Ok(()) => Outcome::Done(None),
         Err(error) if error.answer() == Answer::Conflict => {
             observe_snapshot(api, namespace, name).await
@@ -504,13 +520,16 @@ async fn delete_snapshot(
 
 async fn observe_snapshot(api: &Apiserver, namespace: &str, name: &str) -> Outcome {
     match api.get::<SandboxSnapshot>(namespace, name).await {
-        Ok(Some(snapshot)) => Outcome::Surprise(Fact::Snapshot(Arc::new(snapshot))),
-        Ok(None) => Outcome::Surprise(Fact::NoSnapshot(name.to_owned())),
+        Ok(Some(snapshot)) => Outcome::Unexpected(Fact::Snapshot(Arc::new(snapshot))),
+        Ok(None) => Outcome::Unexpected(Fact::NoSnapshot(name.to_owned())),
         Err(error) => Outcome::Unknown(error),
     }
 }
 
-/// The agent writes this status too, so that the patch holds only for the version it was made from.
+/// Marks a snapshot as consumed.
+///
+/// The agent writes this status too. The patch therefore holds only for the version it was made
+/// from.
 async fn supersede(
     api: &Apiserver,
     namespace: &str,
@@ -520,7 +539,7 @@ async fn supersede(
 ) -> Outcome {
     let snapshot = match api.get::<SandboxSnapshot>(namespace, name).await {
         Ok(Some(snapshot)) => snapshot,
-        Ok(None) => return Outcome::Surprise(Fact::NoSnapshot(name.to_owned())),
+        Ok(None) => return Outcome::Unexpected(Fact::NoSnapshot(name.to_owned())),
         Err(error) => return Outcome::Unknown(error),
     };
     if snapshot.is_consumed() {

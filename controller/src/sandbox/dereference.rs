@@ -1,4 +1,4 @@
-//! Client required. Gathers everything that decides about one Sandbox; nothing is judged here.
+//! Client required. Gathers the objects that decide about one Sandbox, without judging them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,39 +21,39 @@ use crate::{
     watches::Caches,
 };
 
-/// What was seen of one Sandbox and of the objects around it.
+/// Observed state of one Sandbox and of the objects around it.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
     pub sandbox: Arc<Sandbox>,
-    /// Pods of the namespace with the Sandbox's name hash, and the one with the Sandbox's Pod name, by name.
+    /// Pods with the Sandbox's name hash, and the Pod with the Sandbox's Pod name, by name.
     pub pods: BTreeMap<String, Arc<Pod>>,
-    /// Claims of the volume claim templates that exist, by name.
+    /// Existing PersistentVolumeClaims of the volume claim templates, by name.
     pub claims: BTreeMap<String, Arc<PersistentVolumeClaim>>,
-    /// The Service with the Sandbox's name.
+    /// Service with the Sandbox's name.
     pub service: Option<Arc<Service>>,
-    /// Snapshots that name the Sandbox, and the one that it is to be a copy of, by name.
+    /// Snapshots of the Sandbox, and the one that it starts as a copy of, by name.
     pub snapshots: BTreeMap<String, Arc<SandboxSnapshot>>,
-    /// Records of the Pods whose memory they hold, by the snapshot's name.
+    /// Records of the Pods whose memory the snapshots hold, by the snapshot's name.
     pub saved_pods: BTreeMap<String, PodRecord>,
-    /// The apiserver was asked for the Sandbox itself.
+    /// True if the Sandbox was read from the apiserver.
     pub sandbox_is_certain: bool,
-    /// The apiserver was asked for the snapshots itself.
+    /// True if the snapshots were read from the apiserver.
     pub snapshots_are_certain: bool,
-    /// What the nodes of the Pods and snapshots report, by name.
+    /// SandboxNodes of the nodes of the Pods and snapshots, by name.
     pub nodes: BTreeMap<String, Arc<SandboxNode>>,
-    /// Those of snapshots that the cluster has no more, as far as it was asked.
+    /// Nodes of snapshots that no longer exist, as far as the apiserver was asked.
     pub gone_nodes: BTreeSet<String>,
     /// Handler of each RuntimeClass that a Pod or the template names.
     pub handlers: BTreeMap<String, String>,
-    /// The snapshot class that the Sandbox names.
+    /// SnapshotClass that the Sandbox names.
     pub snapshot_class: Option<Arc<SnapshotClass>>,
-    /// Name of the newest of its PodSnapshots that can be had.
+    /// Name of the newest available PodSnapshot of the Sandbox.
     pub pod_snapshot: Option<String>,
     /// Image of the sandbox runtime, if the controller was given one.
     pub runtime_image: Option<Arc<str>>,
 }
 
-/// A fact that only became known while acting.
+/// Fact that a pass learned while it applied a plan.
 #[derive(Clone, Debug)]
 pub enum Fact {
     Pod(Arc<Pod>),
@@ -63,12 +63,12 @@ pub enum Fact {
     NoService,
     Snapshot(Arc<SandboxSnapshot>),
     NoSnapshot(String),
-    /// The Sandbox's own metadata after a write of ours.
+    /// The Sandbox after a write of this controller.
     Sandbox(Arc<Sandbox>),
 }
 
 impl Observed {
-    /// Takes a newer fact in.
+    /// Adds a newer fact.
     pub fn learn(&mut self, fact: Fact) {
         match fact {
             Fact::Pod(pod) => drop(self.pods.insert(pod.name_any(), pod)),
@@ -85,7 +85,7 @@ impl Observed {
     }
 }
 
-/// Name of the Pod of a Sandbox: what the annotation says, else the Sandbox's own name.
+/// Returns the Pod name of a Sandbox: the annotation's value, else the Sandbox's own name.
 pub fn pod_name(sandbox: &Sandbox) -> String {
     match sandbox.annotations().get(annotations::POD_NAME) {
         Some(name) if !name.is_empty() => name.clone(),
@@ -93,13 +93,16 @@ pub fn pod_name(sandbox: &Sandbox) -> String {
     }
 }
 
-/// Name of the claim of one volume claim template.
+/// Returns the name of the PersistentVolumeClaim of a volume claim template.
 pub fn claim_name(template: &str, sandbox: &str) -> String {
     format!("{template}-{sandbox}")
 }
 
-/// Reads the caches. Asks the apiserver only for the Pod, or the image of one that slept, when the caches show none and that absence would be acted upon, and for the node of an image when no
-/// agent reports from it.
+/// Gathers the state around a Sandbox from the caches.
+///
+/// It asks the apiserver in two cases. It asks for the Pod, or the image of a Sandbox that slept,
+/// when the caches show none and the plan would act on the absence. It asks for the node of an
+/// image when no agent reports from that node.
 pub async fn dereference(
     sandbox: Arc<Sandbox>,
     caches: &Caches,
@@ -118,8 +121,9 @@ pub async fn dereference(
     let pod_name = pod_name(&sandbox);
     if let Some(pod) = caches.pods.get(&namespace, &pod_name) {
         observed.learn(Fact::Pod(pod));
-    } else if super::plan::asks_for_the_named_pod(&observed) {
-        // The cache holds only Pods with a name hash. A foreign Pod of that name, or one of ours that the watch has not shown yet, is only found by asking.
+    } else if super::plan::must_confirm_pod(&observed) {
+        // The cache holds only Pods with a name hash. Only a request finds a foreign Pod of that
+        // name, or a Pod of ours that the watch has not shown yet.
         if let Some(pod) = api.get::<Pod>(&namespace, &pod_name).await? {
             observed.learn(Fact::Pod(Arc::new(pod)));
         }
@@ -142,20 +146,22 @@ pub async fn dereference(
     Ok(observed)
 }
 
-/// What Torpor's part looks at. To be gathered again when a fact came in, since it may name another node, or say that there is no Pod.
+/// Gathers the objects that decide about memory.
+///
+/// It must run again after a new fact, which may name another node or the absence of the Pod.
 pub async fn gather_memory(
     observed: &mut Observed,
     caches: &Caches,
     api: &Apiserver,
 ) -> Result<(), calls::Error> {
-    if super::plan::asks_for_sandbox(observed) {
+    if super::plan::must_confirm_sandbox(observed) {
         ask_for_sandbox(observed, api).await?;
     }
-    if super::plan::asks_for_snapshots(observed) {
+    if super::plan::must_confirm_snapshots(observed) {
         ask_for_snapshots(observed, api).await?;
     }
     gather_cached(observed, caches);
-    for node in super::plan::asks_for_nodes(observed, Timestamp::now()) {
+    for node in super::plan::nodes_to_confirm(observed, Timestamp::now()) {
         if !api.exists::<Node>(&node).await? {
             observed.gone_nodes.insert(node);
         }
@@ -163,8 +169,9 @@ pub async fn gather_memory(
     Ok(())
 }
 
-/// The watch of Sandboxes may be behind. One that was deleted, or made anew under its name, is the
-/// next pass's.
+/// Reads the Sandbox from the apiserver, because the watch may be behind.
+///
+/// The next pass handles a Sandbox that was deleted or created again under its name.
 async fn ask_for_sandbox(observed: &mut Observed, api: &Apiserver) -> Result<(), calls::Error> {
     let known = Arc::clone(&observed.sandbox);
     let namespace = known.namespace().unwrap_or_default();
@@ -176,7 +183,7 @@ async fn ask_for_sandbox(observed: &mut Observed, api: &Apiserver) -> Result<(),
     Ok(())
 }
 
-/// The watch of snapshots may be behind the others.
+/// Reads the snapshots from the apiserver, because their watch may be behind the others.
 async fn ask_for_snapshots(observed: &mut Observed, api: &Apiserver) -> Result<(), calls::Error> {
     let sandbox = Arc::clone(&observed.sandbox);
     let namespace = sandbox.namespace().unwrap_or_default();
@@ -189,23 +196,23 @@ async fn ask_for_snapshots(observed: &mut Observed, api: &Apiserver) -> Result<(
     Ok(())
 }
 
-/// Nodes that hold memory of the Sandbox, or may: those on which saved Pods ran, those that
-/// snapshots name, and that of the last Pod.
+/// Returns the nodes that hold or may hold memory of the Sandbox: the nodes of saved Pods, the
+/// nodes that snapshots name, and the node of the last Pod.
 pub(super) fn nodes_of_memory(observed: &Observed) -> BTreeSet<String> {
-    let told = observed.snapshots.values().filter_map(|snapshot| {
+    let reported = observed.snapshots.values().filter_map(|snapshot| {
         let status = snapshot.status.as_ref()?;
         status.node_name.clone()
     });
-    let homes = observed.snapshots.values().filter_map(|snapshot| {
+    let pod_nodes = observed.snapshots.values().filter_map(|snapshot| {
         let record = observed.saved_pods.get(&snapshot.name_any());
-        saved_pod::home(snapshot, record).cloned()
+        saved_pod::pod_node(snapshot, record).cloned()
     });
     let last = saved_pod::last_pod(&observed.sandbox);
     let last = last.into_iter().map(|record| record.node_name);
-    told.chain(homes).chain(last).collect()
+    reported.chain(pod_nodes).chain(last).collect()
 }
 
-/// What is recorded of the Pods of the snapshots: the snapshot that is copied is of another
+/// Gathers the records of the snapshots' Pods. A snapshot that is copied belongs to another
 /// Sandbox.
 fn gather_saved_pods(observed: &mut Observed, caches: &Caches) {
     let namespace = observed.sandbox.namespace().unwrap_or_default();
@@ -223,7 +230,7 @@ fn gather_saved_pods(observed: &mut Observed, caches: &Caches) {
     observed.saved_pods = found;
 }
 
-/// Named snapshot, nodes, runtime handlers, snapshot class.
+/// Gathers the named snapshot, nodes, runtime handlers and SnapshotClass from the caches.
 fn gather_cached(observed: &mut Observed, caches: &Caches) {
     let sandbox = Arc::clone(&observed.sandbox);
     let namespace = &sandbox.namespace().unwrap_or_default();

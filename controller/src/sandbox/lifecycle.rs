@@ -1,5 +1,6 @@
-//! No client required. Upstream's Events about the life of a Sandbox (since 1.0.4, #1532): reason,
-//! type and moment are upstream's. Each tells a transition, once its status is written.
+//! No client required. Derives upstream's Events about the life of a Sandbox (since 1.0.4, #1532).
+//! Reason, type and moment are upstream's. Each Event reports one transition, after its status was
+//! written.
 
 use torpor_api::{
     Sandbox, SandboxStatus, ShutdownPolicy,
@@ -10,7 +11,7 @@ use torpor_api::{
 use super::apply::Failure;
 use crate::events::{Note, Severity, without_numbers};
 
-/// A Pod was made for the Sandbox.
+/// Returns the Event for a created Pod.
 pub fn pod_created(name: &str) -> Note {
     Note {
         severity: Severity::Normal,
@@ -19,8 +20,10 @@ pub fn pod_created(name: &str) -> Note {
     }
 }
 
-/// Changes for the Sandbox' user between two statuses: its condition Ready, and whether its
-/// Pod can be made. `failures` are those of the pass that led to `after`.
+/// Returns the Events for changes between two statuses: of the condition Ready, and of whether the
+/// Pod can be created.
+///
+/// `failures` are those of the pass that led to `after`.
 pub fn between(
     sandbox: &Sandbox,
     before: &SandboxStatus,
@@ -35,14 +38,16 @@ pub fn between(
         .collect()
 }
 
-/// Told once as long as the Sandbox says that it fails in the same words, but for the numbers.
+/// Returns the Event for a Pod that cannot be created.
+///
+/// There is none if the status already has this failure, apart from its numbers.
 fn pod_not_created(before: &SandboxStatus, failure: &Failure) -> Option<Note> {
-    let told = find(&before.conditions, conditions::READY).is_some_and(|ready| {
+    let is_reported = find(&before.conditions, conditions::READY).is_some_and(|ready| {
         let errors = [reasons::RECONCILER_ERROR, reasons::INVALID_CONFIGURATION];
-        let (said, why) = (&ready.message, &failure.message);
-        errors.contains(&&*ready.reason) && without_numbers(said).contains(&without_numbers(why))
+        let (message, why) = (&ready.message, &failure.message);
+        errors.contains(&&*ready.reason) && without_numbers(message).contains(&without_numbers(why))
     });
-    (!told).then(|| Note {
+    (!is_reported).then(|| Note {
         severity: Severity::Warning,
         reason: event::SANDBOX_POD_CREATE_FAILED,
         message: failure.message.clone(),
@@ -60,7 +65,7 @@ fn of_ready(sandbox: &Sandbox, before: &SandboxStatus, after: &SandboxStatus) ->
     let (severity, reason) = match &*new.reason {
         _ if new.status == "True" => (Severity::Normal, event::SANDBOX_READY),
         reasons::SANDBOX_SUSPENDED => (Severity::Normal, event::SANDBOX_SUSPENDED),
-        // With policy Delete the Sandbox goes, and its Events with it.
+        // With policy Delete the Sandbox and its Events are deleted.
         reasons::SANDBOX_EXPIRED
             if sandbox.spec.shutdown_policy != Some(ShutdownPolicy::Delete) =>
         {
@@ -85,7 +90,7 @@ mod tests {
     use super::*;
     use crate::sandbox::plan::Area;
 
-    fn says(status: &str, reason: &str, message: &str) -> SandboxStatus {
+    fn status_with(status: &str, reason: &str, message: &str) -> SandboxStatus {
         let ready = json!({
             "type": "Ready", "status": status, "reason": reason, "message": message,
             "lastTransitionTime": "2026-01-01T00:00:00Z",
@@ -105,23 +110,23 @@ mod tests {
     #[case::expired("False", "SandboxExpired", Some((Severity::Normal, "SandboxExpired")))]
     #[case::ended_well("False", "PodSucceeded", Some((Severity::Normal, "PodSucceeded")))]
     #[case::ended_badly("False", "PodFailed", Some((Severity::Warning, "PodFailed")))]
-    #[case::on_its_way("False", "DependenciesNotReady", None)]
-    #[case::told_elsewhere("False", "MultiplePods", None)]
-    fn a_transition_is_told_once_and_in_the_words_of_the_condition(
+    #[case::starting("False", "DependenciesNotReady", None)]
+    #[case::reported_elsewhere("False", "MultiplePods", None)]
+    fn a_transition_is_one_event_with_the_message_of_the_condition(
         #[case] status: &str,
         #[case] reason: &str,
         #[case] expected: Option<(Severity, &str)>,
     ) {
         let sandbox = sandbox(None);
-        let before = says("False", "ReconcilerError", "x");
-        let after = says(status, reason, "words");
+        let before = status_with("False", "ReconcilerError", "x");
+        let after = status_with(status, reason, "words");
         for before in [&before, &SandboxStatus::default()] {
             let notes = between(&sandbox, before, &after, &[]);
-            let told = notes.iter().map(|n| (n.severity, n.reason, &*n.message));
+            let found = notes.iter().map(|n| (n.severity, n.reason, &*n.message));
             let expected = expected.map(|(severity, reason)| (severity, reason, "words"));
-            assert_eq!(told.collect::<Vec<_>>(), Vec::from_iter(expected));
+            assert_eq!(found.collect::<Vec<_>>(), Vec::from_iter(expected));
         }
-        let other_words = says(status, reason, "others");
+        let other_words = status_with(status, reason, "others");
         assert_eq!(between(&sandbox, &after, &other_words, &[]), []);
     }
 
@@ -129,34 +134,34 @@ mod tests {
     #[case(None, true)]
     #[case(Some(ShutdownPolicy::Retain), true)]
     #[case(Some(ShutdownPolicy::Delete), false)]
-    fn that_a_sandbox_expired_is_told_only_where_it_stays(
+    fn an_expiry_is_an_event_only_where_the_sandbox_stays(
         #[case] policy: Option<ShutdownPolicy>,
         #[case] expected: bool,
     ) {
-        let after = says("False", "SandboxExpired", "");
+        let after = status_with("False", "SandboxExpired", "");
         let notes = between(&sandbox(policy), &SandboxStatus::default(), &after, &[]);
         assert_eq!(!notes.is_empty(), expected);
     }
 
     #[rstest]
     #[case::at_first(Value::Null, true)]
-    #[case::told("ReconcilerError", false)]
-    #[case::told_of_a_lasting_one("InvalidConfiguration", false)]
+    #[case::reported("ReconcilerError", false)]
+    #[case::reported_as_a_lasting_one("InvalidConfiguration", false)]
     #[case::other_words(json!(["ReconcilerError", "Error seen: another"]), true)]
     #[case::other_numbers(json!(["ReconcilerError", "Error seen: full, used: 12"]), false)]
     #[case::it_went_on_meanwhile("DependenciesReady", true)]
-    fn that_a_pod_cannot_be_made_is_told_once_in_the_same_words(
+    fn a_pod_that_cannot_be_created_is_one_event_for_each_message(
         #[case] before: impl Into<Value>,
         #[case] expected: bool,
     ) {
         let before = match before.into() {
             Value::Null => SandboxStatus::default(),
-            Value::Array(said) => says(
+            Value::Array(parts) => status_with(
                 "False",
-                said[0].as_str().unwrap(),
-                said[1].as_str().unwrap(),
+                parts[0].as_str().unwrap(),
+                parts[1].as_str().unwrap(),
             ),
-            reason => says(
+            reason => status_with(
                 "False",
                 reason.as_str().unwrap(),
                 "Error seen: full, used: 3\nothers",
@@ -169,13 +174,13 @@ mod tests {
             makes_pod,
             lasts: false,
         };
-        let after = says("False", "ReconcilerError", "Error seen: full, used: 3");
+        let after = status_with("False", "ReconcilerError", "Error seen: full, used: 3");
         let sandbox = sandbox(None);
         let notes = between(&sandbox, &before, &after, &[failure(true)]);
-        let told = notes.iter().map(|n| (n.severity, n.reason, &*n.message));
+        let found = notes.iter().map(|n| (n.severity, n.reason, &*n.message));
         let note = (Severity::Warning, "SandboxPodCreateFailed", "full, used: 3");
         assert_eq!(
-            told.collect::<Vec<_>>(),
+            found.collect::<Vec<_>>(),
             Vec::from_iter(expected.then_some(note))
         );
         assert_eq!(between(&sandbox, &before, &after, &[failure(false)]), []);

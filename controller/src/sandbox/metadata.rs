@@ -1,5 +1,8 @@
-//! No client required. Labels and annotations of the Pod: what the template may set, what the controller owns, and how a change of the template reaches a Pod that
-//! exists (two annotations list what came from the template, so that what the template drops can be taken away).
+//! No client required. Computes the labels and annotations of the Pod.
+//!
+//! The template sets some of them, the controller the others. Two annotations list the keys that
+//! came from the template. A key that the template drops can thereby be removed from an existing
+//! Pod.
 
 use std::collections::BTreeMap;
 
@@ -13,10 +16,10 @@ use crate::merge_patch;
 /// String map of labels or annotations.
 pub type Strings = BTreeMap<String, String>;
 
-/// Labels that only Sandboxes of a claim or a pool pass on.
+/// Labels that only Sandboxes of a claim or a pool pass to their Pod.
 const EXTENSION_LABELS: [&str; 2] = [labels::WARM_POOL_SANDBOX, labels::SANDBOX_TEMPLATE_REF_HASH];
 
-/// Labels and annotations of a Pod that is created.
+/// Returns the labels and annotations of a new Pod.
 pub fn for_new_pod(sandbox: &Sandbox) -> (Strings, Strings) {
     let template = &sandbox.spec.pod_template;
     let user_labels = allowed(template.labels(), labels::is_system);
@@ -35,12 +38,15 @@ pub fn for_new_pod(sandbox: &Sandbox) -> (Strings, Strings) {
     }
     on_pod.extend(user_annotations);
     let mut pod_labels = user_labels;
-    // After the user's, so that nobody can take another Sandbox's place behind its Service.
+    // These come after the user's labels, so that no user can join another Sandbox's Service.
     pod_labels.extend(controller_labels(sandbox));
     (pod_labels, on_pod)
 }
 
-/// Merge patch that brings the metadata of an existing Pod up to date; `None` when it is. `torpor` are Torpor's annotations: `None` removes one.
+/// Returns the merge patch that updates the metadata of an existing Pod, or `None` if it is up to
+/// date.
+///
+/// `torpor` are Torpor's annotations; the value `None` removes one.
 pub fn patch_for(pod: &Pod, sandbox: &Sandbox, torpor: &[(&str, Option<String>)]) -> Option<Value> {
     let mut pod_labels = pod.labels().clone();
     let mut on_pod = pod.annotations().clone();
@@ -52,7 +58,7 @@ pub fn patch_for(pod: &Pod, sandbox: &Sandbox, torpor: &[(&str, Option<String>)]
     Some(json!({"metadata": merge_patch::difference(&before, &after)?}))
 }
 
-/// Merge patch that changes nothing but Torpor's annotations.
+/// Returns the merge patch that changes only Torpor's annotations.
 pub fn torpor_patch_for(pod: &Pod, torpor: &[(&str, Option<String>)]) -> Option<Value> {
     let mut on_pod = pod.annotations().clone();
     set_torpor(&mut on_pod, torpor);
@@ -72,7 +78,7 @@ fn set_torpor(on_pod: &mut Strings, torpor: &[(&str, Option<String>)]) {
 fn update_labels(pod_labels: &mut Strings, on_pod: &Strings, sandbox: &Sandbox) {
     let wanted = allowed(sandbox.spec.pod_template.labels(), labels::is_system);
     for key in listed(on_pod, annotations::PROPAGATED_LABELS) {
-        // A system label in the list was put there by a controller that did not filter; ours is set again below.
+        // An older controller may have listed system labels. Ours are set again below.
         let stale = !wanted.contains_key(key) && key != labels::SANDBOX_NAME_HASH;
         if stale {
             pod_labels.remove(key);
@@ -94,7 +100,7 @@ fn update_annotations(on_pod: &mut Strings, sandbox: &Sandbox) {
     ];
     let stale: Vec<String> = listed(on_pod, annotations::PROPAGATED_ANNOTATIONS)
         .filter(|key| !wanted.contains_key(*key) && !own.contains(key))
-        // Torpor's are the controller's business, whoever listed them.
+        // The list does not apply to Torpor's annotations, which the controller sets.
         .filter(|key| !annotations::ON_POD.contains(key))
         .map(str::to_owned)
         .collect();
@@ -106,7 +112,7 @@ fn update_annotations(on_pod: &mut Strings, sandbox: &Sandbox) {
         (annotations::PROPAGATED_LABELS, joined(&user_labels)),
         (annotations::PROPAGATED_ANNOTATIONS, joined(&wanted)),
     ] {
-        // An empty list is written only over one that was not.
+        // An empty list is written only over an existing one.
         if !list.is_empty() || on_pod.contains_key(key) {
             on_pod.insert(key.to_owned(), list);
         }
@@ -114,8 +120,10 @@ fn update_annotations(on_pod: &mut Strings, sandbox: &Sandbox) {
     on_pod.extend(wanted);
 }
 
-/// Annotations of the template, and for a member of a pool whether the autoscaler may take the Pod away: that stands on the Sandbox, where a claim takes it off without a change
-/// of the spec.
+/// Returns the annotations of the template and, for a member of a pool, the autoscaler's permission
+/// to evict the Pod.
+///
+/// The permission is on the Sandbox, where a claim removes it without a change of the spec.
 fn wanted_annotations(sandbox: &Sandbox) -> Strings {
     let mut wanted = allowed(
         sandbox.spec.pod_template.annotations(),
@@ -132,7 +140,7 @@ fn wanted_annotations(sandbox: &Sandbox) -> Strings {
     wanted
 }
 
-/// Labels that the controller owns: the name hash, those of the extension kinds, who made it.
+/// Returns the labels that the controller owns: the name hash, the extension labels, the creator.
 fn controller_labels(sandbox: &Sandbox) -> Strings {
     let mut own = extension_labels(sandbox);
     own.insert(

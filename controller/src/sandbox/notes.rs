@@ -1,4 +1,4 @@
-//! No client required. The Events that a change of status is worth.
+//! No client required. Derives Events from a change of the status.
 
 use torpor_api::{
     SandboxStatus,
@@ -9,7 +9,7 @@ use torpor_api::{
 use super::plan::Plan;
 use crate::events::{Note, Severity};
 
-/// Events for what changed between two statuses. A condition that says the same as before is worth none.
+/// Returns the Events for the changes between two statuses. An unchanged condition causes none.
 pub fn between(before: &SandboxStatus, after: &SandboxStatus, plan: &Plan) -> Vec<Note> {
     let mut notes = Vec::new();
     let changed = |type_: &str| {
@@ -69,7 +69,7 @@ pub fn between(before: &SandboxStatus, after: &SandboxStatus, plan: &Plan) -> Ve
                     &condition.message,
                 );
             }
-            // In place, the agent says so on the Pod.
+            // For a hibernation in place the agent publishes the Event on the Pod.
             hibernated::HIBERNATED if is_suspended || plan.is_evicted() => {
                 note(
                     Severity::Normal,
@@ -85,7 +85,7 @@ pub fn between(before: &SandboxStatus, after: &SandboxStatus, plan: &Plan) -> Ve
     }
     if let Some(condition) = changed(conditions::RESTORED) {
         match condition.reason.as_str() {
-            // Nothing has failed yet.
+            // This is no failure yet.
             restored::ASKING_NODE => {}
             restored::RESTORED => note(Severity::Normal, event::RESUMED, &condition.message),
             restored::ROLLED_BACK => note(Severity::Warning, event::RESUMED, &condition.message),

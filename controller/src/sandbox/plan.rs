@@ -1,6 +1,8 @@
-//! No client required. Decides what to do for one Sandbox: pure, total, deterministic. The same things seen at the same time give the same plan.
+//! No client required. Plans the next steps for one Sandbox: pure, total, deterministic. The same
+//! observations at the same time give the same plan.
 //!
-//! Order, as upstream: expiry, else claims → Pod → Service. Torpor's part (memory kept over a suspension) decides within the Pod's turn whether the Pod may be deleted
+//! The order is upstream's: expiry, else claims → Pod → Service. Torpor's part (memory kept
+//! over a suspension) belongs to the step of the Pod. It decides whether the Pod may be deleted
 //! yet, and what a new one continues from.
 
 use std::{sync::Arc, time::Duration};
@@ -30,7 +32,7 @@ mod wakeup;
 pub(crate) use self::claims::is_name_taken;
 pub(super) use self::memory::disruption;
 
-/// Part of the work; a failure skips the rest of its area only, as upstream.
+/// Part of the work. A failure skips only the rest of its area, as upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Area {
     Claims,
@@ -38,44 +40,45 @@ pub enum Area {
     Service,
 }
 
-/// What must still be true of a snapshot at the apiserver when a Pod is deleted or created on its strength.
+/// Conditions that a snapshot must meet at the apiserver when a Pod is deleted or created because
+/// of it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ImageFence {
     pub name: String,
     pub uid: String,
-    /// Node on which the saved Pod ran: the agent of no other may have committed the image.
+    /// Node on which the saved Pod ran. Only its agent may have committed the image.
     pub node: Option<String>,
     pub use_of: ImageUse,
 }
 
-/// Why an image has to be there.
+/// Purpose for which an image is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ImageUse {
-    /// The Pod goes, and the image is all that remains of its memory.
+    /// The Pod is deleted, and only the image keeps its memory.
     OnlyCopy,
-    /// A Pod continues from it, which can happen once.
+    /// A Pod continues from the image, which can happen once.
     Resume,
-    /// A Pod starts as a copy of it.
+    /// A Pod starts as a copy of the image.
     Copy,
 }
 
-/// What must still be true when a snapshot is deleted.
+/// Conditions for the deletion of a snapshot.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SnapshotFence {
-    /// It is as it was when it was seen to be worthless: nobody has committed it meanwhile.
+    /// The useless snapshot is unchanged: no agent has committed it since it was observed.
     Unchanged { resource_version: String },
-    /// Its Pod lives and is not being deleted, so that the memory is not lost with the image; and
-    /// nobody has begun to delete that Pod for the snapshot's sake since the snapshot was seen.
+    /// The snapshot's Pod exists and is not being deleted, so the memory is not lost with the
+    /// image. No pass has begun to delete that Pod because of the snapshot since it was observed.
     PodAlive {
         name: String,
         uid: String,
         resource_version: String,
     },
-    /// Nothing: the sandbox has gone on from it.
+    /// No condition: the sandbox has continued from the image.
     Stale,
 }
 
-/// One call.
+/// One call to the apiserver.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     CreateClaim(Value),
@@ -83,13 +86,13 @@ pub enum Action {
         name: String,
         patch: Value,
     },
-    /// The time at which the Sandbox was to be awake has come: it is resumed if it is suspended, and the time is forgotten.
+    /// Resumes a suspended Sandbox whose wake-up time has come, and removes the time.
     WakeUp {
         resume: bool,
     },
     ForgetPodName,
     RecordPodName(String),
-    /// Nobody is to look for the memory of the Pod that last ran.
+    /// Removes the record of the last Pod, so that its memory is not looked for.
     ForgetLastPod,
     CreatePod {
         pod: Value,
@@ -102,8 +105,8 @@ pub enum Action {
     DeletePod {
         name: String,
         uid: String,
-        /// Version of the Pod that is meant, where it goes because it has no memory: it may have
-        /// been restored since it was seen.
+        /// Version of the Pod, where it is deleted for lack of memory. It may have been restored
+        /// since it was observed.
         resource_version: Option<String>,
         image: Option<ImageFence>,
     },
@@ -123,7 +126,7 @@ pub enum Action {
         uid: String,
         fence: SnapshotFence,
     },
-    /// Writes Consumed=True: the sandbox goes on without this image.
+    /// Writes Consumed=True: the sandbox continues without this image.
     SupersedeSnapshot {
         name: String,
         message: String,
@@ -133,92 +136,92 @@ pub enum Action {
     },
 }
 
-/// What becomes of the record of the Pod that last ran for the Sandbox.
+/// Change of the record of the Pod that last ran for the Sandbox.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum LastPod {
     #[default]
     Keep,
     Write(PodRecord),
-    /// Somebody wants the Pod, and its memory with it, gone.
+    /// The Pod is deleted on purpose, and its memory with it.
     Forget,
 }
 
-/// One call and the area that it belongs to.
+/// One action and its area.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Step {
     pub area: Area,
     pub action: Action,
 }
 
-/// What happens to a condition of Torpor's.
+/// Change of one of Torpor's conditions.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub enum Shown {
+pub enum ConditionChange {
     #[default]
     Remove,
     Keep,
     Set(Draft),
 }
 
-/// What the status says about memory.
+/// Torpor's part of the status, about memory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MemoryOutlook {
-    pub hibernated: Shown,
-    pub restored: Shown,
+    pub hibernated: ConditionChange,
+    pub restored: ConditionChange,
     /// Overrides upstream's Suspended condition (strategy Freeze).
     pub suspended: Option<Draft>,
-    /// The Pod has ended, and its memory has not: the sandbox goes on from it.
+    /// True if the Pod has ended but its memory remains, from which the sandbox continues.
     pub keeps_ended: bool,
-    /// Memory that is given up although the Sandbox does not start cold: it starts as a copy.
+    /// Reason why memory was given up by a Sandbox that starts as a copy instead of cold.
     pub given_up: Option<String>,
 }
 
-/// The Service as the status shows it.
+/// Service as the status shows it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum ServiceOutlook {
-    /// Nothing was looked at; the status keeps what it says.
+    /// The Service was not examined; the status stays unchanged.
     #[default]
     Untouched,
     None,
-    /// There is none yet; it is made in this pass.
+    /// There is no Service yet; this pass creates it.
     Wanted,
     Exists(Arc<Service>),
 }
 
-/// What to do, and what to say.
+/// Steps of a pass, and the input for the status.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     pub steps: Vec<Step>,
-    /// Why something is not done, in upstream's words; at most one per area.
+    /// Reasons why a step is not taken, in upstream's words; at most one for each area.
     pub refusals: Vec<(Area, String)>,
-    /// More than one Pod is ours.
+    /// Number of Pods that the Sandbox controls, if more than one.
     pub several_pods: Option<usize>,
-    /// The Pod that the status describes, ours or not.
+    /// Pod that the status describes, controlled by the Sandbox or not.
     pub pod: Option<Arc<Pod>>,
     pub service: ServiceOutlook,
     pub memory: MemoryOutlook,
     pub phase: Phase,
-    /// Written when all else is done: nobody waits for it.
+    /// Change of the last Pod's record, written at the end of the pass.
     pub last_pod: LastPod,
-    /// When to look again though nothing has changed.
+    /// Time until the next pass that is needed without a change.
     pub requeue: Option<Duration>,
 }
 
-/// Which part of a Sandbox's life the plan is for.
+/// Phase of a Sandbox's life.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Phase {
     #[default]
     Active,
-    /// Expired, and the status does not say so yet.
+    /// Expired, but not yet in the status.
     Expiring,
-    /// Expired and marked: what belongs to the Sandbox goes.
+    /// Expired in the status: the objects of the Sandbox are deleted.
     Expired,
-    /// Being deleted: garbage collection does everything.
+    /// Being deleted: garbage collection does the rest.
     Deleted,
 }
 
-/// Upstream asks again at once after it has marked a Sandbox expired.
+/// Delay of a pass at once. Upstream requeues so after it has marked a Sandbox expired.
 pub const AT_ONCE: Duration = Duration::from_millis(1);
-/// Upstream never waits less than this for an expiry.
+/// Shortest wait for an expiry, as upstream.
 const EXPIRY_FLOOR: Duration = Duration::from_secs(2);
 
 impl Plan {
@@ -226,18 +229,19 @@ impl Plan {
         self.steps.push(Step { area, action });
     }
 
-    /// Looks again after this time at the latest, though nothing has changed.
-    fn look_again(&mut self, wait: Duration) {
+    /// Asks for the next pass after this time at the latest.
+    fn requeue_after(&mut self, wait: Duration) {
         self.requeue = Some(self.requeue.map_or(wait, |sooner| sooner.min(wait)));
     }
 
-    /// Whether the Sandbox is suspended without an image: no Pod, or one that goes without one.
+    /// Reports whether the Sandbox is suspended without an image: it has no Pod, or one that is
+    /// deleted without an image.
     pub fn loses_memory(&self) -> bool {
-        let goes = |step: &Step| matches!(step.action, Action::DeletePod { image: None, .. });
-        self.pod.is_none() || self.steps.iter().any(goes)
+        let deletes = |step: &Step| matches!(step.action, Action::DeletePod { image: None, .. });
+        self.pod.is_none() || self.steps.iter().any(deletes)
     }
 
-    /// Whether the Pod is being evicted, or was ended by its kubelet.
+    /// Reports whether the Pod is being evicted, or was ended by its kubelet.
     pub fn is_evicted(&self) -> bool {
         self.pod.as_deref().is_some_and(memory::is_evicted)
     }
@@ -247,7 +251,7 @@ impl Plan {
     }
 }
 
-/// Decides.
+/// Plans one pass.
 pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     let desired = validate(observed);
     if desired.sandbox.metadata.deletion_timestamp.is_some() {
@@ -284,7 +288,7 @@ fn plan_active(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now:
     }
 }
 
-/// Whether a Sandbox has expired.
+/// Expiry of a Sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expiry {
     Never,
@@ -292,19 +296,19 @@ pub enum Expiry {
     Past,
 }
 
-/// When a Sandbox expires, as seen at `now`. The wait has upstream's floor of two seconds.
+/// Returns when a Sandbox expires, as of `now`. The wait has upstream's minimum of two seconds.
 pub fn expiry(sandbox: &Sandbox, now: Timestamp) -> Expiry {
     let Some(time) = &sandbox.spec.shutdown_time else {
         return Expiry::Never;
     };
     match Duration::try_from(time.0.duration_since(now)) {
         Ok(left) if !left.is_zero() => Expiry::In(left.max(EXPIRY_FLOOR)),
-        // Negative: it is over.
+        // A negative duration means that the time has passed.
         _ => Expiry::Past,
     }
 }
 
-/// Whether the status says already that the Sandbox has expired.
+/// Reports whether the status marks the Sandbox as expired.
 pub fn marked_expired(sandbox: &Sandbox) -> bool {
     let conditions = sandbox
         .status
@@ -314,7 +318,9 @@ pub fn marked_expired(sandbox: &Sandbox) -> bool {
         .is_some_and(|ready| ready.reason == reasons::sandbox::SANDBOX_EXPIRED)
 }
 
-/// Deletes what belongs to an expired Sandbox, and with policy Delete the Sandbox itself. Its snapshots stay as long as it does.
+/// Deletes the objects of an expired Sandbox, and with policy Delete the Sandbox itself.
+///
+/// Its snapshots stay as long as the Sandbox.
 fn expire(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
     let sandbox = desired.sandbox;
     if let Some(pod) = observed.pods.get(&pod_name(sandbox))
@@ -349,7 +355,7 @@ fn delete_pod(pod: &Pod, image: Option<ImageFence>) -> Action {
     }
 }
 
-/// Deletes a Pod that has no memory worth keeping, as long as it is as it was seen.
+/// Deletes a Pod without memory worth keeping, if it is unchanged since it was observed.
 fn delete_as_seen(pod: &Pod) -> Action {
     Action::DeletePod {
         name: pod.name_any(),
@@ -359,8 +365,10 @@ fn delete_as_seen(pod: &Pod) -> Action {
     }
 }
 
-/// Whether the absence of the Pod in the caches has to be made certain by asking. In state Running a Pod that is there after all is found when it is created anew.
-pub fn asks_for_the_named_pod(observed: &Observed) -> bool {
+/// Reports whether the apiserver must confirm the absence of the Pod.
+///
+/// For a Sandbox in state Running the creation finds a Pod that exists after all.
+pub fn must_confirm_pod(observed: &Observed) -> bool {
     let sandbox = &*observed.sandbox;
     if sandbox.metadata.deletion_timestamp.is_some() {
         return false;
@@ -372,7 +380,7 @@ pub fn asks_for_the_named_pod(observed: &Observed) -> bool {
     !has_pod(observed) && (suspended || (named.is_some() && !new) || marked_expired(sandbox))
 }
 
-/// Whether a Pod that is seen is the Sandbox' own.
+/// Reports whether an observed Pod belongs to the Sandbox.
 fn has_pod(observed: &Observed) -> bool {
     let owner = |pod: &Arc<Pod>| ownership(&**pod, &observed.sandbox);
     observed
@@ -381,13 +389,17 @@ fn has_pod(observed: &Observed) -> bool {
         .any(|pod| owner(pod) == Ownership::Ours)
 }
 
-/// Whether it has to be made certain by asking that there is no image to go on from, where there may have been one: a Pod that is made without it costs the memory that is in it.
-pub fn asks_for_snapshots(observed: &Observed) -> bool {
+/// Reports whether the apiserver must confirm that there is no image to continue from.
+///
+/// It must where the sandbox may have slept: a Pod created without an existing image loses that
+/// memory.
+pub fn must_confirm_snapshots(observed: &Observed) -> bool {
     let sandbox = &*observed.sandbox;
     let status = sandbox.status.as_ref();
-    let said = |type_| conditions::find(&status?.conditions, type_);
-    let may_have_slept = said(conditions::SUSPENDED).is_some_and(|said| said.status == "True")
-        || said(conditions::HIBERNATED).is_some();
+    let condition = |type_| conditions::find(&status?.conditions, type_);
+    let may_have_slept = condition(conditions::SUSPENDED)
+        .is_some_and(|condition| condition.status == "True")
+        || condition(conditions::HIBERNATED).is_some();
     may_have_slept
         && !observed.snapshots_are_certain
         && sandbox.metadata.deletion_timestamp.is_none()
@@ -397,11 +409,12 @@ pub fn asks_for_snapshots(observed: &Observed) -> bool {
         && !memory::has_image(&validate(observed), observed)
 }
 
-/// Whether it has to be made certain what the Sandbox itself says before it starts without memory:
-/// a process whose watch is behind knows neither that it was suspended meanwhile nor that it slept.
-pub fn asks_for_sandbox(observed: &Observed) -> bool {
+/// Reports whether the Sandbox must be read from the apiserver before it starts without memory.
+///
+/// A process with a late watch does not know that the Sandbox was suspended meanwhile or slept.
+pub fn must_confirm_sandbox(observed: &Observed) -> bool {
     let sandbox = &*observed.sandbox;
-    // A new Sandbox has no Pod to remember.
+    // A new Sandbox had no Pod.
     let had_a_pod =
         sandbox.status.is_some() && sandbox.annotations().contains_key(annotations::POD_NAME);
     had_a_pod
@@ -413,9 +426,12 @@ pub fn asks_for_sandbox(observed: &Observed) -> bool {
         && !memory::has_image(&validate(observed), observed)
 }
 
-/// Nodes of images of which nothing was heard for long, or ever: whether the cluster still has them is only found by asking. Their SandboxNodes stay when they go. Nobody asks for
-/// them while there is a Pod, which has its own node, nor twice for one that is gone.
-pub fn asks_for_nodes(observed: &Observed, now: Timestamp) -> Vec<String> {
+/// Returns the nodes of images whose existence the apiserver must confirm.
+///
+/// These are nodes without a recent report. SandboxNodes of removed nodes stay, so only a request
+/// shows whether a node exists. A Sandbox with a Pod needs no answer, and a node that is gone is
+/// not asked about again.
+pub fn nodes_to_confirm(observed: &Observed, now: Timestamp) -> Vec<String> {
     if has_pod(observed) {
         return Vec::new();
     }
@@ -429,7 +445,7 @@ pub fn asks_for_nodes(observed: &Observed, now: Timestamp) -> Vec<String> {
     silent.filter(|name| !asked.contains(name)).collect()
 }
 
-/// Merge patch that takes the Pod name off a Sandbox, or puts it on.
+/// Returns the merge patch that sets or removes the Pod name of a Sandbox.
 pub fn pod_name_patch(name: Option<&str>) -> Value {
     json!({"metadata": {"annotations": {annotations::POD_NAME: name}}})
 }

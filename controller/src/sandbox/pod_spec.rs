@@ -1,4 +1,5 @@
-//! No client required. The Pod that a Sandbox asks for, as raw JSON, so that fields of a newer Kubernetes stay in it.
+//! No client required. Builds the Pod of a Sandbox as raw JSON, which keeps fields of newer
+//! Kubernetes versions.
 
 use kube::ResourceExt;
 use serde_json::{Map, Value, json};
@@ -14,28 +15,29 @@ use super::{dereference::claim_name, metadata, validate::owner_reference};
 pub mod inject;
 mod net_raw;
 
-/// What a Pod continues from.
+/// Saved memory that a Pod continues from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Memory {
     pub image_id: String,
     pub node: String,
-    /// The user named the image, so that a used one is accepted.
+    /// True if the user named the image; a consumed image is then accepted.
     pub copy: bool,
     pub on_failure: OnRestoreFailure,
     /// Names of the saved containers, each with the image reference that its kubelet reported, if
-    /// that is recorded.
+    /// it is recorded.
     pub containers: Vec<(String, Option<String>)>,
-    /// Names of the containers that had ended before.
+    /// Names of the containers that had ended before the save.
     pub completed: Vec<String>,
-    /// Name of the Pod that was saved, which was its hostname.
+    /// Name of the saved Pod, which was its hostname.
     pub pod_name: Option<String>,
-    /// The PodSnapshot that the Pod is asked for when it is Ready.
+    /// PodSnapshot that the SDK expects the Pod to have restored once it is Ready.
     pub pod_snapshot: Option<String>,
 }
 
 impl Memory {
-    /// What to continue from, or `None` while the snapshot does not say where which image lies. The
-    /// node and the container images are never those of the status, which an agent writes. Without
+    /// Returns the memory to continue from, or `None` if the snapshot names no image or no node.
+    ///
+    /// The node and the container images never come from the status, which an agent writes. Without
     /// a record the images are those of the template.
     pub fn of(
         snapshot: &SandboxSnapshot,
@@ -71,7 +73,7 @@ impl Memory {
         })
     }
 
-    /// Whether the sandbox runtime had been put into the Pod that was saved.
+    /// Reports whether the saved Pod had the injected sandbox runtime.
     pub fn has_runtime(&self) -> bool {
         let running = self.containers.iter().map(|(name, _)| name);
         running
@@ -80,7 +82,7 @@ impl Memory {
     }
 }
 
-/// `runtimeClassName` of a template.
+/// Returns `runtimeClassName` of a template.
 pub fn runtime_class_name(spec: &RawPodSpec) -> Option<String> {
     spec.json()
         .get("runtimeClassName")?
@@ -88,7 +90,7 @@ pub fn runtime_class_name(spec: &RawPodSpec) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// The container that `kubectl exec` takes: the one that its annotation names, or the first.
+/// Returns the container that `kubectl exec` chooses: the one in its annotation, else the first.
 pub fn default_container(sandbox: &Sandbox) -> Option<String> {
     const DEFAULT_CONTAINER: &str = "kubectl.kubernetes.io/default-container";
     let template = &sandbox.spec.pod_template;
@@ -109,7 +111,7 @@ pub fn default_container(sandbox: &Sandbox) -> Option<String> {
     named.or_else(|| first().map(str::to_owned))
 }
 
-/// The Pod to create. `runtime` is the image of the sandbox runtime, where that is put in.
+/// Returns the Pod to create. `runtime` is the image of the sandbox runtime, if it is injected.
 pub fn pod(
     sandbox: &Sandbox,
     torpor_annotations: &[(&str, String)],
@@ -146,7 +148,7 @@ pub fn pod(
         }
         continue_from(&mut spec, memory, &name);
     }
-    // A Pod that names no RuntimeClass is as upstream makes it.
+    // A Pod without a RuntimeClass is the same as upstream's.
     let of_runtime = runtime_class_name(&sandbox.spec.pod_template.spec);
     if let Some(names) = of_runtime.and_then(|_| net_raw::containers(&spec)) {
         on_pod.insert(annotations::NET_RAW.to_owned(), names);
@@ -165,7 +167,7 @@ pub fn pod(
     }))
 }
 
-/// The Pod is not Ready before its agent has said how its restore went.
+/// Adds a readiness gate, so that the Pod is not Ready before its agent has reported the restore.
 fn wait_until_settled(spec: &mut Map<String, Value>) {
     let gate = json!({"conditionType": POD_RESTORE_SETTLED});
     let gates = spec.entry("readinessGates").or_insert_with(|| json!([]));
@@ -179,7 +181,7 @@ fn wait_until_settled(spec: &mut Map<String, Value>) {
     }
 }
 
-/// One volume per claim template; it replaces a volume of the same name.
+/// Adds one volume for each claim template. It replaces a volume of the same name.
 fn mount_claims(spec: &mut Map<String, Value>, sandbox: &Sandbox) {
     let templates = &sandbox.spec.volume_claim_templates;
     if templates.is_empty() {
@@ -210,9 +212,11 @@ fn mount_claims(spec: &mut Map<String, Value>, sandbox: &Sandbox) {
     spec.insert("volumes".to_owned(), volumes.into());
 }
 
-/// Sets what has to be as it was when the image was made: node, container images, and, unless it is
-/// a copy, the hostname. Steps of a container's start that others wait for are not done again:
-/// nothing of the sandbox runs until its last container was started.
+/// Sets the fields that must be as they were in the image: node, container images and, unless it is
+/// a copy, the hostname.
+///
+/// It removes steps of a container's start for which other containers wait. No process of the
+/// sandbox runs before its last container has started.
 fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
     require_node(spec, &memory.node);
     for list in ["containers", "initContainers"] {
@@ -224,17 +228,17 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
         {
             let named = |name: &String| container["name"] == name.as_str();
             let saved = memory.containers.iter().find(|(name, _)| named(name));
-            // What had ended is not run again, but the kubelet wants its image none the less.
+            // An ended container does not run again, but the kubelet requires its image.
             if saved.is_none() && !memory.completed.iter().any(named) {
                 continue;
             }
             if let Some((_, image)) = saved {
-                has_started(container, list == "initContainers");
+                remove_start_steps(container, list == "initContainers");
                 if let Some(image) = image {
                     container["image"] = image_reference(image).into();
                 }
             }
-            // Pulling could only fail or bring something else; and a bare image id has no registry to pull from.
+            // A pull could only fail or fetch another image. A bare image ID has no registry.
             if container["imagePullPolicy"] != "Never" {
                 container["imagePullPolicy"] = "IfNotPresent".into();
             }
@@ -252,8 +256,9 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
     }
 }
 
-/// Takes away what the kubelet does at a container's start: the hook, and of a sidecar the probe that it waits for before it starts the next.
-fn has_started(container: &mut Value, is_sidecar: bool) {
+/// Removes the postStart hook, and the startup probe of a sidecar, for which the kubelet waits
+/// before it starts the next container.
+fn remove_start_steps(container: &mut Value, is_sidecar: bool) {
     if let Some(hooks) = container
         .get_mut("lifecycle")
         .and_then(Value::as_object_mut)
@@ -265,7 +270,8 @@ fn has_started(container: &mut Value, is_sidecar: bool) {
     }
 }
 
-/// The runtime's name of an image, as a Pod may name it: `repository@sha256:…`, or the bare `sha256:…` of an image that has no repository.
+/// Converts the runtime's name of an image into one for a Pod: `repository@sha256:…`, or the bare
+/// `sha256:…` of an image without a repository.
 fn image_reference(image_id: &str) -> String {
     let reference = image_id
         .split_once("://")
@@ -273,7 +279,7 @@ fn image_reference(image_id: &str) -> String {
     reference.to_owned()
 }
 
-/// Adds "on this node" to what the template asks of a node. Terms are alternatives, so that each one gets it.
+/// Adds the node to the template's node affinity. Terms are alternatives, so each term gets it.
 fn require_node(spec: &mut Map<String, Value>, node: &str) {
     let rule = json!({"key": "metadata.name", "operator": "In", "values": [node]});
     let affinity = object(spec, "affinity");

@@ -1,4 +1,5 @@
-//! No client required. What the status of a Sandbox says after a pass, word for word as upstream, plus Torpor's two conditions where they apply.
+//! No client required. Computes the status of a Sandbox after a pass, in upstream's exact words,
+//! with Torpor's two conditions where they apply.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,31 +16,31 @@ use torpor_api::{
 
 use super::{
     apply::Applied,
-    plan::{Area, Phase, Plan, ServiceOutlook, Shown, disruption},
+    plan::{Area, ConditionChange, Phase, Plan, ServiceOutlook, disruption},
     validate::{Ownership, ownership},
 };
 use crate::{candidates::pool_of, merge_patch};
 
-/// The end of a pass, as the status sees it.
-struct Seen<'a> {
+/// State at the end of a pass, from which the status is computed.
+struct EndState<'a> {
     sandbox: &'a Sandbox,
     pod: Option<Arc<Pod>>,
-    /// The Pod's part did not go through, so that a missing Pod proves nothing.
+    /// True if the Pod's area failed, so that a missing Pod proves nothing.
     pod_failed: bool,
     service: Option<Arc<Service>>,
-    /// There is no Service, and there should be none.
+    /// True if there is no Service and none is wanted.
     service_is_gone: bool,
     several_pods: Option<usize>,
     errors: Vec<String>,
-    /// All the errors stay until the Sandbox is changed.
+    /// True if all errors last until the Sandbox is changed.
     errors_last: bool,
-    /// The status said already that the Sandbox has finished.
+    /// True if the status already has Finished=True.
     finished: bool,
-    /// The Pod has ended, and its memory is being kept for the next.
+    /// True if the Pod has ended and its memory is being kept for the next Pod.
     keeps_ended: bool,
 }
 
-/// What the status should be after a pass.
+/// Returns the status after a pass.
 pub fn next(
     sandbox: &Sandbox,
     plan: &Plan,
@@ -51,7 +52,7 @@ pub fn next(
     match plan.phase {
         Phase::Deleted => old,
         Phase::Expiring => expired(old, sandbox, now),
-        // Failures are retried before the status is cut down to its conditions.
+        // Failures are retried before the status is reduced to its conditions.
         Phase::Expired if applied.failures.is_empty() => {
             let kept = SandboxStatus {
                 conditions: old.conditions,
@@ -64,34 +65,37 @@ pub fn next(
     }
 }
 
-/// How long a member of a pool may be on its way to Ready before its status says how far it has come.
-const UNSAID: Duration = Duration::from_secs(5);
+/// Time that a member of a pool may take to become Ready before its status is written.
+const STATUS_DELAY: Duration = Duration::from_secs(5);
 
-/// Whether a status says Ready=True.
+/// Reports whether a status has Ready=True.
 pub fn is_ready(status: Option<&SandboxStatus>) -> bool {
     status.is_some_and(|status| conditions::is_true(&status.conditions, conditions::READY))
 }
 
-/// How long the status of a member of a pool need not be written. Nobody waits for a member, and one that is Ready within seconds would otherwise be described three times. What makes it
-/// one that a claim may take (its addresses), or ends its way, is said at once.
-pub fn may_wait(
+/// Returns how long the status of a member of a pool need not be written.
+///
+/// No client waits for a member, and a member that is Ready within seconds would otherwise get
+/// three status writes. A change that lets a claim take the member (its addresses) or that ends its
+/// start is written at once.
+pub fn write_delay(
     sandbox: &Sandbox,
     before: &SandboxStatus,
     after: &SandboxStatus,
     now: Timestamp,
 ) -> Option<Duration> {
     pool_of(sandbox)?;
-    let says_more = patch(Some(before), after).is_none()
+    let must_write = patch(Some(before), after).is_none()
         || is_ready(Some(before))
         || is_ready(Some(after))
         || before.pod_ips != after.pod_ips
         || conditions::find(&after.conditions, conditions::FINISHED).is_some();
-    if says_more {
+    if must_write {
         return None;
     }
     let created = sandbox.metadata.creation_timestamp.as_ref()?.0;
     let age = Duration::try_from(now.duration_since(created)).unwrap_or_default();
-    UNSAID.checked_sub(age).filter(|wait| !wait.is_zero())
+    STATUS_DELAY.checked_sub(age).filter(|wait| !wait.is_zero())
 }
 
 fn expired_condition() -> Draft {
@@ -104,7 +108,7 @@ fn expired_condition() -> Draft {
     )
 }
 
-/// Marks a Sandbox as expired. Finished stays; PodScheduled would describe a Pod that goes.
+/// Marks a Sandbox as expired. Finished stays. PodScheduled would describe a Pod that is deleted.
 pub fn expired(mut status: SandboxStatus, sandbox: &Sandbox, now: Timestamp) -> SandboxStatus {
     conditions::remove(&mut status.conditions, conditions::POD_SCHEDULED);
     set(status, sandbox, expired_condition(), now)
@@ -133,42 +137,42 @@ fn active(
     cluster_domain: &str,
     now: Timestamp,
 ) -> SandboxStatus {
-    let seen = seen(sandbox, plan, applied);
-    describe_pod(&mut status, &seen);
-    describe_service(&mut status, &seen, cluster_domain);
+    let state = end_state(sandbox, plan, applied);
+    describe_pod(&mut status, &state);
+    describe_service(&mut status, &state, cluster_domain);
     let suspended = plan
         .memory
         .suspended
         .clone()
-        .unwrap_or_else(|| suspended(&seen));
-    let ready = ready(&seen, &suspended);
-    for (type_, shown) in [
-        (conditions::SUSPENDED, Shown::Set(suspended)),
+        .unwrap_or_else(|| suspended(&state));
+    let ready = ready(&state, &suspended);
+    for (type_, change) in [
+        (conditions::SUSPENDED, ConditionChange::Set(suspended)),
         (
             conditions::FINISHED,
-            finished(&seen).map_or(Shown::Remove, Shown::Set),
+            finished(&state).map_or(ConditionChange::Remove, ConditionChange::Set),
         ),
         (
             conditions::POD_SCHEDULED,
-            pod_scheduled(&seen).map_or(Shown::Remove, Shown::Set),
+            pod_scheduled(&state).map_or(ConditionChange::Remove, ConditionChange::Set),
         ),
-        (conditions::READY, Shown::Set(ready)),
+        (conditions::READY, ConditionChange::Set(ready)),
         (conditions::HIBERNATED, plan.memory.hibernated.clone()),
         (conditions::RESTORED, plan.memory.restored.clone()),
     ] {
-        match shown {
-            Shown::Set(draft) => {
+        match change {
+            ConditionChange::Set(draft) => {
                 let generation = sandbox.metadata.generation;
                 conditions::set(&mut status.conditions, draft, generation, now);
             }
-            Shown::Remove => conditions::remove(&mut status.conditions, type_),
-            Shown::Keep => {}
+            ConditionChange::Remove => conditions::remove(&mut status.conditions, type_),
+            ConditionChange::Keep => {}
         }
     }
     status
 }
 
-fn seen<'a>(sandbox: &'a Sandbox, plan: &Plan, applied: &Applied) -> Seen<'a> {
+fn end_state<'a>(sandbox: &'a Sandbox, plan: &Plan, applied: &Applied) -> EndState<'a> {
     let failure_in = |area| applied.failures.iter().find(|failure| failure.area == area);
     let mut errors = Vec::new();
     for area in [Area::Claims, Area::Pod, Area::Service] {
@@ -196,7 +200,7 @@ fn seen<'a>(sandbox: &'a Sandbox, plan: &Plan, applied: &Applied) -> Seen<'a> {
         ServiceOutlook::None | ServiceOutlook::Untouched => None,
     };
     let service_failed = refused(Area::Service) || failure_in(Area::Service).is_some();
-    Seen {
+    EndState {
         sandbox,
         pod: pod.filter(|_| pod_stays && !refused(Area::Pod)),
         pod_failed,
@@ -213,7 +217,7 @@ fn seen<'a>(sandbox: &'a Sandbox, plan: &Plan, applied: &Applied) -> Seen<'a> {
     }
 }
 
-impl Seen<'_> {
+impl EndState<'_> {
     fn own_pod(&self) -> Option<&Pod> {
         self.pod
             .as_deref()
@@ -225,12 +229,12 @@ impl Seen<'_> {
     }
 }
 
-fn describe_pod(status: &mut SandboxStatus, seen: &Seen<'_>) {
-    if seen.pod.is_some() {
-        let hash = name_hash(&seen.sandbox.name_any());
+fn describe_pod(status: &mut SandboxStatus, state: &EndState<'_>) {
+    if state.pod.is_some() {
+        let hash = name_hash(&state.sandbox.name_any());
         status.selector = format!("{}={hash}", labels::SANDBOX_NAME_HASH);
     }
-    let own = seen.own_pod();
+    let own = state.own_pod();
     status.pod_ips = own
         .and_then(|pod| pod.status.as_ref()?.pod_ips.as_ref())
         .map(|ips| ips.iter().map(|ip| ip.ip.clone()).collect())
@@ -240,31 +244,31 @@ fn describe_pod(status: &mut SandboxStatus, seen: &Seen<'_>) {
         .unwrap_or_default();
 }
 
-/// A Service that could not be had leaves what the status says about it, as upstream.
-fn describe_service(status: &mut SandboxStatus, seen: &Seen<'_>, cluster_domain: &str) {
-    if let Some(service) = &seen.service {
+/// Writes the Service's fields. A Service that failed leaves them unchanged, as upstream.
+fn describe_service(status: &mut SandboxStatus, state: &EndState<'_>, cluster_domain: &str) {
+    if let Some(service) = &state.service {
         let namespace = service.namespace().unwrap_or_default();
         status.service = service.name_any();
         status.service_fqdn = format!("{}.{namespace}.svc.{cluster_domain}", status.service);
-    } else if seen.service_is_gone {
+    } else if state.service_is_gone {
         status.service.clear();
         status.service_fqdn.clear();
     }
 }
 
-fn suspended(seen: &Seen<'_>) -> Draft {
+fn suspended(state: &EndState<'_>) -> Draft {
     let draft = |status, reason, message: &'static str| {
         Draft::new(conditions::SUSPENDED, status, reason, message)
     };
-    if !seen.suspended() {
+    if !state.suspended() {
         return draft(
             Status::False,
             reasons::NOT_SUSPENDED,
             "Sandbox is not suspended",
         );
     }
-    match &seen.pod {
-        None if seen.pod_failed => draft(
+    match &state.pod {
+        None if state.pod_failed => draft(
             Status::Unknown,
             reasons::POD_STATE_UNKNOWN,
             "Pod state is unknown. Sandbox suspension cannot be confirmed",
@@ -274,7 +278,7 @@ fn suspended(seen: &Seen<'_>) -> Draft {
             reasons::POD_TERMINATED,
             "Pod has been terminated. Sandbox is suspended",
         ),
-        Some(_) if seen.own_pod().is_none() => draft(
+        Some(_) if state.own_pod().is_none() => draft(
             Status::False,
             reasons::POD_NOT_OWNED,
             "Refused to delete pod because it is not owned by this sandbox",
@@ -294,15 +298,22 @@ fn phase(pod: &Pod) -> &str {
         .unwrap_or("")
 }
 
-/// Whether the Pod is being taken away: its programs are ended, and its phase says how they took it, not that they were done. The garbage collector of Pods writes the phase a moment before it deletes.
-fn goes(pod: &Pod) -> bool {
+/// Reports whether the Pod is being deleted.
+///
+/// Its phase then shows how its programs reacted to the termination, not that they completed. The
+/// garbage collector of Pods writes the phase just before it deletes.
+fn is_being_deleted(pod: &Pod) -> bool {
     pod.metadata.deletion_timestamp.is_some()
-        || disruption(pod).is_some_and(|said| said.reason.as_deref() == Some("DeletionByPodGC"))
+        || disruption(pod)
+            .is_some_and(|condition| condition.reason.as_deref() == Some("DeletionByPodGC"))
 }
 
-/// How the Pod ended by itself. What ends because it is suspended or taken away has not: a claim would be deleted for it, with memory and volumes, once its `ttlSecondsAfterFinished` is over.
-fn ended(pod: &Pod, seen: &Seen<'_>) -> Option<(&'static str, &'static str)> {
-    if !seen.finished && (seen.suspended() || goes(pod) || seen.keeps_ended) {
+/// Returns how the Pod ended by itself, as reason and message.
+///
+/// A Pod that ends because it is suspended or deleted does not count. A claim would otherwise be
+/// deleted after its `ttlSecondsAfterFinished`, with memory and volumes.
+fn ended(pod: &Pod, state: &EndState<'_>) -> Option<(&'static str, &'static str)> {
+    if !state.finished && (state.suspended() || is_being_deleted(pod) || state.keeps_ended) {
         return None;
     }
     match phase(pod) {
@@ -312,22 +323,22 @@ fn ended(pod: &Pod, seen: &Seen<'_>) -> Option<(&'static str, &'static str)> {
     }
 }
 
-fn ready(seen: &Seen<'_>, suspended: &Draft) -> Draft {
+fn ready(state: &EndState<'_>, suspended: &Draft) -> Draft {
     let not_ready =
         |reason, message: String| Draft::new(conditions::READY, Status::False, reason, message);
-    if let Some(count) = seen.several_pods {
+    if let Some(count) = state.several_pods {
         return not_ready(reasons::MULTIPLE_PODS, several_pods_message(count));
     }
-    if !seen.errors.is_empty() {
-        let message = format!("Error seen: {}", seen.errors.join("\n"));
-        let reason = match seen.errors_last {
+    if !state.errors.is_empty() {
+        let message = format!("Error seen: {}", state.errors.join("\n"));
+        let reason = match state.errors_last {
             true => reasons::INVALID_CONFIGURATION,
             false => reasons::RECONCILER_ERROR,
         };
         return not_ready(reason, message);
     }
-    if seen.suspended() {
-        let settled = seen.pod.is_none() || suspended.status == Status::True.as_str();
+    if state.suspended() {
+        let settled = state.pod.is_none() || suspended.status == Status::True.as_str();
         let message = if settled {
             "Sandbox is suspended"
         } else {
@@ -335,19 +346,19 @@ fn ready(seen: &Seen<'_>, suspended: &Draft) -> Draft {
         };
         return not_ready(reasons::SANDBOX_SUSPENDED, message.to_owned());
     }
-    if let Some((reason, message)) = seen.pod.as_deref().and_then(|pod| ended(pod, seen)) {
+    if let Some((reason, message)) = state.pod.as_deref().and_then(|pod| ended(pod, state)) {
         return not_ready(reason, message.to_owned());
     }
-    let (pod_ready, mut message) = pod_readiness(seen.pod.as_deref());
+    let (pod_ready, mut message) = pod_readiness(state.pod.as_deref());
     let mut ready = pod_ready;
-    let required = seen
+    let required = state
         .sandbox
         .spec
         .service
-        .unwrap_or_else(|| seen.service.is_some());
+        .unwrap_or_else(|| state.service.is_some());
     if required {
-        ready &= seen.service.is_some();
-        message.push_str(match &seen.service {
+        ready &= state.service.is_some();
+        message.push_str(match &state.service {
             Some(_) => "; Service Exists",
             None => "; Service does not exist",
         });
@@ -359,7 +370,7 @@ fn ready(seen: &Seen<'_>, suspended: &Draft) -> Draft {
     not_ready(reasons::DEPENDENCIES_NOT_READY, message)
 }
 
-/// Upstream's words for more than one Pod.
+/// Returns upstream's message for more than one Pod.
 pub fn several_pods_message(count: usize) -> String {
     format!(
         "multiple Pods ({count}) are controlled by this Sandbox; refusing to choose or create a Pod"
@@ -373,7 +384,7 @@ fn pod_readiness(pod: Option<&Pod>) -> (bool, String) {
     if phase(pod) != "Running" {
         return (false, format!("Pod exists with phase: {}", phase(pod)));
     }
-    // It is Ready to its end, and nobody is to come any more.
+    // A terminating Pod stays Ready until it ends, but must get no new connections.
     if pod.metadata.deletion_timestamp.is_some() {
         return (false, "Pod is terminating".to_owned());
     }
@@ -393,8 +404,8 @@ fn pod_readiness(pod: Option<&Pod>) -> (bool, String) {
     }
 }
 
-fn finished(seen: &Seen<'_>) -> Option<Draft> {
-    let (reason, message) = ended(seen.own_pod()?, seen)?;
+fn finished(state: &EndState<'_>) -> Option<Draft> {
+    let (reason, message) = ended(state.own_pod()?, state)?;
     Some(Draft::new(
         conditions::FINISHED,
         Status::True,
@@ -403,18 +414,20 @@ fn finished(seen: &Seen<'_>) -> Option<Draft> {
     ))
 }
 
-/// Copy of the Pod's own condition. The scheduler gives no reason on success, and a condition needs one.
-fn pod_scheduled(seen: &Seen<'_>) -> Option<Draft> {
+/// Copies the Pod's condition PodScheduled.
+///
+/// The scheduler gives no reason on success, but a condition needs one.
+fn pod_scheduled(state: &EndState<'_>) -> Option<Draft> {
     let unknown = |message: &'static str| {
         let reason = reasons::POD_SCHEDULING_UNKNOWN;
         Draft::new(conditions::POD_SCHEDULED, Status::Unknown, reason, message)
     };
-    if seen.pod.is_none() && seen.pod_failed {
+    if state.pod.is_none() && state.pod_failed {
         return Some(unknown(
             "Pod state is unknown. Pod scheduling cannot be determined",
         ));
     }
-    let conditions = seen
+    let conditions = state
         .own_pod()?
         .status
         .as_ref()
@@ -439,7 +452,9 @@ fn pod_scheduled(seen: &Seen<'_>) -> Option<Draft> {
     })
 }
 
-/// The patch that makes the status `new`; `None` when nothing is to be written. A node name alone waits for the next change while the Sandbox is not Ready.
+/// Returns the patch that makes the status `new`, or `None` if nothing is to be written.
+///
+/// A changed node name alone waits for the next change while the Sandbox is not Ready.
 pub fn patch(old: Option<&SandboxStatus>, new: &SandboxStatus) -> Option<Value> {
     let old = old.cloned().unwrap_or_default();
     let ready = conditions::is_true(&new.conditions, conditions::READY);

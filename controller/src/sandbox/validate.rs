@@ -1,4 +1,5 @@
-//! No client required. Turns what was seen into what the plan works with: settings checked, the Pod's ownership settled.
+//! No client required. Interprets the observed state for the plan: checks settings and determines
+//! the owner of the Pod.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use torpor_api::{OperatingMode, Sandbox, annotations::Settings, labels, name_has
 
 use super::dereference::{Observed, pod_name};
 
-/// Who controls an object, seen from one Sandbox.
+/// Controller of an object, from the view of one Sandbox.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Ownership {
     Ours,
@@ -19,7 +20,7 @@ pub enum Ownership {
     Other(OwnerReference),
 }
 
-/// Who controls `object`. The owner's UID decides, never a name.
+/// Returns the controller of `object`. The owner's UID decides, never a name.
 pub fn ownership<K: Resource>(object: &K, sandbox: &Sandbox) -> Ownership {
     let controller = object
         .meta()
@@ -34,19 +35,19 @@ pub fn ownership<K: Resource>(object: &K, sandbox: &Sandbox) -> Ownership {
     }
 }
 
-/// The Pod of a Sandbox, as far as it can be told.
+/// State of a Sandbox's Pod.
 #[derive(Clone, Debug)]
 pub enum PodState {
     Absent,
     Ours(Arc<Pod>),
-    /// Has the Sandbox's Pod name but nobody controls it.
+    /// The Pod has the Sandbox's Pod name but no controller.
     Unowned(Arc<Pod>),
     Foreign(Arc<Pod>, OwnerReference),
-    /// More than one Pod is ours; nothing is chosen.
+    /// The Sandbox controls more than one Pod; none is chosen.
     Several(usize),
 }
 
-/// A Sandbox, judged.
+/// Sandbox with its settings and the state of its Pod.
 #[derive(Debug)]
 pub struct Desired<'a> {
     pub sandbox: &'a Sandbox,
@@ -57,13 +58,14 @@ pub struct Desired<'a> {
     pub suspended: bool,
     pub settings: Settings,
     pub pod: PodState,
-    /// The Pod name annotation names another Pod than the one that is ours, or none that exists.
+    /// True if the Pod name annotation names a Pod that does not exist or that the Sandbox does not
+    /// control.
     pub pod_name_is_stale: bool,
-    /// Typed view of the template's spec; an error says why it is none.
+    /// Typed view of the template's spec, or why there is none.
     pub template: Result<PodSpec, NotTyped>,
 }
 
-/// Judges what was seen.
+/// Interprets the observed state.
 pub fn validate(observed: &Observed) -> Desired<'_> {
     let sandbox = &*observed.sandbox;
     let (pod, pod_name_is_stale) = settle_pod(observed);
@@ -85,7 +87,7 @@ pub fn validate(observed: &Observed) -> Desired<'_> {
     }
 }
 
-/// Which Pod is the Sandbox's: a Pod that it controls before any Pod that only has the right name.
+/// Determines the Sandbox's Pod. A Pod that it controls comes before one that only has the name.
 fn settle_pod(observed: &Observed) -> (PodState, bool) {
     let sandbox = &*observed.sandbox;
     let name = pod_name(sandbox);
@@ -116,7 +118,9 @@ fn settle_pod(observed: &Observed) -> (PodState, bool) {
     }
 }
 
-/// Whether an object that nobody controls may be adopted by this Sandbox: somebody authorised it, or it carries our mark already.
+/// Reports whether the Sandbox may adopt an object without a controller.
+///
+/// The object needs the label that authorizes it, or the Sandbox's tracking label.
 pub fn may_adopt<K: ResourceExt>(object: &K, hash: &str) -> bool {
     let labels = object.labels();
     labels
@@ -127,7 +131,7 @@ pub fn may_adopt<K: ResourceExt>(object: &K, hash: &str) -> bool {
             .is_some_and(|value| value == hash)
 }
 
-/// Owner reference of a Sandbox for what it controls.
+/// Returns the owner reference for objects that the Sandbox controls.
 pub fn owner_reference(sandbox: &Sandbox) -> OwnerReference {
     OwnerReference {
         api_version: Sandbox::api_version(&()).into_owned(),

@@ -18,7 +18,7 @@ fn committed(status: &str, reason: &str) -> Value {
     }]}})
 }
 
-/// One that the agent of a node has adopted, and that says this.
+/// Snapshot that a node's agent has adopted, with this reason of Committed.
 fn adopted(reason: &str, spec: Value) -> Value {
     let mut adopted = committed("False", reason);
     adopted["metadata"] = json!({"finalizers": ["torpor.dev/image"]});
@@ -34,18 +34,18 @@ fn now() -> Timestamp {
     "2026-01-01T00:10:00Z".parse().unwrap()
 }
 
-const NOBODY: Around = Around {
+const NO_SANDBOX: Observed = Observed {
     sandbox_exists: false,
     node_exists: None,
 };
-const SOMEBODY: Around = Around {
+const WITH_SANDBOX: Observed = Observed {
     sandbox_exists: true,
     node_exists: None,
 };
 
 #[test]
-fn a_snapshot_of_an_unknown_sandbox_says_so() {
-    let Plan::SetCommitted(draft) = plan(&snapshot(json!({})), NOBODY, now()) else {
+fn a_snapshot_of_an_unknown_sandbox_reports_that() {
+    let Plan::SetCommitted(draft) = plan(&snapshot(json!({})), NO_SANDBOX, now()) else {
         panic!("the condition is to be written")
     };
     assert_eq!(
@@ -59,27 +59,30 @@ fn a_snapshot_of_an_unknown_sandbox_says_so() {
 fn once_the_sandbox_exists_the_snapshot_waits_for_the_agent() {
     let plan = plan(
         &snapshot(committed("False", "SandboxNotFound")),
-        SOMEBODY,
+        WITH_SANDBOX,
         now(),
     );
     assert!(matches!(plan, Plan::SetCommitted(draft) if draft.reason == "Pending"));
 }
 
 #[rstest]
-#[case::already_said(committed("False", "SandboxNotFound"), NOBODY)]
-#[case::the_agents_business(committed("False", "Saving"), SOMEBODY)]
-#[case::nothing_said_yet(json!({}), SOMEBODY)]
-#[case::committed_outlives_its_sandbox(committed("True", "Committed"), NOBODY)]
-#[case::its_pod_is_gone_and_the_agent_said_so(adopted("SandboxNotFound", of_a_pod()), SOMEBODY)]
-#[case::a_pod_without_a_sandbox_is_saved(adopted("Saving", of_a_pod()), NOBODY)]
-fn nothing_is_written(#[case] content: Value, #[case] around: Around) {
-    assert_eq!(plan(&snapshot(content), around, now()), Plan::Nothing);
+#[case::already_reported(committed("False", "SandboxNotFound"), NO_SANDBOX)]
+#[case::reported_by_the_agent(committed("False", "Saving"), WITH_SANDBOX)]
+#[case::nothing_reported_yet(json!({}), WITH_SANDBOX)]
+#[case::committed_outlives_its_sandbox(committed("True", "Committed"), NO_SANDBOX)]
+#[case::its_pod_is_gone_and_the_agent_reported_it(
+    adopted("SandboxNotFound", of_a_pod()),
+    WITH_SANDBOX
+)]
+#[case::a_pod_without_a_sandbox_is_saved(adopted("Saving", of_a_pod()), NO_SANDBOX)]
+fn nothing_is_written(#[case] content: Value, #[case] observed: Observed) {
+    assert_eq!(plan(&snapshot(content), observed, now()), Plan::Nothing);
 }
 
 #[test]
-fn of_one_that_names_no_pod_no_agent_tells_any_more_when_its_sandbox_is_gone() {
+fn an_adopted_snapshot_without_a_pod_uid_reports_that_its_sandbox_is_gone() {
     let saving = snapshot(adopted("Saving", json!({})));
-    let plan = plan(&saving, NOBODY, now());
+    let plan = plan(&saving, NO_SANDBOX, now());
     assert!(matches!(plan, Plan::SetCommitted(draft) if draft.reason == "SandboxNotFound"));
 }
 
@@ -91,12 +94,12 @@ fn deleted_at(time: &str) -> SandboxSnapshot {
 }
 
 #[rstest]
-#[case::its_agent_died_before_it_said_a_word(of_a_pod(), json!({}), true)]
-#[case::nobody_said_where(json!({}), json!({}), true)]
+#[case::its_agent_died_before_its_first_report(of_a_pod(), json!({}), true)]
+#[case::no_node_is_known(json!({}), json!({}), true)]
 #[case::its_pod_is_gone_and_was_never_named(json!({}), json!({"nodeName": "n1"}), true)]
 #[case::an_agent_has_it(of_a_pod(), json!({"nodeName": "n1"}), false)]
 #[case::saved(json!({}), json!({"nodeName": "n1", "podUID": "u-p"}), false)]
-fn one_that_no_agent_knows_of_is_let_go_though_its_node_is_there(
+fn a_deleted_snapshot_that_no_agent_knows_is_released_though_its_node_exists(
     #[case] spec: Value,
     #[case] status: Value,
     #[case] let_go: bool,
@@ -107,27 +110,27 @@ fn one_that_no_agent_knows_of_is_let_go_though_its_node_is_there(
             "spec": spec, "status": status,
         }))
     };
-    let around = Around {
+    let observed = Observed {
         sandbox_exists: true,
         node_exists: Some(true),
     };
     let expected = match let_go {
         true => Plan::Release,
-        false => Plan::LookAgain(NODE_GRACE),
+        false => Plan::Requeue(NODE_GRACE),
     };
     let old = deleted("2026-01-01T00:00:00Z");
-    assert_eq!(plan(&old, around, now()), expected);
-    // Its agent may be about to.
+    assert_eq!(plan(&old, observed, now()), expected);
+    // The agent may be about to report.
     let fresh = deleted("2026-01-01T00:09:50Z");
-    let wait = Plan::LookAgain(Duration::from_secs(50));
-    assert_eq!(plan(&fresh, around, now()), wait);
+    let wait = Plan::Requeue(Duration::from_secs(50));
+    assert_eq!(plan(&fresh, observed, now()), wait);
 }
 
 #[test]
 fn an_image_is_given_up_only_when_its_node_is_gone_and_stayed_gone() {
     let old = deleted_at("2026-01-01T00:00:00Z");
     let fresh = deleted_at("2026-01-01T00:09:50Z");
-    let with = |exists| Around {
+    let with = |exists| Observed {
         sandbox_exists: true,
         node_exists: Some(exists),
     };
@@ -135,9 +138,9 @@ fn an_image_is_given_up_only_when_its_node_is_gone_and_stayed_gone() {
         plan(&old, with(false), now()),
         Plan::Abandon { node: "n1".into() }
     );
-    assert_eq!(plan(&old, with(true), now()), Plan::LookAgain(NODE_GRACE));
+    assert_eq!(plan(&old, with(true), now()), Plan::Requeue(NODE_GRACE));
     let wait = Duration::from_secs(50);
-    assert_eq!(plan(&fresh, with(false), now()), Plan::LookAgain(wait));
+    assert_eq!(plan(&fresh, with(false), now()), Plan::Requeue(wait));
 }
 
 #[test]
@@ -146,9 +149,9 @@ fn a_foreign_finalizer_is_left_alone() {
         "metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["x/y"]},
         "status": {"nodeName": "n1"},
     }));
-    let around = Around {
+    let observed = Observed {
         sandbox_exists: true,
         node_exists: Some(false),
     };
-    assert_eq!(plan(&snapshot, around, now()), Plan::Nothing);
+    assert_eq!(plan(&snapshot, observed, now()), Plan::Nothing);
 }

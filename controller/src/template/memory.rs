@@ -1,4 +1,4 @@
-//! What this process remembers of templates between passes: whose user was told that somebody else has the name of its NetworkPolicy.
+//! Memory of templates between passes: Events about foreign NetworkPolicies.
 
 use std::{
     collections::HashMap,
@@ -6,30 +6,31 @@ use std::{
     time::Instant,
 };
 
-use crate::events::AGAIN;
+use crate::events::REPEAT_INTERVAL;
 
-/// When the user of each template was told last, by the template's UID.
+/// Time of the last Event about each template, by UID.
 #[derive(Debug, Default)]
 pub struct Memory(Mutex<HashMap<String, Instant>>);
 
 impl Memory {
-    /// Whether it is time to tell. If it is, it counts as told.
+    /// Reports whether an Event is due. If so, records it as published.
     pub fn is_due(&self, uid: &str, now: Instant) -> bool {
         let mut all = self.lock();
-        let told = all.get(uid);
-        let due = told.is_none_or(|told| now.saturating_duration_since(*told) >= AGAIN);
+        let published = all.get(uid);
+        let due = published
+            .is_none_or(|published| now.saturating_duration_since(*published) >= REPEAT_INTERVAL);
         if due {
             all.insert(uid.to_owned(), now);
         }
         due
     }
 
-    /// There is nothing to tell any more, or the template is gone.
+    /// Forgets a template that is gone or has no fault any more.
     pub fn forget(&self, uid: &str) {
         self.lock().remove(uid);
     }
 
-    // A panic elsewhere leaves the map as it was.
+    // A panic elsewhere leaves the map unchanged.
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Instant>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -42,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_stays_so_is_told_about_every_hour_and_anew_after_it_was_not() {
+    fn a_lasting_fault_is_published_about_every_hour_and_a_new_one_at_once() {
         let (memory, begin) = (Memory::default(), Instant::now());
         let due = |minutes: u64| memory.is_due("u", begin + Duration::from_secs(60 * minutes));
         assert_eq!([due(0), due(1), due(54)], [true, false, false]);

@@ -1,4 +1,4 @@
-//! No client required. What a template's label and NetworkPolicy have to be.
+//! No client required. Plans a template's label and NetworkPolicy.
 
 use std::sync::Arc;
 
@@ -14,42 +14,43 @@ use crate::{
     watches::extensions::controller_of,
 };
 
-/// What was seen.
+/// Input of the plan.
 #[derive(Clone, Debug)]
 pub struct Observed {
     pub template: Arc<SandboxTemplate>,
-    /// Whatever has the name of the template's policy.
+    /// NetworkPolicy with the name of the template's own, whatever controls it.
     pub policy: Option<Arc<NetworkPolicy>>,
-    /// Ranges that the operator blocks beside the private addresses.
+    /// Ranges that the operator blocks in addition to the private addresses.
     pub except: Vec<Cidr>,
 }
 
-/// Why no Sandbox of a template may be made yet.
+/// Reason why no Sandbox of a template may be created yet.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unisolated {
     #[error(
-        "NetworkPolicy {0:?} of the SandboxTemplate does not exist yet; the Sandbox is made as soon as it does"
+        "NetworkPolicy {0:?} of the SandboxTemplate does not exist yet; the Sandbox is created as soon as it does"
     )]
     Missing(String),
     #[error(
-        "NetworkPolicy {0:?} does not have the rules of the SandboxTemplate yet; the Sandbox is made as soon as it does"
+        "NetworkPolicy {0:?} does not have the rules of the SandboxTemplate yet; the Sandbox is created as soon as it does"
     )]
     Outdated(String),
     #[error(
-        "NetworkPolicy {0:?} exists and is not controlled by the SandboxTemplate, so that no Sandbox is made without the template's rules. \
-         Delete that NetworkPolicy or make it anew under another name; or set spec.networkPolicyManagement: Unmanaged in the SandboxTemplate"
+        "NetworkPolicy {0:?} exists and is not controlled by the SandboxTemplate, so that no Sandbox is created without the template's rules. \
+         Delete that NetworkPolicy or recreate it under another name; or set spec.networkPolicyManagement: Unmanaged in the SandboxTemplate"
     )]
     NotOwned(String),
 }
 
 impl Unisolated {
-    /// Whether the controller itself is about to change it.
+    /// Reports whether the controller itself is about to resolve the reason.
     pub fn is_passing(&self) -> bool {
         !matches!(self, Self::NotOwned(_))
     }
 }
 
-/// Whether a Sandbox of the template may be made: the template's NetworkPolicy is there, the template's own, and says what the template says. `policy` is what has its name.
+/// Checks whether a Sandbox of the template may be created: the template's NetworkPolicy exists, is
+/// the template's own, and has the template's rules. `policy` is the NetworkPolicy with its name.
 pub fn isolation(
     template: &SandboxTemplate,
     policy: Option<&NetworkPolicy>,
@@ -62,7 +63,7 @@ pub fn isolation(
     match policy {
         None => Err(Unisolated::Missing(name)),
         Some(policy) if !owns(template, policy) => Err(Unisolated::NotOwned(name)),
-        // The next policy of that name is made once this one is gone.
+        // The next policy with that name is created once this one is gone.
         Some(policy) if policy.metadata.deletion_timestamp.is_some() => {
             Err(Unisolated::Missing(name))
         }
@@ -82,7 +83,7 @@ fn owns(template: &SandboxTemplate, policy: &NetworkPolicy) -> bool {
     owner.is_some_and(|owner| Some(&owner.uid) == template.metadata.uid.as_ref())
 }
 
-/// One call.
+/// Step of a plan: one call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     LabelTemplate(Value),
@@ -91,20 +92,21 @@ pub enum Action {
     DeletePolicy { uid: String },
 }
 
-/// End of the name of a template's policy.
+/// Suffix of the name of a template's policy.
 const POLICY_SUFFIX: &str = "-network-policy";
 
-/// Name of the policy that the Sandboxes of a template share.
+/// Returns the name of the policy that the Sandboxes of a template share.
 pub fn policy_name(template: &SandboxTemplate) -> String {
     template.name_any() + POLICY_SUFFIX
 }
 
-/// Name of the template whose policy would have this name.
+/// Returns the name of the template whose policy would have this name.
 pub fn template_of_policy(name: &str) -> Option<&str> {
     name.strip_suffix(POLICY_SUFFIX)
 }
 
-/// Decides; pure. An error names a policy that somebody else has under this name.
+/// Plans the steps for one template; pure. The error is the name of a policy that another object
+/// controls.
 pub fn plan(observed: &Observed) -> Result<Vec<Action>, String> {
     let template = &*observed.template;
     if template.metadata.deletion_timestamp.is_some() {
@@ -150,7 +152,7 @@ fn update(policy: &NetworkPolicy, template: &SandboxTemplate, except: &[Cidr]) -
     })))
 }
 
-/// The policy to create.
+/// Returns the policy to create.
 pub fn policy(template: &SandboxTemplate, except: &[Cidr]) -> Value {
     json!({
         "apiVersion": "networking.k8s.io/v1",
@@ -195,7 +197,7 @@ fn spec(template: &SandboxTemplate, except: &[Cidr]) -> Value {
     })
 }
 
-/// The apiserver's default, so that what it stores is what was asked for.
+/// Sets the apiserver's default protocol, so that the stored rules equal the requested ones.
 fn name_protocols(ports: Option<&mut [NetworkPolicyPort]>) {
     for port in ports.into_iter().flatten() {
         port.protocol.get_or_insert_with(|| "TCP".to_owned());

@@ -6,7 +6,7 @@ use tower::{ServiceBuilder, ServiceExt, service_fn};
 
 use super::*;
 
-/// Takes a token if there is one, else says how long it takes to come.
+/// Takes a token if the bucket has one, else returns the time until one arrives.
 fn pass(bucket: &mut Bucket, now: Instant) -> Result<(), Duration> {
     match bucket.wait(now) {
         None => {
@@ -38,14 +38,14 @@ fn a_burst_passes_at_once_and_then_the_rate_holds() {
 }
 
 #[test]
-fn a_rate_that_is_not_positive_is_none() {
+fn a_rate_that_is_not_positive_is_no_limit() {
     assert_eq!((Rate::of(-1.0, 10), Rate::of(0.0, 10)), (None, None));
 }
 
 proptest! {
-    /// In any span, no more calls pass than the burst and what the rate brings.
+    /// In any span, the calls that pass are at most the burst and the tokens of the rate.
     #[test]
-    fn no_schedule_gets_more_than_the_rate(
+    fn no_schedule_exceeds_the_rate(
         per_second in 0.1_f64..500.0,
         burst in 1_u32..50,
         gaps in proptest::collection::vec(0_u64..2000, 1..200),
@@ -63,14 +63,14 @@ proptest! {
         }
     }
 
-    /// Who waits as long as he is told gets a token.
+    /// A caller that waits for the returned time gets a token.
     #[test]
-    fn the_wait_that_is_told_suffices(per_second in 0.01_f64..1000.0, burst in 1_u32..5) {
+    fn the_returned_wait_suffices(per_second in 0.01_f64..1000.0, burst in 1_u32..5) {
         let mut now = Instant::now();
         let mut bucket = Bucket::full(Rate { per_second, burst }, now);
         for _ in 0..20 {
             if let Err(wait) = pass(&mut bucket, now) {
-                // To the nanosecond that was rounded off.
+                // Adds the nanosecond lost to rounding.
                 now += wait + Duration::from_nanos(1);
                 prop_assert_eq!(pass(&mut bucket, now), Ok(()));
             }
@@ -109,7 +109,7 @@ async fn calls_beyond_the_burst_wait() {
 }
 
 #[tokio::test]
-async fn a_call_without_an_answer_is_counted_as_such() {
+async fn a_call_without_an_answer_is_counted_as_an_error() {
     let requests = Requests::default();
     let service = ServiceBuilder::new()
         .layer(TransportLayer::new(None, requests.clone(), "api"))

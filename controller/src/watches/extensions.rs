@@ -1,4 +1,5 @@
-//! The watches of SandboxClaim, SandboxTemplate, SandboxWarmPool and NetworkPolicy, and what a change of a Sandbox means to its claim or its pool.
+//! Watches of SandboxClaim, SandboxTemplate, SandboxWarmPool and NetworkPolicy, and the effects of
+//! a change of a Sandbox on its claim or its pool.
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -15,7 +16,7 @@ use torpor_api::{
     labels,
 };
 
-use super::{Place, copied_from, follow, follow_guarded, in_pages, in_small_pages, trim};
+use super::{WatchSource, copied_from, follow, follow_guarded, in_pages, in_small_pages, trim};
 use crate::{
     cache::{Change, key_of},
     candidates::pool_of,
@@ -25,42 +26,43 @@ use crate::{
     template::plan::template_of_policy,
 };
 
-/// How long after a change of a member its pool is looked at. A pass walks over all members, and in a storm of changes one pass serves many of them.
-const POOL_LOOK: Duration = Duration::from_millis(100);
+/// Delay before the pass over a pool after a change of a member. A pass walks over all members;
+/// while many change, one pass serves them all.
+const POOL_DELAY: Duration = Duration::from_millis(100);
 
 /// Starts the watches.
 pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let place = Place::of(context);
-    let known = Arc::clone(context);
+    let source = WatchSource::of(context);
+    let shared = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        place.clone(),
+        source.clone(),
         in_small_pages(),
         trim,
         move |event| {
-            for change in known.caches.claims.apply_seen(event) {
-                claim_changed(&known, &change);
+            for change in shared.caches.claims.apply_seen(event) {
+                claim_changed(&shared, &change);
             }
         },
     ));
-    let known = Arc::clone(context);
+    let shared = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        place.clone(),
+        source.clone(),
         in_pages(),
         trim,
         move |event| {
-            for change in known.caches.pools.apply_seen(event) {
-                pool_changed(&known, &change);
+            for change in shared.caches.pools.apply_seen(event) {
+                pool_changed(&shared, &change);
             }
         },
     ));
-    let known = Arc::clone(context);
+    let shared = Arc::clone(context);
     tasks.spawn(follow_guarded(
-        place,
+        source,
         in_small_pages(),
         trim,
         move |event| {
-            for change in known.caches.templates.apply_seen(event) {
-                template_changed(&known, &change);
+            for change in shared.caches.templates.apply_seen(event) {
+                template_changed(&shared, &change);
             }
         },
     ));
@@ -68,15 +70,15 @@ pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
 
 /// Starts the watch of NetworkPolicies.
 pub(super) fn start_policies(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let (place, known) = (Place::of(context), Arc::clone(context));
-    tasks.spawn(follow(place, in_small_pages(), trim, move |event| {
-        for change in known.caches.policies.apply_seen(event) {
-            policy_changed(&known, &change);
+    let (source, shared) = (WatchSource::of(context), Arc::clone(context));
+    tasks.spawn(follow(source, in_small_pages(), trim, move |event| {
+        for change in shared.caches.policies.apply_seen(event) {
+            policy_changed(&shared, &change);
         }
     }));
 }
 
-/// The controller of an object.
+/// Returns the controller of an object.
 pub fn controller_of<K: Resource>(object: &K) -> Option<&OwnerReference> {
     let owners = object.meta().owner_references.iter().flatten();
     owners
@@ -84,7 +86,7 @@ pub fn controller_of<K: Resource>(object: &K) -> Option<&OwnerReference> {
         .find(|owner| owner.controller == Some(true))
 }
 
-/// The controller, if it is of this kind of the extensions' group, in whatever version.
+/// Returns the controller if it is of this kind in the extensions' group, in any version.
 pub fn controller_of_kind<'a, K: Resource>(
     object: &'a K,
     kind: &str,
@@ -95,14 +97,15 @@ pub fn controller_of_kind<'a, K: Resource>(
     })
 }
 
-/// The pool that a Sandbox is a member of.
+/// Returns the pool that a Sandbox is a member of.
 pub fn pool_of_member(context: &Context, sandbox: &Sandbox) -> Option<Arc<SandboxWarmPool>> {
     let owner = controller_of_kind(sandbox, &SandboxWarmPool::kind(&()))?;
     let namespace = sandbox.namespace().unwrap_or_default();
     context.caches.pools.get(&namespace, &owner.name)
 }
 
-/// Index of Sandboxes: the UID of the controller; of one that nobody controls, the pool that its label names.
+/// Returns the index value of a Sandbox: the UID of its controller, or without one the pool that
+/// its label names.
 pub fn sandbox_index(sandbox: &Sandbox) -> Option<String> {
     match controller_of(sandbox) {
         Some(owner) => Some(owner.uid.clone()),
@@ -113,12 +116,13 @@ pub fn sandbox_index(sandbox: &Sandbox) -> Option<String> {
     }
 }
 
-/// Index value of the Sandboxes that nobody controls and that name the pool with this hash.
+/// Returns the index value of the Sandboxes without a controller whose label names the pool with
+/// this hash.
 pub fn orphan_index(pool_hash: &str) -> String {
     format!("orphan {pool_hash}")
 }
 
-/// Offers what claims may take, and wakes the claim or the pool.
+/// Updates the members that claims may take, and queues the claim or the pool.
 pub(super) fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
     context.candidates.update(change);
     remember(context, change);
@@ -137,14 +141,14 @@ pub(super) fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
             && matters
         {
             let key = (namespace, pool.name.clone());
-            context.queues.pools.add_after(key, POOL_LOOK);
+            context.queues.pools.add_after(key, POOL_DELAY);
         } else if controller_of(sandbox).is_none() {
-            wake_pools_of_orphan(context, sandbox, &namespace);
+            queue_pools_of_orphan(context, sandbox, &namespace);
         }
     }
 }
 
-/// Tells the memory of pools what was seen of their members.
+/// Updates the memory of pools with a change of a member.
 fn remember(context: &Context, change: &Change<Sandbox>) {
     let (before, after) = (change.before.as_deref(), change.after.as_deref());
     for sandbox in [before, after].into_iter().flatten() {
@@ -161,7 +165,7 @@ fn remember(context: &Context, change: &Change<Sandbox>) {
     }
 }
 
-fn wake_pools_of_orphan(context: &Context, sandbox: &Sandbox, namespace: &str) {
+fn queue_pools_of_orphan(context: &Context, sandbox: &Sandbox, namespace: &str) {
     let Some(hash) = sandbox.labels().get(labels::WARM_POOL_SANDBOX) else {
         return;
     };
@@ -170,11 +174,11 @@ fn wake_pools_of_orphan(context: &Context, sandbox: &Sandbox, namespace: &str) {
             && torpor_api::name_hash(&pool.name_any()) == *hash
     });
     for pool in named {
-        context.queues.pools.add_after(key_of(&*pool), POOL_LOOK);
+        context.queues.pools.add_after(key_of(&*pool), POOL_DELAY);
     }
 }
 
-/// Whether a claim or a pool has something to do because of a change of its Sandbox.
+/// Reports whether a change of its Sandbox affects a claim or a pool.
 fn matters_to_owner(before: &Sandbox, after: &Sandbox) -> bool {
     let seen = |sandbox: &Sandbox| {
         let status = sandbox.status.clone().unwrap_or_default();
@@ -194,18 +198,18 @@ fn matters_to_owner(before: &Sandbox, after: &Sandbox) -> bool {
             meta.deletion_timestamp.is_some(),
             meta.owner_references.clone(),
             meta.labels.clone(),
-            // Without it no claim is Ready.
+            // A claim is not Ready without it.
             sandbox.annotations().get(annotations::POD_NAME).cloned(),
         )
     };
     seen(before) != seen(after)
 }
 
-/// Takes note of when a claim was first seen, and asks for a pass.
+/// Records the first sight of a claim, and queues it.
 pub fn claim_changed(context: &Context, change: &Change<SandboxClaim>) {
     match (&change.before, &change.after) {
-        (_, Some(claim)) => context.sightings.see(claim, Timestamp::now()),
-        (Some(gone), None) => context.sightings.forget(gone),
+        (_, Some(claim)) => context.claims.see(claim, Timestamp::now()),
+        (Some(gone), None) => context.claims.forget(gone),
         (None, None) => {}
     }
     if let Some(claim) = change.after.as_ref().or(change.before.as_ref()) {
@@ -213,7 +217,7 @@ pub fn claim_changed(context: &Context, change: &Change<SandboxClaim>) {
     }
 }
 
-/// Asks for a pass; a pool that came or changed may be what claims have waited for.
+/// Queues a pool, and after its creation or change the claims that may wait for it.
 pub fn pool_changed(context: &Context, change: &Change<SandboxWarmPool>) {
     let Some(pool) = change.after.as_ref().or(change.before.as_ref()) else {
         return;
@@ -221,7 +225,7 @@ pub fn pool_changed(context: &Context, change: &Change<SandboxWarmPool>) {
     let key = key_of(&**pool);
     let generation = |pool: &Option<Arc<SandboxWarmPool>>| pool.as_ref()?.metadata.generation;
     if change.after.is_some() && generation(&change.before) != generation(&change.after) {
-        wake_unbound_claims(context, &key.0, &key.1);
+        queue_unbound_claims(context, &key.0, &key.1);
     }
     if change.after.is_none() {
         context.pools.forget(&pool.uid().unwrap_or_default());
@@ -229,7 +233,8 @@ pub fn pool_changed(context: &Context, change: &Change<SandboxWarmPool>) {
     context.queues.pools.add(key);
 }
 
-/// Asks for passes over the template and its pools; one that came or changed may be what claims have waited for.
+/// Queues a template and its pools, and after its creation or change the claims that may wait for
+/// it.
 pub fn template_changed(context: &Context, change: &Change<SandboxTemplate>) {
     let Some(template) = change.after.as_ref().or(change.before.as_ref()) else {
         return;
@@ -248,14 +253,15 @@ pub fn template_changed(context: &Context, change: &Change<SandboxTemplate>) {
     }
     for pool in context.caches.pools.indexed(&key.0, &key.1) {
         if other {
-            wake_unbound_claims(context, &key.0, &pool.name_any());
+            queue_unbound_claims(context, &key.0, &pool.name_any());
         }
         context.queues.pools.add(key_of(&*pool));
     }
     context.queues.templates.add(key);
 }
 
-/// Asks for a pass over the template, whether the policy is its own or only has its name, and over the pools and claims that may have waited for it.
+/// Queues the template that controls the policy or whose policy would have its name, and the pools
+/// and claims that may wait for it.
 pub fn policy_changed(context: &Context, change: &Change<NetworkPolicy>) {
     let mut templates = BTreeSet::new();
     for policy in [&change.before, &change.after].into_iter().flatten() {
@@ -269,11 +275,11 @@ pub fn policy_changed(context: &Context, change: &Change<NetworkPolicy>) {
     };
     let (namespace, name) = key_of(&**policy);
     if name == default_policy::NAME {
-        wake_isolated(context, &namespace);
+        queue_isolated(context, &namespace);
     }
     for template in templates {
         for pool in context.caches.pools.indexed(&namespace, &template) {
-            wake_unbound_claims(context, &namespace, &pool.name_any());
+            queue_unbound_claims(context, &namespace, &pool.name_any());
             context.queues.pools.add(key_of(&*pool));
         }
         if context
@@ -287,8 +293,9 @@ pub fn policy_changed(context: &Context, change: &Change<NetworkPolicy>) {
     }
 }
 
-/// Asks for passes over the Sandboxes of a namespace that count on its default policy: one of them brings it back, or has waited for its name to be free.
-fn wake_isolated(context: &Context, namespace: &str) {
+/// Queues the Sandboxes of a namespace that need its default policy: their passes restore the
+/// policy, or wait for its name to be free.
+fn queue_isolated(context: &Context, namespace: &str) {
     let enabled = context.settings.network.default_policy;
     let isolated = context.caches.sandboxes.filtered(|sandbox| {
         sandbox.namespace().as_deref() == Some(namespace)
@@ -299,8 +306,9 @@ fn wake_isolated(context: &Context, namespace: &str) {
     }
 }
 
-/// A claim that has a Sandbox does not wait for a pool or a template. One whose Sandbox is gone waits for them as a new one does, though its status names what it had.
-fn wake_unbound_claims(context: &Context, namespace: &str, pool: &str) {
+/// Queues the claims of a pool that have no Sandbox. A claim whose Sandbox is gone waits as a new
+/// one does, though its status still has the name.
+fn queue_unbound_claims(context: &Context, namespace: &str, pool: &str) {
     for claim in context.caches.claims.indexed(namespace, pool) {
         if !has_sandbox(context, &claim) {
             context.queues.claims.add(key_of(&*claim));
@@ -308,8 +316,10 @@ fn wake_unbound_claims(context: &Context, namespace: &str, pool: &str) {
     }
 }
 
-/// Whether the Sandbox that a claim's status names is there. The Sandbox itself is looked for: a suspended one has no address either, and the addresses of one that has just gone stay in
-/// the status until the pass that finds it gone has written.
+/// Reports whether the Sandbox in a claim's status exists.
+///
+/// The Sandbox itself is looked up: a suspended Sandbox has no address either, and the addresses of
+/// a deleted one stay in the status until the next pass has written it.
 fn has_sandbox(context: &Context, claim: &SandboxClaim) -> bool {
     let namespace = claim.namespace().unwrap_or_default();
     let sandboxes = &context.caches.sandboxes;
@@ -337,13 +347,17 @@ mod tests {
 
     #[rstest]
     #[case::the_name_of_its_pod(json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": "s"}}}), true)]
-    #[case::another_note(json!({"metadata": {"annotations": {"note": "x"}}}), false)]
+    #[case::another_annotation(json!({"metadata": {"annotations": {"note": "x"}}}), false)]
     #[case::a_label(json!({"metadata": {"labels": {"a": "b"}}}), true)]
     #[case::an_address(json!({"status": {"podIPs": ["10.0.0.2"]}}), true)]
     #[case::a_node(json!({"status": {"nodeName": "n"}}), false)]
-    fn an_owner_is_woken_by_what_it_looks_at(#[case] change: Value, #[case] woken: bool) {
+    fn an_owner_is_queued_by_changes_that_it_reads(#[case] change: Value, #[case] queued: bool) {
         let (before, after) = (sandbox(json!({})), sandbox(change));
-        assert_eq!(matters_to_owner(&before, &after), woken);
-        assert_eq!(matters_to_owner(&after, &before), woken, "or by its end");
+        assert_eq!(matters_to_owner(&before, &after), queued);
+        assert_eq!(
+            matters_to_owner(&after, &before),
+            queued,
+            "the reverse change"
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! Watches of one kind: a watch for each part of it, read page by page, each event handed on.
+//! Watches of one kind: one for each of its parts, read page by page.
 
 use std::{fmt::Debug, pin::pin, time::Duration};
 
@@ -17,37 +17,37 @@ use serde::de::DeserializeOwned;
 use crate::{
     calls::is_forbidden,
     context::Context,
-    scope::{Namespaces, Scope, Seen},
+    scope::{Namespaces, Scope, ScopedEvent},
 };
 
-/// How many objects are read at once. Tenants make most of them, and each may have more than a
-/// megabyte, of which reading makes many.
+/// Number of objects in a page of a list. Tenants create most of them; each may exceed a megabyte,
+/// and takes several times as much to deserialize.
 const PAGE: u32 = 50;
-/// The same, of kinds whose objects are read whole and may be large.
+/// Page size for kinds whose objects are read whole and may be large.
 const PAGE_OF_LARGE: u32 = 10;
 
-/// How soon it is noticed that a kind of the cluster may be read from now on. Each look is one
+/// Interval of the checks whether a cluster-scoped kind has become readable. Each check is one
 /// small request.
-const LOOK: Duration = Duration::from_secs(5);
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// A list is read page by page: see [`PAGE`].
+/// Returns the configuration of a watch that lists in pages of [`PAGE`].
 pub(super) fn in_pages() -> watcher::Config {
     watcher::Config::default().page_size(PAGE)
 }
 
-/// As [`in_pages`]: see [`PAGE_OF_LARGE`].
+/// Returns the configuration of a watch that lists in pages of [`PAGE_OF_LARGE`].
 pub(super) fn in_small_pages() -> watcher::Config {
     watcher::Config::default().page_size(PAGE_OF_LARGE)
 }
 
-/// Client and namespaces by which kinds are watched.
+/// Client and namespaces for the watches.
 #[derive(Clone)]
-pub(super) struct Place {
+pub(super) struct WatchSource {
     client: Client,
     namespaces: Namespaces,
 }
 
-impl Place {
+impl WatchSource {
     pub(super) fn of(context: &Context) -> Self {
         Self {
             client: context.api.client(),
@@ -55,7 +55,7 @@ impl Place {
         }
     }
 
-    /// A kind that lives in namespaces, by the parts that are watched.
+    /// Returns the parts of a namespaced kind that are watched.
     pub(super) fn parts<K>(&self) -> Vec<(Scope, Api<K>)>
     where
         K: Resource<DynamicType = (), Scope = NamespaceResourceScope>,
@@ -72,13 +72,13 @@ impl Place {
     }
 }
 
-/// Reads the watches of a kind for ever and hands each event on. Faults of a watch are retried with
+/// Runs the watches of a kind for ever and passes each event on. Faults of a watch are retried with
 /// a growing delay.
 pub(super) async fn follow<K>(
-    place: Place,
+    source: WatchSource,
     config: watcher::Config,
     trim: fn(&mut K),
-    take: impl FnMut(Seen<K>) + Clone + Send + 'static,
+    take: impl FnMut(ScopedEvent<K>) + Clone + Send + 'static,
 ) where
     K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
         + Clone
@@ -87,25 +87,25 @@ pub(super) async fn follow<K>(
         + Send
         + 'static,
 {
-    let parts = place.parts().into_iter();
+    let parts = source.parts().into_iter();
     join_all(parts.map(|(scope, api)| follow_part(api, scope, config.clone(), trim, take.clone())))
         .await;
 }
 
-/// One watch of a kind.
+/// Runs one watch of a kind.
 async fn follow_part<K>(
     api: Api<K>,
     scope: Scope,
     config: watcher::Config,
     trim: fn(&mut K),
-    mut take: impl FnMut(Seen<K>) + Send + 'static,
+    mut take: impl FnMut(ScopedEvent<K>) + Send + 'static,
 ) where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
     let mut events = pin!(watcher(api, config).default_backoff());
     while let Some(event) = events.next().await {
         match event {
-            Ok(event) => take(Seen {
+            Ok(event) => take(ScopedEvent {
                 scope: scope.clone(),
                 event: event.modify(trim),
             }),
@@ -114,14 +114,15 @@ async fn follow_part<K>(
     }
 }
 
-/// As [`follow`], for kinds that are checked only by a schema: an object that the schema lets
-/// through and our type does not is left out, and stops nothing else. (A time with 13 decimals is
-/// one.)
+/// Runs the watches of a kind that is validated only by a schema.
+///
+/// An object that the schema accepts and this crate's type does not (for example a time with 13
+/// decimals) is left out and affects no other.
 pub(super) async fn follow_guarded<K>(
-    place: Place,
+    source: WatchSource,
     config: watcher::Config,
     trim: fn(&mut K),
-    take: impl FnMut(Seen<K>) + Clone + Send + 'static,
+    take: impl FnMut(ScopedEvent<K>) + Clone + Send + 'static,
 ) where
     K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
         + Clone
@@ -130,66 +131,68 @@ pub(super) async fn follow_guarded<K>(
         + Send
         + 'static,
 {
-    follow::<DeserializeGuard<K>>(place, config, |_| {}, guarded(trim, take)).await;
+    follow::<DeserializeGuard<K>>(source, config, |_| {}, guarded(trim, take)).await;
 }
 
-/// As [`follow_guarded`], for kinds of the cluster. A controller that is confined to namespaces may
-/// have no right to read them: it works without any until it has.
+/// Runs the watch of a cluster-scoped kind.
 ///
-/// What was listed stays known, whatever the apiserver answers later: a node that cannot be seen is
-/// there as before, and the memory of its Sandboxes is kept.
+/// A controller confined to namespaces may lack the permission to read it, and then works without
+/// any object of the kind until it has the permission.
+///
+/// Listed objects stay in the cache whatever the apiserver answers later: a node that cannot be
+/// read counts as before, and the memory of its Sandboxes is kept.
 pub(super) async fn follow_of_cluster<K>(
-    place: Place,
+    source: WatchSource,
     trim: fn(&mut K),
-    take: impl FnMut(Seen<K>) + Clone + Send + 'static,
+    take: impl FnMut(ScopedEvent<K>) + Clone + Send + 'static,
 ) where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    let api = Api::all(place.client);
+    let api = Api::all(source.client);
     let mut take = guarded(trim, take);
-    if !place.namespaces.is_cluster() {
+    if !source.namespaces.is_cluster() {
         wait_for_right(&api, &mut take).await;
     }
     follow_part(api, Scope::default(), in_pages(), |_| {}, take).await;
 }
 
-/// Waits until a kind of the cluster may be listed. Where that is forbidden there is none of it.
+/// Waits for the permission to list a cluster-scoped kind. Until then the kind counts as empty.
 async fn wait_for_right<K>(
     api: &Api<DeserializeGuard<K>>,
-    take: &mut (impl FnMut(Seen<DeserializeGuard<K>>) + Send),
+    take: &mut (impl FnMut(ScopedEvent<DeserializeGuard<K>>) + Send),
 ) where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
     let one = ListParams::default().limit(1);
     while let Err(error) = api.list(&one).await {
         if is_forbidden(&error) {
-            tracing::debug!(kind = %K::kind(&()), %error, "not ours to read");
+            tracing::debug!(kind = %K::kind(&()), %error, "no permission to list the kind");
             for event in [Event::Init, Event::InitDone] {
                 let scope = Scope::default();
-                take(Seen { scope, event });
+                take(ScopedEvent { scope, event });
             }
         } else {
-            // It says nothing about what there is.
-            tracing::warn!(kind = %K::kind(&()), %error, "cannot be listed");
+            // Such an error proves nothing about the objects.
+            tracing::warn!(kind = %K::kind(&()), %error, "cannot list the kind");
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(CHECK_INTERVAL).await;
     }
 }
 
-/// Hands on what can be read.
+/// Passes on the events with readable objects.
 fn guarded<K: Resource<DynamicType = ()>>(
     trim: fn(&mut K),
-    mut take: impl FnMut(Seen<K>) + Clone,
-) -> impl FnMut(Seen<DeserializeGuard<K>>) + Clone {
-    move |Seen { scope, event }| {
+    mut take: impl FnMut(ScopedEvent<K>) + Clone,
+) -> impl FnMut(ScopedEvent<DeserializeGuard<K>>) + Clone {
+    move |ScopedEvent { scope, event }| {
         if let Some(event) = unguarded(event) {
             let event = event.modify(trim);
-            take(Seen { scope, event });
+            take(ScopedEvent { scope, event });
         }
     }
 }
 
-/// The event, unless its object cannot be read.
+/// Returns the event, unless its object cannot be deserialized.
 pub(super) fn unguarded<K: Resource<DynamicType = ()>>(
     event: Event<DeserializeGuard<K>>,
 ) -> Option<Event<K>> {
@@ -197,7 +200,7 @@ pub(super) fn unguarded<K: Resource<DynamicType = ()>>(
         Ok(object) => Some(object),
         Err(InvalidObject { error, metadata }) => {
             let (namespace, name) = (metadata.namespace, metadata.name);
-            tracing::warn!(kind = %K::kind(&()), namespace, name, error, "left out: cannot be read");
+            tracing::warn!(kind = %K::kind(&()), namespace, name, error, "object ignored: it cannot be deserialized");
             None
         }
     };

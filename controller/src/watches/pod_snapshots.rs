@@ -1,4 +1,4 @@
-//! The watches of GKE's kinds, where they are served: see [`crate::pod_snapshot`].
+//! Watches of GKE's kinds, where they are served: see [`crate::pod_snapshot`].
 
 use std::{fmt::Debug, pin::pin, sync::Arc, time::Duration};
 
@@ -16,47 +16,47 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 use torpor_api::{PodSnapshot, PodSnapshotManualTrigger, SandboxSnapshot};
 
-use super::{Place, in_pages, trim, unguarded};
+use super::{WatchSource, in_pages, trim, unguarded};
 use crate::{
     cache::{Change, Key, key_of},
     context::Context,
-    scope::{Scope, Seen},
+    scope::{Scope, ScopedEvent},
 };
 
-/// How soon it is noticed that the kinds are served from now on, for each namespace that is
-/// watched. Each look is one small request, and those of a kind are never more than one in this
-/// time.
-const LOOK: Duration = Duration::from_secs(5);
+/// Interval of the checks whether the kinds are served, for each watched namespace. Each check is
+/// one small request, and the checks of one kind are at least this far apart.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// How often in all an apiserver may refuse a list before it is taken for one without the kinds: half a minute.
-const PATIENCE: u32 = 6;
+/// Number of refused lists after which the apiserver counts as one without the kinds: half a
+/// minute.
+const MAX_REFUSALS: u32 = 6;
 
 /// Starts the watches.
 pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
-    let place = Place::of(context);
-    let known = Arc::clone(context);
+    let source = WatchSource::of(context);
+    let shared = Arc::clone(context);
     tasks.spawn(follow_parts_if_served(
-        place.clone(),
-        move |event: Seen<PodSnapshotManualTrigger>| {
-            for change in known.caches.triggers.apply_seen(event) {
-                known.queues.triggers.add(key_of_change(&change));
+        source.clone(),
+        move |event: ScopedEvent<PodSnapshotManualTrigger>| {
+            for change in shared.caches.triggers.apply_seen(event) {
+                shared.queues.triggers.add(key_of_change(&change));
             }
         },
     ));
-    let known = Arc::clone(context);
+    let shared = Arc::clone(context);
     tasks.spawn(follow_parts_if_served(
-        place,
-        move |event: Seen<PodSnapshot>| {
-            for change in known.caches.pod_snapshots.apply_seen(event) {
+        source,
+        move |event: ScopedEvent<PodSnapshot>| {
+            for change in shared.caches.pod_snapshots.apply_seen(event) {
                 let key = key_of_change(&change);
-                known.queues.triggers.add(key.clone());
-                known.queues.pod_snapshots.add(key);
+                shared.queues.triggers.add(key.clone());
+                shared.queues.pod_snapshots.add(key);
             }
         },
     ));
 }
 
-/// What a change of a SandboxSnapshot means here: what has its name is looked at.
+/// Queues the objects with the name of a changed SandboxSnapshot.
 pub(super) fn image_changed(context: &Context, image: &SandboxSnapshot) {
     let key = key_of(image);
     let (namespace, name) = &key;
@@ -73,9 +73,11 @@ fn key_of_change<K: Resource>(change: &Change<K>) -> Key {
     object.map(|object| key_of(&**object)).unwrap_or_default()
 }
 
-/// As [`super::follow_guarded`], of a kind that need not be there, or not be ours.
-async fn follow_parts_if_served<K>(place: Place, take: impl FnMut(Seen<K>) + Clone + Send + 'static)
-where
+/// Runs the watches of a kind that may be missing or forbidden.
+async fn follow_parts_if_served<K>(
+    source: WatchSource,
+    take: impl FnMut(ScopedEvent<K>) + Clone + Send + 'static,
+) where
     K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
         + Clone
         + DeserializeOwned
@@ -83,61 +85,60 @@ where
         + Send
         + 'static,
 {
-    let parts = place.parts().into_iter();
+    let parts = source.parts().into_iter();
     join_all(parts.map(|(scope, api)| follow_if_served(api, scope, take.clone()))).await;
 }
 
-/// One watch of a kind that need not be there, or not be ours: that is looked at again, and is no
+/// Runs one watch of a kind that may be missing or forbidden: this is checked again and is no
 /// fault.
 async fn follow_if_served<K>(
     all: Api<DeserializeGuard<K>>,
     scope: Scope,
-    mut seen: impl FnMut(Seen<K>) + Send + 'static,
+    mut seen: impl FnMut(ScopedEvent<K>) + Send + 'static,
 ) where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
     let parts = scope.parts;
     let mut take = move |event: Event<K>| {
         let (scope, event) = (scope.clone(), event.modify(trim));
-        seen(Seen { scope, event });
+        seen(ScopedEvent { scope, event });
     };
     let one = ListParams::default().limit(1);
     let (mut refused, mut is_known) = (0, false);
     loop {
-        // A watcher warns of each refusal by itself.
+        // A watcher logs a warning for each refusal by itself, so that the list comes first.
         match all.list(&one).await {
             Ok(_) => {
                 follow_while_served(&all, &mut take).await;
                 is_known = true;
             }
             Err(error) if is_not_served(&error) => {
-                tracing::debug!(kind = %K::kind(&()), %error, "not served here");
-                there_is_none(&mut take);
+                tracing::debug!(kind = %K::kind(&()), %error, "the kind is not served");
+                report_empty(&mut take);
                 is_known = true;
             }
             Err(error) => {
-                tracing::warn!(kind = %K::kind(&()), %error, "cannot be listed");
-                // All else that is served need not wait for ever for a kind that may be somebody
-                // else's and does not work.
+                tracing::warn!(kind = %K::kind(&()), %error, "cannot list the kind");
+                // Other kinds must not wait for ever for one that may be foreign and out of order.
                 if matches!(error, kube::Error::Api(_)) {
                     refused += 1;
                 }
-                if refused == PATIENCE {
-                    there_is_none(&mut take);
+                if refused == MAX_REFUSALS {
+                    report_empty(&mut take);
                     is_known = true;
                 }
             }
         }
-        tokio::time::sleep(next_look(parts, is_known)).await;
+        tokio::time::sleep(next_check(parts, is_known)).await;
     }
 }
 
-/// When a part of a kind is looked at again that has `parts` in all. What is not known yet may be
-/// waited for.
-fn next_look(parts: usize, is_known: bool) -> Duration {
+/// Returns the delay until the next check of a part of a kind with `parts` in all. A part without a
+/// known state is checked sooner, because other work may wait for it.
+fn next_check(parts: usize, is_known: bool) -> Duration {
     match u32::try_from(parts) {
-        Ok(parts) if is_known => LOOK.saturating_mul(parts),
-        _ => LOOK,
+        Ok(parts) if is_known => CHECK_INTERVAL.saturating_mul(parts),
+        _ => CHECK_INTERVAL,
     }
 }
 
@@ -158,7 +159,7 @@ async fn follow_while_served<K>(
             Err(
                 watcher::Error::InitialListFailed(error) | watcher::Error::WatchStartFailed(error),
             ) if is_not_served(&error) => {
-                there_is_none(take);
+                report_empty(take);
                 return;
             }
             Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "watch interrupted"),
@@ -166,13 +167,13 @@ async fn follow_while_served<K>(
     }
 }
 
-/// Known as well as if they had been listed.
-fn there_is_none<K>(take: &mut impl FnMut(Event<K>)) {
+/// Records an empty list of the kind.
+fn report_empty<K>(take: &mut impl FnMut(Event<K>)) {
     take(Event::Init);
     take(Event::InitDone);
 }
 
-/// Whether the kind is not defined, or the controller has no role for it.
+/// Reports whether the kind is not defined, or the controller has no role for it.
 fn is_not_served(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if status.is_not_found() || status.is_forbidden())
 }
@@ -188,19 +189,19 @@ mod tests {
     #[case::of_the_cluster(1, true, 1)]
     #[case::of_namespaces(100, true, 100)]
     #[case::not_known_yet(100, false, 1)]
-    fn looks_at_a_kind_that_is_not_served_are_as_frequent_however_many_namespaces_there_are(
+    fn checks_of_a_missing_kind_do_not_grow_with_the_namespaces(
         #[case] parts: usize,
         #[case] is_known: bool,
-        #[case] looks: u32,
+        #[case] checks: u32,
     ) {
-        assert_eq!(next_look(parts, is_known), LOOK * looks);
+        assert_eq!(next_check(parts, is_known), CHECK_INTERVAL * checks);
     }
 
     #[rstest]
     #[case::not_defined(404, "NotFound", true)]
     #[case::no_role(403, "Forbidden", true)]
     #[case::out_of_order(500, "InternalError", false)]
-    fn a_kind_that_is_not_defined_or_not_ours_is_no_fault(
+    fn an_undefined_or_forbidden_kind_is_no_fault(
         #[case] code: u16,
         #[case] reason: &str,
         #[case] absent: bool,

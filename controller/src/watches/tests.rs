@@ -38,7 +38,7 @@ fn asking(name: &str, reason: &str, node: &str) -> Sandbox {
 }
 
 #[test]
-fn a_node_that_lists_another_image_wakes_those_that_ask_it_and_a_heartbeat_wakes_nobody() {
+fn a_new_image_on_a_node_queues_the_sandboxes_that_wait_for_it_and_a_heartbeat_queues_none() {
     let caches = Caches::default();
     caches.sandboxes.apply(Event::Init);
     for (name, reason, node) in [
@@ -69,7 +69,7 @@ fn a_node_that_lists_another_image_wakes_those_that_ask_it_and_a_heartbeat_wakes
 }
 
 #[test]
-fn of_a_node_what_is_kept_is_whose_memory_lies_in_an_image() {
+fn a_trimmed_node_keeps_the_pods_that_have_an_image() {
     let all = json!([
         {"podUID": "u", "imageID": "u.1", "namespace": "ns", "podName": "s", "imageBytes": 7},
         {"podUID": "v", "namespace": "ns", "podName": "t"},
@@ -84,7 +84,7 @@ fn of_a_node_what_is_kept_is_whose_memory_lies_in_an_image() {
 }
 
 #[test]
-fn of_a_pod_so_much_is_kept_that_it_can_be_recorded() {
+fn a_trimmed_pod_can_still_be_recorded() {
     let status = |name: &str, image: &str| {
         json!({
             "name": name, "image": "i", "imageID": image, "ready": true, "restartCount": 3,
@@ -104,7 +104,7 @@ fn of_a_pod_so_much_is_kept_that_it_can_be_recorded() {
     trim_pod(&mut trimmed);
     assert!(PodRecord::of(&whole).is_some());
     assert_eq!(PodRecord::of(&trimmed), PodRecord::of(&whole));
-    // One container's image is not known yet.
+    // The image of one container is not known yet.
     let mut partial = whole;
     partial.status.as_mut().unwrap().container_statuses = Some(Vec::new());
     trim_pod(&mut partial);

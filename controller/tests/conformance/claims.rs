@@ -1,4 +1,5 @@
-//! SandboxClaims without a pool's help: upstream's cases for Sandboxes of their own, refusals, metadata, expiry.
+//! Tests of claims without a pool member: upstream's cases for cold Sandboxes, refusals and
+//! metadata.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use crate::{
     objects::NS,
 };
 
-/// A template, an empty pool of it, and a claim "c".
+/// Returns a cluster with a template, an empty pool of it and a claim "c".
 pub(crate) fn cold(claim: Value) -> Cluster {
     let cluster = Cluster::new();
     cluster.template(json!({}));
@@ -21,7 +22,7 @@ pub(crate) fn cold(claim: Value) -> Cluster {
     cluster
 }
 
-/// The first two writes of a claim's way are on their way at the same time.
+/// Sorts the first two writes of a claim, which are concurrent.
 pub(crate) fn side_by_side(mut writes: Vec<String>) -> Vec<String> {
     if let Some(first) = writes.get_mut(..2) {
         first.sort();
@@ -41,10 +42,10 @@ async fn a_claim_that_finds_no_member_gets_a_sandbox_of_its_own_name() {
             "patch status sandboxclaims"
         ]
     );
-    cluster.assert_claim_says("c", "False", "SandboxNotReady", "Sandbox is not ready");
+    cluster.assert_claim_ready("c", "False", "SandboxNotReady", "Sandbox is not ready");
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     let claim = cluster.get_claim("c");
     assert_eq!(
         claim["status"]["sandbox"],
@@ -63,7 +64,7 @@ async fn a_claim_that_finds_no_member_gets_a_sandbox_of_its_own_name() {
 }
 
 #[tokio::test]
-async fn a_name_that_is_taken_by_a_sandbox_that_cannot_be_found_is_looked_for_again_soon() {
+async fn a_create_conflict_with_an_invisible_sandbox_is_retried_soon() {
     let cluster = cold(json!({}));
     let (verb, kind) = ("create", "sandboxes");
     let answer = FaultAnswer::Taken;
@@ -72,14 +73,14 @@ async fn a_name_that_is_taken_by_a_sandbox_that_cannot_be_found_is_looked_for_ag
     assert_eq!(again.unwrap().as_millis(), 200);
     assert_eq!(cluster.api.take_reads(), ["sandboxes c"]);
     let pending = "Sandbox already created; waiting for cache to converge";
-    cluster.assert_claim_says("c", "False", "SandboxCreatePending", pending);
+    cluster.assert_claim_ready("c", "False", "SandboxCreatePending", pending);
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
 }
 
 #[tokio::test]
-async fn when_it_was_ready_is_kept_until_it_could_be_written() {
+async fn the_time_of_first_readiness_is_kept_until_it_is_written() {
     let cluster = cold(json!({}));
     let fail = || {
         let (verb, kind) = ("patch", "sandboxclaims");
@@ -99,10 +100,10 @@ async fn when_it_was_ready_is_kept_until_it_could_be_written() {
     fail();
     let again = cluster.claim_pass("c").await.unwrap();
     let after = jiff::Timestamp::now();
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     assert_eq!(again.unwrap().as_secs(), 5);
     assert_eq!(ready_at(), None);
-    // Once more in vain, and then it is written.
+    // The next write fails, too; the one after it succeeds.
     fail();
     cluster.claim_pass("c").await.unwrap();
     assert_eq!(ready_at(), None);
@@ -112,7 +113,7 @@ async fn when_it_was_ready_is_kept_until_it_could_be_written() {
 }
 
 #[tokio::test]
-async fn when_it_was_seen_and_ready_is_written_once() {
+async fn the_times_of_observation_and_first_readiness_are_written_once() {
     let cluster = cold(json!({}));
     cluster.settle().await;
     let annotations = cluster.get_claim("c")["metadata"]["annotations"].clone();
@@ -129,12 +130,12 @@ async fn when_it_was_seen_and_ready_is_written_once() {
     ] {
         assert!(text.contains(line), "{line}\nnot in\n{text}");
     }
-    // It is Ready again after it was not: that is no startup.
+    // A return to Ready is no startup.
     cluster
         .api
         .edit("pods", NS, "c", &json!({"status": {"phase": "Pending"}}));
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     let text = cluster.context.metrics.text().unwrap();
     assert!(text.contains(
         r#"agent_sandbox_claim_startup_latency_ms_count{launch_type="cold",sandbox_template="t"} 1"#
@@ -146,7 +147,7 @@ async fn when_it_was_seen_and_ready_is_written_once() {
 }
 
 #[tokio::test]
-async fn a_controller_that_did_not_see_the_claim_become_ready_says_so() {
+async fn a_controller_that_missed_a_claims_readiness_writes_an_unknown_time() {
     let cluster = cold(json!({}));
     cluster.settle().await;
     let forget =
@@ -161,15 +162,15 @@ async fn a_controller_that_did_not_see_the_claim_become_ready_says_so() {
     assert!(!text.contains("claim_startup_latency_ms_count"), "{text}");
 }
 
-// --- what is missing or not allowed -----------------------------------------------------------------------------------------------------
+// Missing or forbidden objects.
 
 #[tokio::test]
-async fn a_missing_pool_or_template_is_named_and_the_claim_goes_on_when_it_comes() {
+async fn a_missing_pool_or_template_is_reported_and_the_claim_continues_when_it_is_created() {
     let cluster = Cluster::new();
     cluster.claim("c", json!({}));
     let again = cluster.claim_pass("c").await.unwrap();
     assert_eq!(again.unwrap().as_secs(), 60);
-    cluster.assert_claim_says(
+    cluster.assert_claim_ready(
         "c",
         "False",
         "WarmPoolNotFound",
@@ -177,7 +178,7 @@ async fn a_missing_pool_or_template_is_named_and_the_claim_goes_on_when_it_comes
     );
     cluster.pool(0, json!({}));
     cluster.claim_pass("c").await.unwrap();
-    cluster.assert_claim_says(
+    cluster.assert_claim_ready(
         "c",
         "False",
         "TemplateNotFound",
@@ -185,11 +186,11 @@ async fn a_missing_pool_or_template_is_named_and_the_claim_goes_on_when_it_comes
     );
     cluster.template(json!({}));
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
-async fn a_pool_that_the_watch_has_not_shown_yet_is_not_said_to_be_missing() {
+async fn a_pool_missing_from_the_cache_is_not_reported_as_missing() {
     let cluster = Cluster::new();
     cluster.claim("c", json!({}));
     cluster.sync();
@@ -197,11 +198,11 @@ async fn a_pool_that_the_watch_has_not_shown_yet_is_not_said_to_be_missing() {
     cluster.pool(0, json!({}));
     cluster.stale_claim_pass("c").await.unwrap();
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
-    cluster.assert_claim_says("c", "False", "SandboxNotReady", "Sandbox is not ready");
+    cluster.assert_claim_ready("c", "False", "SandboxNotReady", "Sandbox is not ready");
 }
 
 #[tokio::test]
-async fn a_policy_that_was_opened_a_moment_ago_counts() {
+async fn a_policy_changed_after_the_cache_applies() {
     let cluster = cold(json!({"spec": {"env": [{"name": "A", "value": "1"}]}}));
     cluster.sync();
     let open = json!({"spec": {"envVarsInjectionPolicy": "Allowed"}});
@@ -210,7 +211,7 @@ async fn a_policy_that_was_opened_a_moment_ago_counts() {
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
 }
 
-/// Names that wait for a pass, in the order in which they asked.
+/// Removes all queued names and returns them in their order.
 pub(crate) async fn waiting(queue: &Queue) -> Vec<String> {
     let mut names = Vec::new();
     while queue.depth() > 0 {
@@ -222,11 +223,11 @@ pub(crate) async fn waiting(queue: &Queue) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_template_that_changes_wakes_the_claims_that_have_no_sandbox_and_no_others() {
+async fn a_changed_template_requeues_only_claims_without_a_sandbox() {
     let cluster = cold(json!({}));
     cluster.claim("d", json!({}));
     cluster.settle().await;
-    // The status of "d" names a Sandbox that is gone, that of "e" none.
+    // The status of "d" names a deleted Sandbox, that of "e" none.
     cluster.api.delete("sandboxes", NS, "d");
     cluster.claim("e", json!({}));
     cluster.sync();
@@ -248,7 +249,7 @@ async fn a_template_that_changes_wakes_the_claims_that_have_no_sandbox_and_no_ot
 #[case::and_there_is_one(true)]
 #[case::and_there_is_none_either(false)]
 #[tokio::test]
-async fn a_pool_of_another_namespace_is_none(#[case] elsewhere: bool) {
+async fn a_pool_of_another_namespace_does_not_serve_a_claim(#[case] elsewhere: bool) {
     let cluster = Cluster::new();
     cluster.template(json!({}));
     if elsewhere {
@@ -258,17 +259,17 @@ async fn a_pool_of_another_namespace_is_none(#[case] elsewhere: bool) {
     for _ in 0..3 {
         cluster.claim_pass("c").await.unwrap();
     }
-    cluster.assert_claim_says(
+    cluster.assert_claim_ready(
         "c",
         "False",
         "WarmPoolNotFound",
         "SandboxWarmPool \"p\" not found",
     );
-    // Once, and the same words in both cases: they tell nothing of other namespaces.
-    let told = "SandboxWarmPool \"p\" not found in namespace \"ns\". A claim takes from pools of its own namespace only: make a pool there, or the claim in the namespace of its pool";
+    // One Event, with the same text in both cases: it reveals nothing about other namespaces.
+    let note = "SandboxWarmPool \"p\" not found in namespace \"ns\". A claim takes members of pools in its own namespace only: create the pool there, or the claim in the namespace of the pool";
     assert_eq!(
         cluster.events(),
-        [("WarmPoolNotFound".to_owned(), told.to_owned())]
+        [("WarmPoolNotFound".to_owned(), note.to_owned())]
     );
 }
 
@@ -277,13 +278,10 @@ async fn a_pool_of_another_namespace_is_none(#[case] elsewhere: bool) {
 #[case::env(json!({"env": [{"name": "A", "value": "1"}]}), "EnvVarsInjectionRejected")]
 #[case::volumes(json!({"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {}}]}), "VolumeClaimTemplatesError")]
 #[tokio::test]
-async fn what_is_not_allowed_is_refused_without_trying_again(
-    #[case] spec: Value,
-    #[case] reason: &str,
-) {
+async fn forbidden_requests_are_refused_without_a_retry(#[case] spec: Value, #[case] reason: &str) {
     let cluster = cold(json!({"spec": spec}));
     assert_eq!(cluster.claim_pass("c").await.unwrap(), None);
-    assert_eq!(cluster.claim_says("c", "Ready").unwrap().1, reason);
+    assert_eq!(cluster.claim_condition("c", "Ready").unwrap().1, reason);
     assert!(cluster.api.list("sandboxes").is_empty());
     cluster.settle().await;
 }
@@ -308,26 +306,26 @@ async fn env_and_volumes_reach_the_pod_where_the_template_allows_them() {
     );
     let volume = &pod["spec"]["volumes"][0]["persistentVolumeClaim"];
     assert_eq!(volume["claimName"], "data-c");
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
-async fn a_name_that_somebody_else_has_is_an_error_that_says_what_to_do() {
+async fn a_sandbox_of_another_owner_with_the_claims_name_is_an_error_with_a_remedy() {
     let cluster = cold(json!({}));
     let foreign = crate::objects::sandbox(json!({"metadata": {"name": "c"}}));
     cluster.api.create("sandboxes", foreign);
     cluster.claim_pass("c").await.unwrap();
-    let (_, reason, message) = cluster.claim_says("c", "Ready").unwrap();
+    let (_, reason, message) = cluster.claim_condition("c", "Ready").unwrap();
     assert_eq!(reason, "ReconcilerError");
     let advice = "Please use a different claim name or delete the sandbox manually";
     assert!(message.ends_with(advice), "{message}");
     cluster.api.remove("sandboxes", NS, "c");
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
-async fn a_refusal_of_the_apiserver_is_shown_in_its_words_and_tried_again() {
+async fn a_refusal_of_the_apiserver_is_shown_verbatim_and_retried() {
     let cluster = cold(json!({}));
     cluster.api.fail(Fault {
         verb: "create",
@@ -336,18 +334,18 @@ async fn a_refusal_of_the_apiserver_is_shown_in_its_words_and_tried_again() {
     });
     let error = cluster.claim_pass("c").await.unwrap_err();
     assert_eq!(error.reason(), "Refused");
-    cluster.assert_claim_says(
+    cluster.assert_claim_ready(
         "c",
         "False",
         "ReconcilerError",
         "Error seen: create sandboxes c: made to fail",
     );
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
-async fn an_apiserver_that_has_too_much_to_do_is_asked_again_and_left_in_peace_meanwhile() {
+async fn an_overloaded_apiserver_is_asked_again_after_a_pause() {
     let cluster = cold(json!({}));
     cluster.api.fail(Fault {
         verb: "create",
@@ -369,7 +367,7 @@ async fn an_apiserver_that_has_too_much_to_do_is_asked_again_and_left_in_peace_m
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
 }
 
-// --- metadata ---------------------------------------------------------------------------------------------------------------------------
+// Metadata.
 
 #[tokio::test]
 async fn edits_of_the_additional_metadata_reach_the_pod() {
@@ -392,21 +390,21 @@ async fn edits_of_the_additional_metadata_reach_the_pod() {
     );
     cluster.settle().await;
     assert_eq!(on_pod(), json!([null, "2"]));
-    // What is not allowed is told; the Sandbox stays as it is.
+    // A forbidden label is reported; the Sandbox stays unchanged.
     cluster.edit("sandboxclaims", "c", &added(json!({"team": "x"})));
     cluster.settle().await;
     assert_eq!(
-        cluster.claim_says("c", "Ready").unwrap().1,
+        cluster.claim_condition("c", "Ready").unwrap().1,
         "InvalidMetadata"
     );
     assert_eq!(on_pod(), json!([null, "2"]));
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"));
 }
 
-// --- deletion ---------------------------------------------------------------------------------------------------------------------------
+// Deletion.
 
 #[tokio::test]
-async fn a_sandbox_that_somebody_deletes_is_replaced() {
+async fn a_sandbox_that_a_user_deletes_is_replaced() {
     let cluster = cold(json!({}));
     cluster.settle().await;
     let uid = cluster.get_sandbox("c")["metadata"]["uid"].clone();
@@ -414,7 +412,7 @@ async fn a_sandbox_that_somebody_deletes_is_replaced() {
     cluster.kubelets();
     cluster.settle().await;
     assert_ne!(cluster.get_sandbox("c")["metadata"]["uid"], uid);
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
@@ -426,7 +424,7 @@ async fn a_claim_that_is_being_deleted_is_left_alone() {
 }
 
 #[tokio::test]
-async fn the_network_policy_of_an_old_controller_goes_and_a_foreign_one_stays() {
+async fn the_network_policy_of_an_old_controller_is_deleted_and_a_foreign_one_stays() {
     let cluster = cold(json!({}));
     cluster.claim("d", json!({}));
     let uid = cluster.get_claim("c")["metadata"]["uid"].clone();
@@ -447,14 +445,14 @@ async fn the_network_policy_of_an_old_controller_goes_and_a_foreign_one_stays() 
     assert_eq!(names, ["d-network-policy", "t-network-policy"]);
 }
 
-// --- crashes and lost answers -----------------------------------------------------------------------------------------------------------
+// Crashes and lost responses.
 
 #[rstest]
 #[case("create", "sandboxes")]
 #[case("patch status", "sandboxclaims")]
 #[case("patch", "sandboxclaims")]
 #[tokio::test]
-async fn a_lost_answer_makes_no_second_sandbox(
+async fn a_lost_response_creates_no_second_sandbox(
     #[case] verb: &'static str,
     #[case] kind: &'static str,
 ) {
@@ -472,5 +470,5 @@ async fn a_lost_answer_makes_no_second_sandbox(
     cluster.settle().await;
     assert_eq!(cluster.controlled_by(&cluster.get_claim("c")), ["c"]);
     assert_eq!(cluster.api.list("sandboxes").len(), 1);
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }

@@ -1,4 +1,5 @@
-//! SandboxTemplates, SandboxWarmPools, SandboxClaims and their Sandboxes, pass by pass, with as many controllers as a test wants.
+//! Cluster of templates, pools, claims and Sandboxes that tests drive pass by pass, with any number
+//! of controllers.
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,7 +16,7 @@ use crate::{
     sync, world,
 };
 
-/// Reasons of Ready on which clients (upstream's SDKs) do not wait any longer.
+/// Reasons of Ready at which clients (upstream's SDKs) stop waiting.
 const GIVEN_UP: [&str; 7] = [
     "InvalidMetadata",
     "EnvVarsInjectionRejected",
@@ -31,7 +32,7 @@ pub(crate) struct Cluster {
     pub(crate) context: Arc<Context>,
 }
 
-/// Whether a Pod that the "kubelets" start becomes ready.
+/// Returns the status that makes a Pod ready, with the node and IP of this address number.
 pub(crate) fn ready_at(address: usize) -> Value {
     let node = format!("n{}", address % 3);
     let ip = format!("10.0.{}.{}", address / 250, address % 250 + 1);
@@ -51,7 +52,7 @@ impl Cluster {
         Self { api, context }
     }
 
-    /// A cluster with a pool "p" of this many Ready members.
+    /// Returns a cluster with a pool "p" of this many Ready members.
     pub(crate) async fn filled(replicas: usize, pool: Value) -> Self {
         let cluster = Self::new();
         cluster.template(json!({}));
@@ -60,7 +61,7 @@ impl Cluster {
         cluster
     }
 
-    /// The same cluster, seen by another controller that knows nothing yet.
+    /// Returns the same cluster with another controller, whose caches are empty.
     pub(crate) fn another(&self) -> Self {
         let settings = self.context.settings.clone();
         Self {
@@ -69,7 +70,7 @@ impl Cluster {
         }
     }
 
-    /// The same cluster, in which an answer that does not come is noticed quickly.
+    /// Returns the same cluster with another controller, whose calls time out after 50 ms.
     pub(crate) fn impatient(&self) -> Self {
         let settings = self.context.settings.clone();
         Self {
@@ -78,7 +79,7 @@ impl Cluster {
         }
     }
 
-    /// The same cluster, whose every call waits until the gate lets it through.
+    /// Returns the same cluster with another controller, whose calls each wait for the gate.
     pub(crate) fn gated(&self, gate: &Arc<Semaphore>) -> Self {
         let client = self.api.gated_client(gate);
         let calls = calls::Apiserver::new(client, Duration::from_secs(120));
@@ -93,9 +94,9 @@ impl Cluster {
         sync::all(&self.api, &self.context);
     }
 
-    // --- passes ---------------------------------------------------------------------------------------------------------------------------
+    // Passes.
 
-    /// One pass over a claim as the cache shows it.
+    /// Runs a pass over a claim without a refresh of the caches.
     pub(crate) async fn stale_claim_pass(
         &self,
         name: &str,
@@ -135,20 +136,20 @@ impl Cluster {
         template::reconcile(found, Arc::clone(&self.context)).await
     }
 
-    /// One pass over every Sandbox.
+    /// Runs a pass over every Sandbox.
     pub(crate) async fn sandbox_passes(&self) {
         self.sync();
         self.stale_sandbox_passes().await;
     }
 
-    /// One pass over every Sandbox as the caches show everything.
+    /// Runs a pass over every Sandbox without a refresh of the caches.
     pub(crate) async fn stale_sandbox_passes(&self) {
         for found in self.context.caches.sandboxes.filtered(|_| true) {
             let _ = sandbox::reconcile(found, Arc::clone(&self.context)).await;
         }
     }
 
-    /// One pass over everything.
+    /// Runs a pass over every object.
     pub(crate) async fn passes(&self) {
         for template in self.api.list("sandboxtemplates") {
             let _ = self.template_pass(name(&template)).await;
@@ -162,7 +163,7 @@ impl Cluster {
         self.sandbox_passes().await;
     }
 
-    /// Passes until they write nothing. Pods that were made become ready.
+    /// Runs passes until they write nothing. Pods become ready meanwhile.
     pub(crate) async fn settle(&self) {
         for _ in 0..30 {
             self.api.take_writes();
@@ -175,15 +176,18 @@ impl Cluster {
         panic!("it never settles: {:#?}", self.api.take_writes());
     }
 
-    /// Starts every Pod that waits, and brings every Pod that is being deleted one step nearer to its end: as a kubelet (1.27 and later) it says first how the Pod ended, and then lets go of it.
-    /// Whether there was any.
+    /// Starts every pending Pod and advances the termination of every Pod with a deletion
+    /// timestamp.
+    ///
+    /// Termination has two steps, as with a kubelet since 1.27: it reports the final phase, then
+    /// removes the Pod. Returns true if any Pod changed.
     pub(crate) fn kubelets(&self) -> bool {
         let mut any = false;
         for (at, pod) in self.api.list("pods").into_iter().enumerate() {
             let phase = &pod["status"]["phase"];
-            if is_going(&pod) && (phase == "Succeeded" || phase == "Failed") {
+            if is_terminating(&pod) && (phase == "Succeeded" || phase == "Failed") {
                 self.api.remove("pods", NS, name(&pod));
-            } else if is_going(&pod) {
+            } else if is_terminating(&pod) {
                 let phase = ["Failed", "Succeeded"][at % 2];
                 let ended = json!({"status": {"phase": phase}});
                 self.api.edit("pods", NS, name(&pod), &ended);
@@ -197,7 +201,7 @@ impl Cluster {
         any
     }
 
-    /// Writes since the last call, as `verb kind`.
+    /// Returns the writes since the last call as `verb kind`, without Events.
     pub(crate) fn writes(&self) -> Vec<String> {
         let writes = self.api.take_writes();
         writes
@@ -206,7 +210,7 @@ impl Cluster {
             .collect()
     }
 
-    /// As [`Self::writes`], Events included.
+    /// Returns the writes since the last call as `verb kind`, including Events.
     pub(crate) fn writes_with_events(&self) -> Vec<String> {
         let writes = self.api.take_all_writes();
         writes
@@ -215,9 +219,10 @@ impl Cluster {
             .collect()
     }
 
-    // --- objects --------------------------------------------------------------------------------------------------------------------------
+    // Objects.
 
-    /// A template that the controller has seen: its NetworkPolicy is there, unless somebody else's is.
+    /// Creates a template with its NetworkPolicy, as if the controller had reconciled it. An
+    /// existing NetworkPolicy of the name stays.
     pub(crate) fn template(&self, change: Value) {
         self.new_template(change);
         let found = self.api.get("sandboxtemplates", NS, "t").unwrap();
@@ -232,7 +237,7 @@ impl Cluster {
         }
     }
 
-    /// A template that the controller has not seen yet.
+    /// Creates a template without its NetworkPolicy.
     pub(crate) fn new_template(&self, change: Value) {
         let template = merged(
             json!({
@@ -266,7 +271,7 @@ impl Cluster {
         self.api.create("sandboxclaims", claim);
     }
 
-    /// Two Sandboxes of a template: one that was a member of a pool before it was claimed, and one that starts cold.
+    /// Returns two Sandboxes of a template: a former pool member and one that started cold.
     pub(crate) async fn warm_and_cold(&self, template: Value) -> [String; 2] {
         self.template(template);
         self.pool(1, json!({}));
@@ -277,7 +282,8 @@ impl Cluster {
         ["warm", "cold"].map(|claim| self.held_by(claim).expect("it has one"))
     }
 
-    /// Members of a pool that replaces what is stale, before and after their template has changed.
+    /// Returns the members of a pool with the strategy Recreate before and after a change of its
+    /// template.
     pub(crate) async fn members_over(&self, template: Value, change: &Value) -> [Vec<String>; 2] {
         self.template(template);
         self.pool(2, json!({"spec": {"updateStrategy": {"type": "Recreate"}}}));
@@ -288,7 +294,7 @@ impl Cluster {
         [before, self.members()]
     }
 
-    /// A change by a user: the generation moves with the spec.
+    /// Applies a user's change; a change of the spec increments the generation.
     pub(crate) fn edit(&self, kind: &str, name: &str, patch: &Value) {
         let object = self.api.get(kind, NS, name).unwrap();
         self.api.edit(kind, NS, name, patch);
@@ -317,7 +323,7 @@ impl Cluster {
             .expect("the Sandbox exists")
     }
 
-    /// Name of the Sandbox that a claim's status names.
+    /// Returns the name of the Sandbox in a claim's status.
     pub(crate) fn held_by(&self, claim: &str) -> Option<String> {
         let claim = self.get_claim(claim);
         claim["status"]["sandbox"]["name"]
@@ -325,7 +331,7 @@ impl Cluster {
             .map(str::to_owned)
     }
 
-    /// Names of the Sandboxes that an object controls.
+    /// Returns the names of the Sandboxes that an object controls.
     pub(crate) fn controlled_by(&self, owner: &Value) -> Vec<String> {
         let uid = &owner["metadata"]["uid"];
         let all = self.api.list("sandboxes");
@@ -335,43 +341,56 @@ impl Cluster {
             .collect()
     }
 
-    /// Names of the members of the pool "p".
+    /// Returns the names of the members of the pool "p".
     pub(crate) fn members(&self) -> Vec<String> {
         self.controlled_by(&self.get_pool("p"))
     }
 
-    /// Status, reason and message of a condition of a claim.
-    pub(crate) fn claim_says(&self, claim: &str, type_: &str) -> Option<(String, String, String)> {
-        said(&self.get_claim(claim), type_)
+    /// Returns status, reason and message of a claim's condition.
+    pub(crate) fn claim_condition(
+        &self,
+        claim: &str,
+        type_: &str,
+    ) -> Option<(String, String, String)> {
+        condition_of(&self.get_claim(claim), type_)
     }
 
     #[track_caller]
-    pub(crate) fn assert_claim_says(&self, claim: &str, status: &str, reason: &str, message: &str) {
+    pub(crate) fn assert_claim_ready(
+        &self,
+        claim: &str,
+        status: &str,
+        reason: &str,
+        message: &str,
+    ) {
         let wanted = (status.to_owned(), reason.to_owned(), message.to_owned());
         assert_eq!(
-            self.claim_says(claim, "Ready"),
+            self.claim_condition(claim, "Ready"),
             Some(wanted),
             "{:#}",
             self.get_claim(claim)
         );
     }
 
-    /// What holds at every moment for claims that ask for nothing that is not allowed: none is Ready whose Sandbox does not name its Pod, and none tells clients to give up.
+    /// Checks invariants of claims that request nothing forbidden.
+    ///
+    /// A Ready claim's Sandbox names its Pod, and no claim has a reason at which clients stop
+    /// waiting.
     #[track_caller]
     pub(crate) fn check_claims(&self) {
         for claim in self.api.list("sandboxclaims") {
-            let Some((status, reason, _)) = said(&claim, "Ready") else {
+            let Some((status, reason, _)) = condition_of(&claim, "Ready") else {
                 continue;
             };
             assert!(!GIVEN_UP.contains(&&*reason), "{claim:#}");
-            assert_eq!(said(&claim, "Finished"), None, "{claim:#}");
+            assert_eq!(condition_of(&claim, "Finished"), None, "{claim:#}");
             let named = claim["status"]["sandbox"]["name"].as_str();
             let held = named.and_then(|named| self.api.get("sandboxes", NS, named));
             let owns = |held: &Value| {
                 controller(held).is_some_and(|by| by["uid"] == claim["metadata"]["uid"])
             };
             if status == "True"
-                && let Some(held) = held.filter(owns).filter(|held| !is_going(held))
+                && let Some(held) = held.filter(owns).filter(|held| !is_terminating(held))
             {
                 let pod = &held["metadata"]["annotations"]["agents.x-k8s.io/pod-name"];
                 assert!(
@@ -382,17 +401,17 @@ impl Cluster {
         }
     }
 
-    /// Reasons and notes of the Events so far, but those that every Sandbox has.
+    /// Returns reasons and notes of all Events except those that every Sandbox has.
     pub(crate) fn events(&self) -> Vec<(String, String)> {
         let events = world::events(&self.api).into_iter();
         events
             .map(|(_, reason, note)| (reason, note))
-            .filter(|(reason, _)| !world::is_of_life(reason))
+            .filter(|(reason, _)| !world::is_lifecycle_event(reason))
             .collect()
     }
 }
 
-/// What the claim says is of a Sandbox that somebody has deleted: the one that has taken its name has been made since.
+/// Reports whether a claim's status is about a deleted Sandbox whose name a newer Sandbox has.
 fn is_of_namesake(claim: &Value, held: &Value) -> bool {
     let version = |object: &Value| {
         let version = object["metadata"]["resourceVersion"].as_str();
@@ -402,7 +421,8 @@ fn is_of_namesake(claim: &Value, held: &Value) -> bool {
         && version(claim) < version(held)
 }
 
-/// Upstream's defaults; only the status of pools is written at each change, so that what is to be seen can be seen.
+/// Returns upstream's defaults, except that a pool's status is written at each change so that tests
+/// observe it.
 pub(crate) fn settings() -> Settings {
     let mut settings = Settings {
         extensions: true,
@@ -429,22 +449,22 @@ pub(crate) fn name(object: &Value) -> &str {
     object["metadata"]["name"].as_str().unwrap()
 }
 
-pub(crate) fn is_going(object: &Value) -> bool {
+pub(crate) fn is_terminating(object: &Value) -> bool {
     object["metadata"].get("deletionTimestamp").is_some()
 }
 
-/// The owner reference of the controller of an object.
+/// Returns the controlling owner reference of an object.
 pub(crate) fn controller(object: &Value) -> Option<&Value> {
     let owners = object["metadata"]["ownerReferences"].as_array()?;
     owners.iter().find(|owner| owner["controller"] == true)
 }
 
-/// The change that takes the name of its Pod off a Sandbox.
+/// Returns the patch that removes the Pod's name from a Sandbox.
 pub(crate) fn nameless() -> Value {
     json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": null}}})
 }
 
-pub(crate) fn said(object: &Value, type_: &str) -> Option<(String, String, String)> {
+pub(crate) fn condition_of(object: &Value, type_: &str) -> Option<(String, String, String)> {
     let all = object["status"]["conditions"].as_array()?;
     let found = all.iter().find(|condition| condition["type"] == type_)?;
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();

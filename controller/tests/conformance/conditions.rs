@@ -1,5 +1,6 @@
-//! What the conditions of a Sandbox say beside their words: of which generation of its spec, and since when. That each is of the spec as it is now is looked at wherever
-//! [`World::assert_says`] is.
+//! Tests of the conditions' `observedGeneration` and `lastTransitionTime`.
+//!
+//! [`World::assert_condition`] also checks `observedGeneration`.
 
 use serde_json::json;
 
@@ -18,9 +19,9 @@ async fn a_spec_that_changes_nothing_else_is_acknowledged_by_every_condition() {
     assert_eq!(world.generation(), 2);
     assert_eq!(world.writes_of_a_pass().await, ["patch status sandboxes"]);
     let awake = "Sandbox is not suspended";
-    world.assert_says("Suspended", "False", "NotSuspended", awake);
-    world.assert_says("PodScheduled", "True", "PodScheduled", "");
-    world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
+    world.assert_condition("Suspended", "False", "NotSuspended", awake);
+    world.assert_condition("PodScheduled", "True", "PodScheduled", "");
+    world.assert_condition("Ready", "True", "DependenciesReady", "Pod is Ready");
     for type_ in world.condition_types() {
         assert!(!world.has_moved(&type_), "{type_}");
     }
@@ -35,9 +36,9 @@ async fn the_time_of_a_condition_moves_with_its_status_and_with_nothing_else() {
         world.let_time_pass();
         world.edit_sandbox(&mode("Suspended"));
         world.settle().await;
-        // Another reason and another message, and False as before.
+        // Reason and message change; the status stays False.
         let terminating = "Pod is terminating. Sandbox is suspending";
-        world.assert_says("Suspended", "False", "PodTerminating", terminating);
+        world.assert_condition("Suspended", "False", "PodTerminating", terminating);
         assert_eq!(moved(), (false, true), "on its way down");
         world.let_time_pass();
         world.pod_ends();

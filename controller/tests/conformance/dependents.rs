@@ -1,4 +1,5 @@
-//! What goes with the Pod, as upstream: claims and the Service, and whose they may be.
+//! Tests of the objects beside the Pod, as upstream: PersistentVolumeClaims and the Service, and
+//! their ownership.
 
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -10,7 +11,7 @@ use crate::{
 
 const HASH: &str = "agents.x-k8s.io/sandbox-name-hash";
 
-// --- claims -----------------------------------------------------------------------------------------------------------------------------
+// PersistentVolumeClaims.
 
 fn with_claim() -> Value {
     sandbox(json!({"spec": {"volumeClaimTemplates": [{
@@ -55,7 +56,7 @@ async fn claims_are_made_before_the_pod_and_stay_through_a_suspension() {
     Some("cannot adopt unowned PVC \"data-s\": missing required pool authorization label (\"agents.x-k8s.io/adoptable\") or sandbox tracking label (\"agents.x-k8s.io/sandbox-name-hash\")"))]
 #[case::released(json!({"labels": {"agents.x-k8s.io/adoptable": "true"}}), None)]
 #[tokio::test]
-async fn a_claim_of_that_name_is_used_only_when_it_may_be(
+async fn an_existing_volume_claim_is_used_only_if_it_may_be_adopted(
     #[case] metadata: Value,
     #[case] error: Option<&str>,
 ) {
@@ -68,7 +69,7 @@ async fn a_claim_of_that_name_is_used_only_when_it_may_be(
     match error {
         Some(error) => {
             let message = format!("Error seen: {error}");
-            world.assert_says("Ready", "False", "ReconcilerError", &message);
+            world.assert_condition("Ready", "False", "ReconcilerError", &message);
             assert!(world.pod().is_some(), "the Pod is made all the same");
         }
         None => {
@@ -81,7 +82,7 @@ async fn a_claim_of_that_name_is_used_only_when_it_may_be(
     }
 }
 
-// --- Service ----------------------------------------------------------------------------------------------------------------------------
+// Service.
 
 fn service(change: Value) -> Value {
     let mut service = json!({
@@ -101,7 +102,7 @@ async fn the_service_is_headless_and_selects_the_pod_of_this_sandbox() {
             "service": true, "podTemplate": {"spec": {"containers": containers}},
         }})))
         .await;
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "True",
         "DependenciesReady",
@@ -115,7 +116,7 @@ async fn the_service_is_headless_and_selects_the_pod_of_this_sandbox() {
         json!([{"name": "web", "port": 80, "protocol": "TCP", "targetPort": 80}])
     );
     assert_eq!(world.sandbox()["status"]["service"], "s");
-    // A selector that somebody bends to another Pod is put right.
+    // A selector that a user changed is restored.
     let bent = json!({"spec": {"selector": {HASH: "00000000", "x": "y"}}});
     world.api.edit("services", NS, "s", &bent);
     world.settle().await;
@@ -124,7 +125,7 @@ async fn the_service_is_headless_and_selects_the_pod_of_this_sandbox() {
 }
 
 #[tokio::test]
-async fn service_false_deletes_it_and_unset_keeps_it() {
+async fn service_false_deletes_the_service_and_unset_keeps_it() {
     let world = World::new();
     world
         .ready(sandbox(json!({"spec": {"service": true}})))
@@ -132,7 +133,7 @@ async fn service_false_deletes_it_and_unset_keeps_it() {
     world.edit_sandbox(&json!({"spec": {"service": null}}));
     world.settle().await;
     assert!(world.api.get("services", NS, "s").is_some());
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "True",
         "DependenciesReady",
@@ -141,7 +142,7 @@ async fn service_false_deletes_it_and_unset_keeps_it() {
     world.edit_sandbox(&json!({"spec": {"service": false}}));
     world.settle().await;
     assert!(world.api.get("services", NS, "s").is_none());
-    world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
+    world.assert_condition("Ready", "True", "DependenciesReady", "Pod is Ready");
     assert_eq!(world.sandbox()["status"].get("service"), None);
 }
 
@@ -159,7 +160,7 @@ async fn service_false_deletes_it_and_unset_keeps_it() {
     "cannot adopt service \"s\": ClusterIP is \"10.1.1.1\" (expected \"None\", field is immutable)"
 )]
 #[tokio::test]
-async fn a_service_of_that_name_that_may_not_be_used_is_an_error(
+async fn an_existing_service_that_may_not_be_adopted_is_an_error(
     #[case] change: Value,
     #[case] error: &str,
 ) {
@@ -169,7 +170,7 @@ async fn a_service_of_that_name_that_may_not_be_used_is_an_error(
         .api
         .create("sandboxes", sandbox(json!({"spec": {"service": true}})));
     world.settle_with_errors().await;
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "False",
         "ReconcilerError",
@@ -194,11 +195,11 @@ async fn a_released_service_is_adopted_whole() {
 }
 
 #[tokio::test]
-async fn an_unowned_service_that_nobody_asked_for_is_ignored() {
+async fn an_unowned_service_is_ignored_unless_requested() {
     let world = World::new();
     world.api.create("services", service(json!({})));
     world.ready(sandbox(json!({}))).await;
-    world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
+    world.assert_condition("Ready", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
@@ -217,5 +218,5 @@ async fn several_errors_are_shown_together() {
         .create("sandboxes", sandbox(json!({"spec": {"service": true}})));
     world.settle_with_errors().await;
     let message = "Error seen: pod \"s\" is owned by ReplicaSet/r (UID: u-r), not by sandbox \"s\"\nservice \"s\" is owned by ReplicaSet/r (UID: u-r), not by sandbox \"s\"";
-    world.assert_says("Ready", "False", "ReconcilerError", message);
+    world.assert_condition("Ready", "False", "ReconcilerError", message);
 }

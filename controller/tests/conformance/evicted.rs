@@ -1,4 +1,7 @@
-//! Pods that are taken from a Sandbox that is to run: by an eviction, or by their kubelet, which ends them and deletes them not (its node shuts down, or is short of memory or disk).
+//! Tests of Pods that a running Sandbox loses.
+//!
+//! An eviction deletes the Pod. A kubelet ends the Pod without a deletion when its node shuts down
+//! or is short of memory or disk.
 
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -8,11 +11,11 @@ use crate::{
     world::World,
 };
 
-/// A world with a Sandbox of which its agent says this.
+/// Returns a world whose agent reports this status and reason of the condition Hibernated.
 async fn asleep(status: &str, reason: &str) -> World {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
-    world.pod_says(condition("torpor.dev/Hibernated", status, reason, ""));
+    world.set_pod_condition(condition("torpor.dev/Hibernated", status, reason, ""));
     world.settle().await;
     world
 }
@@ -21,36 +24,36 @@ fn delete(world: &World) {
     world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
 }
 
-/// The eviction API marks a Pod and deletes it.
+/// Marks and deletes the Pod, as the eviction API does.
 fn evict(world: &World) {
     let by_api = "EvictionByEvictionAPI";
-    world.pod_says(condition("DisruptionTarget", "True", by_api, ""));
+    world.set_pod_condition(condition("DisruptionTarget", "True", by_api, ""));
     delete(world);
 }
 
-/// The kubelet has ended the Pod.
+/// Ends the Pod, as a kubelet does.
 fn end(world: &World, reason: &str, disrupts: bool) {
     if disrupts {
         let by_kubelet = "TerminationByKubelet";
-        world.pod_says(condition("DisruptionTarget", "True", by_kubelet, ""));
+        world.set_pod_condition(condition("DisruptionTarget", "True", by_kubelet, ""));
     }
     world.edit_pod(&json!({"status": {"phase": "Failed", "reason": reason}}));
 }
 
-/// The agent has found the Pod's memory, or none.
-fn agent_says(world: &World, memory: bool) {
+/// Reports the Pod's memory, or its absence, as an agent does.
+fn agent_reports_memory(world: &World, memory: bool) {
     let none = json!({
         "metadata": {"finalizers": ["torpor.dev/image"]},
         "status": {"conditions": [condition("Committed", "False", "SandboxNotFound", "no memory")]},
     });
-    let said: Value = match memory {
+    let patch: Value = match memory {
         true => committed("i.1", "n1"),
         false => none,
     };
-    world.edit_snapshot(&world.snapshot(), &said);
+    world.edit_snapshot(&world.snapshot(), &patch);
 }
 
-// --- evicted ----------------------------------------------------------------------------------------------------------------------------
+// Evicted Pods.
 
 #[rstest]
 #[case::hibernated("True", "Hibernated")]
@@ -64,13 +67,13 @@ async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod(
     evict(&world);
     world.settle().await;
     let name = world.snapshot();
-    world.assert_says(
+    world.assert_condition(
         "Hibernated",
         "False",
         "Saving",
         &format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}"),
     );
-    agent_says(&world, true);
+    agent_reports_memory(&world, true);
     world.settle().await;
     world.pod_ends();
     world.settle().await;
@@ -80,12 +83,12 @@ async fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_the_next_pod(
 }
 
 #[tokio::test]
-async fn who_is_suspended_while_its_sleeping_pod_is_evicted_keeps_its_memory() {
+async fn a_sandbox_suspended_while_its_sleeping_pod_is_evicted_keeps_its_memory() {
     let world = asleep("True", "Hibernated").await;
     evict(&world);
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    agent_says(&world, true);
+    agent_reports_memory(&world, true);
     world.settle().await;
     world.pod_ends();
     world.settle().await;
@@ -97,30 +100,30 @@ async fn who_is_suspended_while_its_sleeping_pod_is_evicted_keeps_its_memory() {
 }
 
 #[tokio::test]
-async fn what_keeps_the_image_of_an_evicted_pod_from_its_name_is_said_and_not_that_it_was_awake() {
+async fn a_snapshot_that_takes_the_name_for_an_evicted_pods_image_is_reported() {
     let world = asleep("True", "Hibernated").await;
     let name = format!("s-{}", &world.pod_uid()[..8]);
     let taken = manual_snapshot(&name);
     world.api.create("sandboxsnapshots", taken);
     evict(&world);
-    // It is of no Sandbox, and so not in the cache: each pass finds it anew.
+    // The snapshot belongs to no Sandbox, so the cache lacks it and each pass finds it anew.
     for _ in 0..3 {
         world.pass().await.unwrap();
     }
     let message = format!(
-        "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
+        "SandboxSnapshot {name:?} exists and does not belong to this Sandbox's Pod; delete it to continue"
     );
-    world.assert_says("Hibernated", "False", "SaveFailed", &message);
+    world.assert_condition("Hibernated", "False", "SaveFailed", &message);
     assert!(world.pass().await.unwrap().is_some(), "it looks again");
     world.api.delete("sandboxsnapshots", NS, &name);
     world.settle().await;
     let message =
         format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}");
-    world.assert_says("Hibernated", "False", "Saving", &message);
+    world.assert_condition("Hibernated", "False", "Saving", &message);
 }
 
 #[tokio::test]
-async fn that_a_pod_was_evicted_awake_and_its_memory_lost_is_said() {
+async fn the_lost_memory_of_a_pod_evicted_awake_is_reported() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     evict(&world);
@@ -134,16 +137,16 @@ async fn that_a_pod_was_evicted_awake_and_its_memory_lost_is_said() {
 }
 
 #[tokio::test]
-async fn a_sleeping_pod_that_somebody_deleted_is_started_anew() {
+async fn a_sleeping_pod_that_a_user_deleted_is_replaced_without_memory() {
     let world = asleep("True", "Hibernated").await;
     delete(&world);
     world.settle().await;
     assert!(world.snapshots().is_empty());
 }
 
-// --- ended by the kubelet ---------------------------------------------------------------------------------------------------------------
+// Pods ended by the kubelet.
 
-/// A world whose Pod said that about its sleep when its kubelet ended it.
+/// Returns a world whose kubelet ended the Pod while the Pod had this condition Hibernated.
 async fn ended(status: &str, sleep: &str, reason: &str, disrupts: bool) -> World {
     let world = asleep(status, sleep).await;
     end(&world, reason, disrupts);
@@ -167,16 +170,16 @@ async fn a_sleeping_pod_that_its_kubelet_ended_leaves_its_image_to_the_next_pod(
     let name = world.snapshot();
     let message = format!(
         "The kubelet of node \"n1\" ended the Pod; its image is being kept in SandboxSnapshot {name:?}. \
-         To start anew without it, delete the Pod"
+         To start without it, delete the Pod"
     );
-    world.assert_says("Hibernated", "False", "Saving", &message);
+    world.assert_condition("Hibernated", "False", "Saving", &message);
     assert_eq!(world.condition("Finished"), None);
     assert_eq!(world.condition("Ready").unwrap().1, "DependenciesNotReady");
-    assert!(!world.pod_is_going(), "its image would go with it");
+    assert!(!world.pod_is_terminating(), "its image would go with it");
 
-    agent_says(&world, true);
+    agent_reports_memory(&world, true);
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
     world.pod_ends();
     world.settle().await;
     let image = world.pod_annotation("torpor.dev/restore-image");
@@ -197,19 +200,20 @@ async fn any_other_pod_that_its_kubelet_ended_has_failed(
     #[case] disrupts: bool,
 ) {
     let world = ended(status, sleep, reason, disrupts).await;
-    world.assert_says("Finished", "True", "PodFailed", "Pod failed");
+    world.assert_condition("Finished", "True", "PodFailed", "Pod failed");
     assert!(world.snapshots().is_empty());
 }
 
 #[tokio::test]
-async fn that_an_ended_pod_left_no_memory_is_said_and_it_has_failed() {
+async fn an_ended_pod_without_memory_is_reported_and_has_failed() {
     let world = ended("False", "Dozing", "Evicted", true).await;
     assert_eq!(world.condition("Finished"), None);
-    agent_says(&world, false);
+    agent_reports_memory(&world, false);
     world.settle().await;
-    world.assert_says("Finished", "True", "PodFailed", "Pod failed");
-    let message = "The kubelet of node \"n1\" ended the Pod awake; memory was not kept";
-    world.assert_says("Hibernated", "False", "SaveFailed", message);
+    world.assert_condition("Finished", "True", "PodFailed", "Pod failed");
+    let message =
+        "The kubelet of node \"n1\" ended the Pod while the sandbox was awake; memory was not kept";
+    world.assert_condition("Hibernated", "False", "SaveFailed", message);
     assert_eq!(world.events(), ["MemoryNotKept"]);
 }
 
@@ -225,8 +229,8 @@ async fn a_sandbox_may_be_suspended_when_its_kubelet_has_ended_its_pod(#[case] l
     }
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(!world.pod_is_going(), "its image would go with it");
-    agent_says(&world, true);
+    assert!(!world.pod_is_terminating(), "its image would go with it");
+    agent_reports_memory(&world, true);
     world.settle().await;
     world.pod_ends();
     world.settle().await;

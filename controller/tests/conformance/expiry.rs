@@ -1,11 +1,11 @@
-//! How claims end: their time, the end of their Sandbox, and what is no end.
+//! Tests of the end of claims: expiry, the end of their Sandbox, and events that must not end them.
 
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
     claims::cold,
-    cluster::{Cluster, is_going, said},
+    cluster::{Cluster, condition_of, is_terminating},
     objects::{NS, condition, mode},
 };
 
@@ -13,7 +13,7 @@ fn past(policy: &str) -> Value {
     json!({"spec": {"lifecycle": {"shutdownTime": "2026-01-01T00:00:00Z", "shutdownPolicy": policy}}})
 }
 
-/// What the Events say of the end of a claim.
+/// Returns the notes of the Events of a claim's expiry.
 fn expiry_events(cluster: &Cluster) -> Vec<String> {
     let expired = cluster.events().into_iter();
     expired
@@ -23,13 +23,13 @@ fn expiry_events(cluster: &Cluster) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn an_expired_claim_says_so_first_and_then_its_sandbox_goes() {
+async fn an_expired_claim_reports_its_expiry_before_its_sandbox_is_deleted() {
     let cluster = cold(json!({}));
     cluster.settle().await;
     cluster.edit("sandboxclaims", "c", &past("Retain"));
     let again = cluster.claim_pass("c").await.unwrap();
     assert_eq!(again.unwrap().as_millis(), 1);
-    cluster.assert_claim_says(
+    cluster.assert_claim_ready(
         "c",
         "False",
         "ClaimExpired",
@@ -52,7 +52,7 @@ async fn an_expired_claim_says_so_first_and_then_its_sandbox_goes() {
 #[case("Delete")]
 #[case("DeleteForeground")]
 #[tokio::test]
-async fn an_expired_claim_goes_with_its_sandbox(#[case] policy: &str) {
+async fn an_expired_claim_is_deleted_with_its_sandbox(#[case] policy: &str) {
     let cluster = cold(json!({}));
     cluster.settle().await;
     cluster.edit("sandboxclaims", "c", &past(policy));
@@ -64,7 +64,7 @@ async fn an_expired_claim_goes_with_its_sandbox(#[case] policy: &str) {
 }
 
 #[tokio::test]
-async fn a_claim_deleted_in_the_foreground_is_seen_until_its_pod_is_gone() {
+async fn a_claim_deleted_in_the_foreground_exists_until_its_pod_is_gone() {
     let cluster = cold(past("DeleteForeground"));
     let later = json!({"spec": {"lifecycle": {"shutdownTime": "2100-01-01T00:00:00Z"}}});
     cluster.edit("sandboxclaims", "c", &later);
@@ -72,7 +72,7 @@ async fn a_claim_deleted_in_the_foreground_is_seen_until_its_pod_is_gone() {
     cluster.edit("sandboxclaims", "c", &past("DeleteForeground"));
     cluster.claim_pass("c").await.unwrap();
     cluster.claim_pass("c").await.unwrap();
-    assert!(is_going(&cluster.get_claim("c")));
+    assert!(is_terminating(&cluster.get_claim("c")));
     cluster.kubelets();
     assert_eq!(cluster.api.list("pods").len(), 1);
     assert_eq!(cluster.api.list("sandboxclaims").len(), 1);
@@ -81,14 +81,14 @@ async fn a_claim_deleted_in_the_foreground_is_seen_until_its_pod_is_gone() {
 }
 
 #[tokio::test]
-async fn a_finished_claim_lives_as_long_as_it_says() {
+async fn a_finished_claim_is_kept_for_its_ttl() {
     let ttl = |seconds: u32| json!({"spec": {"lifecycle": {"ttlSecondsAfterFinished": seconds, "shutdownPolicy": "Delete"}}});
     let cluster = cold(ttl(3600));
     cluster.settle().await;
     let succeeded = json!({"status": {"phase": "Succeeded"}});
     cluster.api.edit("pods", NS, "c", &succeeded);
     cluster.settle().await;
-    let finished = cluster.claim_says("c", "Finished").unwrap();
+    let finished = cluster.claim_condition("c", "Finished").unwrap();
     assert_eq!(
         (finished.0.as_str(), finished.1.as_str()),
         ("True", "PodSucceeded")
@@ -109,19 +109,25 @@ async fn finished_survives_the_sandbox_of_a_claim_that_is_retained() {
         .edit("pods", NS, "c", &json!({"status": {"phase": "Failed"}}));
     cluster.settle().await;
     assert!(cluster.api.list("sandboxes").is_empty());
-    assert_eq!(cluster.claim_says("c", "Finished").unwrap().1, "PodFailed");
-    assert_eq!(cluster.claim_says("c", "Ready").unwrap().1, "ClaimExpired");
+    assert_eq!(
+        cluster.claim_condition("c", "Finished").unwrap().1,
+        "PodFailed"
+    );
+    assert_eq!(
+        cluster.claim_condition("c", "Ready").unwrap().1,
+        "ClaimExpired"
+    );
 }
 
-/// Passes until nothing changes; whoever looks at any moment sees no Finished.
+/// Runs passes until nothing changes and checks that the claim and its Sandbox never have Finished.
 async fn settles_unfinished(cluster: &Cluster) {
     for _ in 0..20 {
         cluster.api.take_writes();
         cluster.passes().await;
-        assert_eq!(cluster.claim_says("c", "Finished"), None);
+        assert_eq!(cluster.claim_condition("c", "Finished"), None);
         let sandbox = cluster.get_sandbox("c");
-        assert_eq!(said(&sandbox, "Finished"), None);
-        let ready = said(&sandbox, "Ready").unwrap();
+        assert_eq!(condition_of(&sandbox, "Finished"), None);
+        let ready = condition_of(&sandbox, "Ready").unwrap();
         assert!(!ready.1.starts_with("Pod"), "{ready:?}");
         let changed = cluster.kubelets();
         if cluster.api.take_writes().is_empty() && !changed {
@@ -136,22 +142,22 @@ async fn settles_unfinished(cluster: &Cluster) {
 #[case::delete_foreground("DeleteForeground")]
 #[case::retain("Retain")]
 #[tokio::test]
-async fn a_pod_that_ends_because_it_is_taken_away_ends_no_claim(#[case] policy: &str) {
+async fn a_pod_that_is_deleted_or_evicted_ends_no_claim(#[case] policy: &str) {
     let cluster = cold(json!({"spec": {"lifecycle": {
         "ttlSecondsAfterFinished": 0, "shutdownPolicy": policy,
     }}}));
     cluster.settle().await;
     let uid = cluster.get_sandbox("c")["metadata"]["uid"].clone();
     let wish = |wish: &str| cluster.edit("sandboxes", "c", &mode(wish));
-    // Suspended, and resumed.
+    // The Sandbox is suspended and resumed.
     wish("Suspended");
     settles_unfinished(&cluster).await;
     assert!(cluster.api.list("pods").is_empty());
-    cluster.assert_claim_says("c", "False", "SandboxSuspended", "Sandbox is suspended");
+    cluster.assert_claim_ready("c", "False", "SandboxSuspended", "Sandbox is suspended");
     wish("Running");
     settles_unfinished(&cluster).await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
-    // Resumed while the Pod is still going, and has said how it ended.
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
+    // The Sandbox is resumed while its Pod terminates and has its final phase.
     wish("Suspended");
     cluster.passes().await;
     assert!(cluster.kubelets());
@@ -159,11 +165,12 @@ async fn a_pod_that_ends_because_it_is_taken_away_ends_no_claim(#[case] policy: 
     assert_eq!(phase, "Failed");
     wish("Running");
     settles_unfinished(&cluster).await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
-    // Evicted.
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
+    // The Pod is evicted.
     cluster.api.delete("pods", NS, "c");
     settles_unfinished(&cluster).await;
-    // Its node is gone: the garbage collector of Pods says that it failed, and deletes it then.
+    // The Pod's node is gone: the Pod garbage collector marks the Pod as failed and then deletes
+    // it.
     let collected = json!({"status": {"phase": "Failed", "conditions": [
         condition("DisruptionTarget", "True", "DeletionByPodGC", "no node"),
     ]}});
@@ -173,9 +180,9 @@ async fn a_pod_that_ends_because_it_is_taken_away_ends_no_claim(#[case] policy: 
     }
     cluster.api.delete("pods", NS, "c");
     settles_unfinished(&cluster).await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     assert_eq!(cluster.get_sandbox("c")["metadata"]["uid"], uid);
-    // What ends by itself has finished.
+    // A Pod that ends by itself finishes the claim.
     let failed = json!({"status": {"phase": "Failed"}});
     cluster.api.edit("pods", NS, "c", &failed);
     cluster.settle().await;
@@ -206,36 +213,39 @@ async fn a_sandbox_whose_pod_its_kubelet_ended_asleep_ends_no_claim() {
     settles_unfinished(&cluster).await;
     assert_eq!(cluster.api.list("sandboxclaims").len(), 1);
     let pod = cluster.api.get("pods", NS, "c").unwrap();
-    assert!(!is_going(&pod), "it goes once its image is kept: {pod:#}");
+    assert!(
+        !is_terminating(&pod),
+        "it goes once its image is kept: {pod:#}"
+    );
     assert_eq!(cluster.api.list("sandboxsnapshots").len(), 1);
 }
 
 #[tokio::test]
-async fn a_sandbox_that_has_finished_says_so_while_its_pod_goes() {
+async fn a_finished_sandbox_keeps_finished_while_its_pod_terminates() {
     let cluster = cold(json!({}));
     cluster.settle().await;
     let succeeded = json!({"status": {"phase": "Succeeded"}});
     cluster.api.edit("pods", NS, "c", &succeeded);
     cluster.settle().await;
-    let finished = cluster.claim_says("c", "Finished");
+    let finished = cluster.claim_condition("c", "Finished");
     assert_eq!(finished.as_ref().unwrap().1, "PodSucceeded");
     cluster.edit("sandboxes", "c", &mode("Suspended"));
     cluster.passes().await;
     cluster.passes().await;
-    assert!(is_going(&cluster.api.get("pods", NS, "c").unwrap()));
-    assert_eq!(cluster.claim_says("c", "Finished"), finished);
+    assert!(is_terminating(&cluster.api.get("pods", NS, "c").unwrap()));
+    assert_eq!(cluster.claim_condition("c", "Finished"), finished);
     cluster.settle().await;
-    assert_eq!(cluster.claim_says("c", "Finished"), None);
+    assert_eq!(cluster.claim_condition("c", "Finished"), None);
 }
 
 #[tokio::test]
-async fn a_sandbox_that_expires_by_itself_is_told_apart() {
+async fn a_sandbox_that_expires_independently_of_its_claim_is_reported() {
     let cluster = cold(json!({}));
     cluster.settle().await;
     let past = json!({"spec": {"shutdownTime": "2026-01-01T00:00:00Z"}});
     cluster.edit("sandboxes", "c", &past);
     cluster.settle().await;
-    cluster.assert_claim_says(
+    cluster.assert_claim_ready(
         "c",
         "False",
         "SandboxExpired",

@@ -1,11 +1,11 @@
-//! The sandbox runtime in Pods that ask for it, from the template to the Pod.
+//! Tests of the sandbox runtime's injection into Pods, from the template to the Pod.
 
 use rstest::rstest;
 use serde_json::{Value, json};
 use torpor_controller::settings::Settings;
 
 use crate::{
-    cluster::{Cluster, said, settings},
+    cluster::{Cluster, condition_of, settings},
     objects::NS,
 };
 
@@ -26,7 +26,7 @@ fn on_pod_template() -> Value {
     json!({"spec": {"podTemplate": {"metadata": {"annotations": {ASKED: "true"}}}}})
 }
 
-/// Names of the init containers of a Sandbox's Pod.
+/// Returns the names of the init containers of a Sandbox's Pod.
 fn init_containers(cluster: &Cluster, sandbox: &str) -> Vec<String> {
     let pod = cluster.api.get("pods", NS, sandbox).expect("it has a Pod");
     let all = pod["spec"]["initContainers"].as_array();
@@ -40,32 +40,33 @@ fn init_containers(cluster: &Cluster, sandbox: &str) -> Vec<String> {
 #[case::on_the_template(on_template())]
 #[case::on_its_pod_template(on_pod_template())]
 #[tokio::test]
-async fn a_template_asks_for_all_of_its_sandboxes(#[case] asks: Value) {
+async fn a_template_requests_injection_for_all_of_its_sandboxes(#[case] asks: Value) {
     let cluster = cluster(Some("runtime:1"));
     for sandbox in cluster.warm_and_cold(asks).await {
         assert_eq!(init_containers(&cluster, &sandbox), ["torpor-runtime"]);
-        // The Sandbox is what the template says: nothing of it is in its spec.
+        // The Sandbox's spec equals the template's, without the injected parts.
         let spec = cluster.get_sandbox(&sandbox)["spec"]["podTemplate"]["spec"].clone();
         assert_eq!(spec["containers"], json!([{"name": "c", "image": "img"}]));
         assert!(spec.get("initContainers").is_none());
     }
 }
 
-/// What is put into Pods is no difference between a member and its template; nor does a template that asks since then make its members stale.
+/// Injected parts are no difference between a member and its template, and a template that requests
+/// injection later does not make its members stale.
 #[rstest]
 #[case::asked_from_the_beginning(on_template(), json!({"metadata": {"labels": {"x": "y"}}}))]
 #[case::asked_in_the_pod_template_too(on_template(), on_pod_template())]
 #[case::asked_later(json!({}), on_template())]
 #[case::asked_no_more(on_pod_template(), json!({"spec": {"podTemplate": {"metadata": null}}}))]
 #[tokio::test]
-async fn no_member_is_stale_for_it(#[case] before: Value, #[case] change: Value) {
+async fn injection_makes_no_member_stale(#[case] before: Value, #[case] change: Value) {
     let cluster = cluster(Some("runtime:1"));
     let [before, after] = cluster.members_over(before, &change).await;
     assert_eq!(after, before);
 }
 
 #[rstest]
-#[case::no_image(None, on_template(), "this controller knows no image of the runtime")]
+#[case::no_image(None, on_template(), "the controller has no image of the runtime")]
 #[case::no_command_for_the_args(
     Some("runtime:1"),
     json!({
@@ -86,7 +87,7 @@ async fn no_member_is_stale_for_it(#[case] before: Value, #[case] change: Value)
     "none is left for the runtime"
 )]
 #[tokio::test]
-async fn what_cannot_be_done_is_told_and_no_pod_is_made(
+async fn an_impossible_injection_is_reported_and_no_pod_is_created(
     #[case] runtime_image: Option<&str>,
     #[case] template: Value,
     #[case] words: &str,
@@ -98,7 +99,7 @@ async fn what_cannot_be_done_is_told_and_no_pod_is_made(
     cluster.sandbox_passes().await;
     assert!(cluster.api.list("pods").is_empty());
     let sandbox = &cluster.api.list("sandboxes")[0];
-    let (_, reason, message) = said(sandbox, "Ready").unwrap();
+    let (_, reason, message) = condition_of(sandbox, "Ready").unwrap();
     assert_eq!(reason, "ReconcilerError");
     assert!(message.contains(words), "{message}");
 }

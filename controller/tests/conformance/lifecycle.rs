@@ -1,40 +1,41 @@
-//! Upstream's behaviour, case by case: create, adopt, suspend, resume, expire, Service, claims, and what is not written.
+//! Tests of upstream's behaviour: create, adopt, suspend, resume, expire, and writes that are
+//! omitted.
 
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
-    cluster::is_going,
+    cluster::is_terminating,
     objects::{NS, condition, foreign_owner, hash, mode, ready_pod, sandbox},
     world::World,
 };
 
 const HASH: &str = "agents.x-k8s.io/sandbox-name-hash";
 
-// --- create -----------------------------------------------------------------------------------------------------------------------------
+// Creation.
 
 #[tokio::test]
-async fn a_new_sandbox_gets_a_pod_and_says_what_is_missing_until_it_is_ready() {
+async fn a_new_sandbox_gets_a_pod_and_reports_missing_parts_until_ready() {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     assert_eq!(
         world.writes_of_a_pass().await,
         ["create pods", "patch sandboxes", "patch status sandboxes"]
     );
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "False",
         "DependenciesNotReady",
         "Pod exists with phase: Pending",
     );
-    world.assert_says(
+    world.assert_condition(
         "Suspended",
         "False",
         "NotSuspended",
         "Sandbox is not suspended",
     );
-    world.assert_says(
+    world.assert_condition(
         "PodScheduled",
         "Unknown",
         "PodSchedulingUnknown",
@@ -54,8 +55,8 @@ async fn a_new_sandbox_gets_a_pod_and_says_what_is_missing_until_it_is_ready() {
     );
     world.pod_becomes_ready();
     world.settle().await;
-    world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
-    world.assert_says("PodScheduled", "True", "PodScheduled", "");
+    world.assert_condition("Ready", "True", "DependenciesReady", "Pod is Ready");
+    world.assert_condition("PodScheduled", "True", "PodScheduled", "");
     let status = &world.sandbox()["status"];
     assert_eq!(status["podIPs"], json!(["10.0.0.1"]));
     assert_eq!(status["nodeName"], "n1");
@@ -74,13 +75,16 @@ async fn a_new_sandbox_gets_a_pod_and_says_what_is_missing_until_it_is_ready() {
 )]
 #[case(json!({"phase": "Unknown"}), "Pod exists with phase: Unknown")]
 #[tokio::test]
-async fn ready_says_what_the_pod_lacks(#[case] status: Value, #[case] message: &str) {
+async fn the_condition_ready_names_missing_parts_of_the_pod(
+    #[case] status: Value,
+    #[case] message: &str,
+) {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     world.settle().await;
     world.edit_pod(&json!({"status": status}));
     world.settle().await;
-    world.assert_says("Ready", "False", "DependenciesNotReady", message);
+    world.assert_condition("Ready", "False", "DependenciesNotReady", message);
 }
 
 #[rstest]
@@ -97,8 +101,8 @@ async fn a_pod_that_ended_is_reported_and_not_replaced(
     let uid = world.pod_uid();
     world.edit_pod(&json!({"status": {"phase": phase}}));
     world.settle().await;
-    world.assert_says("Ready", "False", reason, message);
-    world.assert_says("Finished", "True", reason, message);
+    world.assert_condition("Ready", "False", reason, message);
+    world.assert_condition("Finished", "True", reason, message);
     assert_eq!(world.pod_uid(), uid);
 }
 
@@ -110,7 +114,7 @@ async fn a_pod_that_vanishes_is_made_again_and_suspended_stays_false() {
     world.api.remove("pods", NS, "s");
     world.settle().await;
     assert_ne!(world.pod_uid(), uid);
-    world.assert_says(
+    world.assert_condition(
         "Suspended",
         "False",
         "NotSuspended",
@@ -119,22 +123,22 @@ async fn a_pod_that_vanishes_is_made_again_and_suspended_stays_false() {
 }
 
 #[tokio::test]
-async fn why_a_pod_is_not_scheduled_is_copied_from_it() {
+async fn the_condition_pod_scheduled_is_copied_from_the_pod() {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     world.settle().await;
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "PodScheduled",
         "False",
         "Unschedulable",
         "0/1 nodes",
     ));
     world.settle().await;
-    world.assert_says("PodScheduled", "False", "Unschedulable", "0/1 nodes");
+    world.assert_condition("PodScheduled", "False", "Unschedulable", "0/1 nodes");
 }
 
 #[tokio::test]
-async fn a_field_that_we_do_not_know_reaches_the_pod() {
+async fn an_unknown_field_reaches_the_pod() {
     let world = World::new();
     let spec = json!({"spec": {"podTemplate": {"spec": {
         "fieldOfTomorrow": {"x": 1},
@@ -147,7 +151,7 @@ async fn a_field_that_we_do_not_know_reaches_the_pod() {
     assert_eq!(pod["spec"]["containers"][0]["lifecycleOfTomorrow"], true);
 }
 
-// --- what is not written ----------------------------------------------------------------------------------------------------------------
+// Omitted writes.
 
 #[tokio::test]
 async fn a_pass_that_changes_nothing_writes_nothing() {
@@ -184,7 +188,7 @@ async fn a_sandbox_that_is_being_deleted_is_left_to_garbage_collection() {
     assert!(world.writes_of_a_pass().await.is_empty());
 }
 
-// --- whose Pod --------------------------------------------------------------------------------------------------------------------------
+// Ownership of the Pod.
 
 #[tokio::test]
 async fn a_foreign_pod_is_neither_adopted_nor_deleted() {
@@ -196,25 +200,25 @@ async fn a_foreign_pod_is_neither_adopted_nor_deleted() {
     world.api.create("sandboxes", sandbox(json!({})));
     assert!(world.settle_with_errors().await.is_some());
     let why = "pod \"s\" is owned by ReplicaSet/r (UID: u-r), not by sandbox \"s\"";
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "False",
         "ReconcilerError",
         &format!("Error seen: {why}"),
     );
     let unknown = "Pod state is unknown. Pod scheduling cannot be determined";
-    world.assert_says("PodScheduled", "Unknown", "PodSchedulingUnknown", unknown);
+    world.assert_condition("PodScheduled", "Unknown", "PodSchedulingUnknown", unknown);
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     let refused = "Refused to delete pod because it is not owned by this sandbox";
-    world.assert_says("Suspended", "False", "PodNotOwned", refused);
-    world.assert_says(
+    world.assert_condition("Suspended", "False", "PodNotOwned", refused);
+    world.assert_condition(
         "Ready",
         "False",
         "SandboxSuspended",
         "Sandbox is suspending",
     );
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
 }
 
 #[tokio::test]
@@ -226,7 +230,7 @@ async fn an_unowned_pod_is_adopted_only_with_a_label_that_allows_it() {
     world.api.create("sandboxes", sandbox(json!({})));
     world.settle_with_errors().await;
     let why = "Error seen: cannot adopt unowned pod \"s\": missing required pool authorization label (\"agents.x-k8s.io/adoptable\") or sandbox tracking label (\"agents.x-k8s.io/sandbox-name-hash\")";
-    world.assert_says("Ready", "False", "ReconcilerError", why);
+    world.assert_condition("Ready", "False", "ReconcilerError", why);
     world.edit_pod(&json!({"metadata": {"labels": {"agents.x-k8s.io/adoptable": "true"}}}));
     world.settle().await;
     let pod = world.pod().unwrap();
@@ -246,7 +250,7 @@ async fn two_pods_of_one_sandbox_are_reported_once_and_neither_is_touched() {
     assert_eq!(world.writes_of_a_pass().await, ["patch status sandboxes"]);
     let message =
         "multiple Pods (2) are controlled by this Sandbox; refusing to choose or create a Pod";
-    world.assert_says("Ready", "False", "MultiplePods", message);
+    world.assert_condition("Ready", "False", "MultiplePods", message);
     world.edit_sandbox(&json!({"spec": {"service": false}}));
     world.settle().await;
     assert!(
@@ -257,12 +261,12 @@ async fn two_pods_of_one_sandbox_are_reported_once_and_neither_is_touched() {
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     let unknown = "Pod state is unknown. Sandbox suspension cannot be confirmed";
-    world.assert_says("Suspended", "Unknown", "PodStateUnknown", unknown);
+    world.assert_condition("Suspended", "Unknown", "PodStateUnknown", unknown);
     assert_eq!(world.api.list("pods").len(), 2);
 }
 
 #[tokio::test]
-async fn the_owned_pod_counts_not_the_annotation() {
+async fn the_owned_pod_overrides_the_annotation() {
     let world = World::new();
     world.ready(sandbox(json!({}))).await;
     let wrong = json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": "other"}}});
@@ -293,7 +297,7 @@ async fn a_pod_under_another_name_is_found_by_the_annotation() {
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     let pod = world.api.get("pods", NS, "pool-x").unwrap();
-    assert!(is_going(&pod));
+    assert!(is_terminating(&pod));
 }
 
 #[tokio::test]
@@ -303,14 +307,14 @@ async fn a_pod_that_the_cache_does_not_show_yet_is_not_made_twice() {
     world.sync();
     world.stale_pass().await.unwrap();
     let uid = world.pod_uid();
-    // The Pod was made, and the caches know nothing of it.
+    // The Pod exists, but the caches do not show it.
     world.stale_pass().await.unwrap();
     assert_eq!(world.pod_uid(), uid);
     assert_eq!(
         world.sandbox()["metadata"]["annotations"]["agents.x-k8s.io/pod-name"],
         "s"
     );
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "False",
         "DependenciesNotReady",
@@ -318,7 +322,7 @@ async fn a_pod_that_the_cache_does_not_show_yet_is_not_made_twice() {
     );
 }
 
-// --- metadata ---------------------------------------------------------------------------------------------------------------------------
+// Metadata.
 
 #[tokio::test]
 async fn template_metadata_reaches_a_living_pod_and_leaves_it_again() {
@@ -355,7 +359,7 @@ async fn template_metadata_reaches_a_living_pod_and_leaves_it_again() {
 }
 
 #[tokio::test]
-async fn a_template_cannot_set_what_is_the_controllers() {
+async fn a_template_cannot_set_the_controllers_keys() {
     let world = World::new();
     let template = json!({"spec": {"podTemplate": {"metadata": {
         "labels": {"agents.x-k8s.io/claim-uid": "u", "extensions.agents.x-k8s.io/x": "y"},
@@ -371,7 +375,7 @@ async fn a_template_cannot_set_what_is_the_controllers() {
     assert_eq!(metadata["annotations"], json!({}));
 }
 
-// --- suspend and resume -----------------------------------------------------------------------------------------------------------------
+// Suspend and resume.
 
 #[tokio::test]
 async fn suspend_and_resume_twice_as_upstream() {
@@ -387,8 +391,8 @@ async fn suspend_and_resume_twice_as_upstream() {
             ["delete pods", "patch status sandboxes"]
         );
         let message = "Pod is terminating. Sandbox is suspending";
-        world.assert_says("Suspended", "False", "PodTerminating", message);
-        world.assert_says(
+        world.assert_condition("Suspended", "False", "PodTerminating", message);
+        world.assert_condition(
             "Ready",
             "False",
             "SandboxSuspended",
@@ -401,8 +405,8 @@ async fn suspend_and_resume_twice_as_upstream() {
             ["patch sandboxes", "patch status sandboxes"]
         );
         let message = "Pod has been terminated. Sandbox is suspended";
-        world.assert_says("Suspended", "True", "PodTerminated", message);
-        world.assert_says("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
+        world.assert_condition("Suspended", "True", "PodTerminated", message);
+        world.assert_condition("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
         let sandbox = world.sandbox();
         assert_eq!(sandbox["metadata"]["annotations"], json!({}));
         let status = &sandbox["status"];
@@ -418,7 +422,7 @@ async fn suspend_and_resume_twice_as_upstream() {
         world.edit_sandbox(&mode("Running"));
         world.settle().await;
         assert_ne!(world.pod_uid(), uid);
-        world.assert_says(
+        world.assert_condition(
             "Suspended",
             "False",
             "NotSuspended",
@@ -426,7 +430,7 @@ async fn suspend_and_resume_twice_as_upstream() {
         );
         world.pod_becomes_ready();
         world.settle().await;
-        world.assert_says(
+        world.assert_condition(
             "Ready",
             "True",
             "DependenciesReady",
@@ -450,13 +454,13 @@ async fn a_pod_that_cannot_be_deleted_is_an_error_in_upstreams_words() {
     world.edit_sandbox(&mode("Suspended"));
     world.pass().await.unwrap_err();
     let why = "Error seen: failed to delete pod: delete pods s: made to fail";
-    world.assert_says("Ready", "False", "ReconcilerError", why);
+    world.assert_condition("Ready", "False", "ReconcilerError", why);
     let message = "Pod is terminating. Sandbox is suspending";
-    world.assert_says("Suspended", "False", "PodTerminating", message);
+    world.assert_condition("Suspended", "False", "PodTerminating", message);
 }
 
 #[tokio::test]
-async fn a_pod_that_cannot_be_made_is_an_error_and_is_tried_again() {
+async fn a_pod_that_cannot_be_created_is_an_error_and_is_retried() {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     world.api.fail(Fault {
@@ -465,7 +469,7 @@ async fn a_pod_that_cannot_be_made_is_an_error_and_is_tried_again() {
         answer: FaultAnswer::Refuse(403),
     });
     world.pass().await.unwrap_err();
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "False",
         "ReconcilerError",
@@ -477,7 +481,7 @@ async fn a_pod_that_cannot_be_made_is_an_error_and_is_tried_again() {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_lost_is_not_taken_for_a_failure() {
+async fn a_lost_response_is_not_taken_as_a_failure() {
     let world = World::impatient();
     world.api.create("sandboxes", sandbox(json!({})));
     world.api.fail(Fault {
@@ -496,7 +500,7 @@ async fn an_answer_that_is_lost_is_not_taken_for_a_failure() {
     assert_eq!(world.pod_uid(), uid);
 }
 
-// --- expiry -----------------------------------------------------------------------------------------------------------------------------
+// Expiry.
 
 const PAST: &str = "2020-01-01T00:00:00Z";
 
@@ -508,9 +512,9 @@ async fn an_expired_sandbox_is_marked_first_and_emptied_then() {
         .await;
     world.edit_sandbox(&json!({"spec": {"shutdownTime": PAST}}));
     assert_eq!(world.writes_of_a_pass().await, ["patch status sandboxes"]);
-    world.assert_says("Ready", "False", "SandboxExpired", "Sandbox has expired");
+    world.assert_condition("Ready", "False", "SandboxExpired", "Sandbox has expired");
     assert_eq!(world.condition("PodScheduled"), None);
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
     world.settle().await;
     world.pod_ends();
     world.settle().await;
@@ -518,7 +522,7 @@ async fn an_expired_sandbox_is_marked_first_and_emptied_then() {
     let sandbox = world.sandbox();
     let fields: Vec<&String> = sandbox["status"].as_object().unwrap().keys().collect();
     assert_eq!(fields, ["conditions"]);
-    // More time brings it back.
+    // A later time brings the Pod back.
     world.edit_sandbox(&json!({"spec": {"shutdownTime": null}}));
     world.settle().await;
     assert!(world.pod().is_some());
@@ -543,15 +547,15 @@ async fn finished_survives_expiry() {
     let before = world.generation();
     world.edit_sandbox(&json!({"spec": {"shutdownTime": PAST}}));
     world.settle().await;
-    // Once it has expired, only that is told.
-    world.assert_says_of(
+    // After the expiry only the condition Ready changes.
+    world.assert_condition_of_generation(
         before,
         "Finished",
         "True",
         "PodSucceeded",
         "Pod completed successfully",
     );
-    world.assert_says("Ready", "False", "SandboxExpired", "Sandbox has expired");
+    world.assert_condition("Ready", "False", "SandboxExpired", "Sandbox has expired");
 }
 
 #[tokio::test]
@@ -566,11 +570,11 @@ async fn a_foreign_pod_survives_expiry() {
         json!({"metadata": {"name": "s", "namespace": NS, "ownerReferences": foreign_owner()}}),
     );
     world.settle().await;
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
 }
 
 #[tokio::test]
-async fn an_expiry_to_come_is_waited_for_exactly() {
+async fn a_future_expiry_is_waited_for_exactly() {
     let world = World::new();
     let time = jiff::Timestamp::now() + jiff::SignedDuration::from_secs(3600);
     world.api.create(

@@ -1,13 +1,13 @@
-//! The controller against an apiserver in memory: upstream's cases, Torpor's own, and random sequences of events.
+//! Tests of the controller against an apiserver in memory: upstream's cases, Torpor's own, and
+//! random sequences of events.
 
-mod at_work;
 mod claims;
 mod cluster;
 mod conditions;
 mod dependents;
 mod evicted;
 mod expiry;
-mod front;
+mod fairness;
 mod injection;
 mod lifecycle;
 mod memory;
@@ -20,18 +20,20 @@ mod pod_snapshots;
 mod pool_conditions;
 mod pools;
 mod property;
+mod proxy;
+mod reference;
 mod restore;
 mod retention;
+mod running_claims;
+mod sandbox_events;
 mod schedules;
 mod scoped;
-mod sleep_of_template;
 mod snapshots;
 mod suspensions;
 mod sync;
 mod takeover;
-mod told;
+mod template_idle_times;
 mod tracing;
-mod turns;
 mod unclaimed;
 mod wakeup;
 mod warm;

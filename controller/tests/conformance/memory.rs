@@ -1,4 +1,4 @@
-//! Memory over a suspension: strategies, what is waited for, what is never done.
+//! Tests of memory over a suspension: strategies, waits, and actions that must never happen.
 
 use kube::runtime::watcher::Event;
 use rstest::rstest;
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
-    cluster::is_going,
+    cluster::is_terminating,
     objects::{NS, committed, condition, manual_snapshot, mode, sandbox, torpor_sandbox},
     world::World,
 };
@@ -15,7 +15,7 @@ fn strategy(strategy: &str) -> Value {
     json!({"metadata": {"annotations": {"torpor.dev/suspension-strategy": strategy}}})
 }
 
-/// A Sandbox that runs and is being suspended; its snapshot exists.
+/// Returns a world whose Sandbox is being suspended, and the name of its snapshot.
 async fn saving() -> (World, String) {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
@@ -25,7 +25,7 @@ async fn saving() -> (World, String) {
     (world, name)
 }
 
-// --- hibernate --------------------------------------------------------------------------------------------------------------------------
+// Hibernate.
 
 #[tokio::test]
 async fn the_pod_stays_until_its_memory_is_committed() {
@@ -49,8 +49,8 @@ async fn the_pod_stays_until_its_memory_is_committed() {
         (&json!("Sandbox"), &json!(true))
     );
     let terminating = "Pod is terminating. Sandbox is suspending";
-    world.assert_says("Suspended", "False", "PodTerminating", terminating);
-    world.assert_says(
+    world.assert_condition("Suspended", "False", "PodTerminating", terminating);
+    world.assert_condition(
         "Ready",
         "False",
         "SandboxSuspended",
@@ -58,8 +58,8 @@ async fn the_pod_stays_until_its_memory_is_committed() {
     );
     world.settle().await;
     let saving = format!("Memory is being saved to SandboxSnapshot {name:?}");
-    world.assert_says("Hibernated", "False", "Saving", &saving);
-    assert!(!world.pod_is_going());
+    world.assert_condition("Hibernated", "False", "Saving", &saving);
+    assert!(!world.pod_is_terminating());
 
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     assert_eq!(
@@ -74,16 +74,16 @@ async fn the_pod_stays_until_its_memory_is_committed() {
     world.pod_ends();
     world.settle().await;
     let gone = "Pod has been terminated. Sandbox is suspended";
-    world.assert_says("Suspended", "True", "PodTerminated", gone);
-    world.assert_says("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
+    world.assert_condition("Suspended", "True", "PodTerminated", gone);
+    world.assert_condition("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
     let kept = format!("Memory is kept in SandboxSnapshot {name:?} on node \"n1\"");
-    world.assert_says("Hibernated", "True", "Hibernated", &kept);
+    world.assert_condition("Hibernated", "True", "Hibernated", &kept);
     assert_eq!(world.events(), ["SnapshotCommitted"]);
     assert_eq!(world.snapshot(), name, "the image stays");
 }
 
 #[tokio::test]
-async fn a_failed_save_keeps_the_pod_and_says_why() {
+async fn a_failed_save_keeps_the_pod_and_reports_the_reason() {
     let (world, name) = saving().await;
     let failed = condition(
         "Committed",
@@ -93,24 +93,24 @@ async fn a_failed_save_keeps_the_pod_and_says_why() {
     );
     world.edit_snapshot(&name, &json!({"status": {"conditions": [failed]}}));
     world.settle().await;
-    world.assert_says(
+    world.assert_condition(
         "Hibernated",
         "False",
         "SaveFailed",
         "disk full: 3 GiB missing",
     );
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "False",
         "SandboxSuspended",
         "Sandbox is suspending",
     );
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
     assert_eq!(world.events(), ["SnapshotFailed"]);
-    // The agent tries again and succeeds.
+    // The agent retries and succeeds.
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
 }
 
 #[tokio::test]
@@ -122,7 +122,7 @@ async fn a_committed_image_of_another_pod_deletes_nothing() {
     world.api.create("sandboxsnapshots", other);
     world.edit_snapshot("s-other", &committed("o.1", "n1"));
     world.settle().await;
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
     assert_ne!(name, "s-other");
 }
 
@@ -131,10 +131,11 @@ async fn the_apiserver_is_asked_before_the_pod_is_deleted_for_its_image() {
     let (world, name) = saving().await;
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.sync();
-    // The caches show a committed image; in truth it is being deleted, and its Pod goes on.
+    // The caches show a committed image; at the apiserver it is being deleted, and its Pod
+    // continues.
     world.api.delete("sandboxsnapshots", NS, &name);
     world.stale_pass().await.unwrap();
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
     world.sync();
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     let used = json!({"status": {"conditions": [
@@ -142,23 +143,23 @@ async fn the_apiserver_is_asked_before_the_pod_is_deleted_for_its_image() {
     ]}});
     world.edit_snapshot(&name, &used);
     world.stale_pass().await.unwrap();
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
 }
 
 #[tokio::test]
-async fn a_pod_that_ends_while_it_is_saved_is_a_stop_and_said_to_be_one() {
+async fn a_pod_that_ends_during_its_save_is_reported_as_stopped_without_memory() {
     let (world, _) = saving().await;
     world.edit_pod(&json!({"status": {"phase": "Failed"}}));
     world.settle().await;
     let message = "The Pod ended before its memory was saved; memory was not kept";
-    world.assert_says("Hibernated", "False", "SaveFailed", message);
+    world.assert_condition("Hibernated", "False", "SaveFailed", message);
     world.pod_ends();
     world.settle().await;
-    world.assert_says("Hibernated", "False", "SaveFailed", message);
+    world.assert_condition("Hibernated", "False", "SaveFailed", message);
     let gone = "Pod has been terminated. Sandbox is suspended";
-    world.assert_says("Suspended", "True", "PodTerminated", gone);
+    world.assert_condition("Suspended", "True", "PodTerminated", gone);
     assert_eq!(world.events(), ["MemoryNotKept"]);
-    // The next start is cold, and the half image goes before it.
+    // The next start is cold, and the partial image is deleted before it.
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert!(world.snapshots().is_empty());
@@ -201,7 +202,7 @@ async fn an_image_that_is_committed_at_the_last_moment_is_used_not_deleted() {
 }
 
 #[tokio::test]
-async fn what_the_agent_finds_it_cannot_save_is_stopped() {
+async fn a_sandbox_that_the_agent_cannot_save_is_stopped() {
     let (world, name) = saving().await;
     let cannot = condition(
         "Committed",
@@ -211,13 +212,13 @@ async fn what_the_agent_finds_it_cannot_save_is_stopped() {
     );
     world.edit_snapshot(&name, &json!({"status": {"conditions": [cannot]}}));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
     let message = "no checkpoint here; memory was not kept";
-    world.assert_says("Hibernated", "False", "RuntimeNotCapable", message);
+    world.assert_condition("Hibernated", "False", "RuntimeNotCapable", message);
 }
 
 #[tokio::test]
-async fn a_lost_answer_to_the_snapshots_creation_makes_no_second_one() {
+async fn a_lost_response_to_the_snapshots_creation_creates_no_second_snapshot() {
     let world = World::impatient();
     world.ready(torpor_sandbox(json!({}))).await;
     let answer = FaultAnswer::LoseAnswer;
@@ -228,15 +229,15 @@ async fn a_lost_answer_to_the_snapshots_creation_makes_no_second_one() {
     });
     world.edit_sandbox(&mode("Suspended"));
     assert_eq!(world.pass().await.unwrap_err().reason(), "OutcomeUnknown");
-    // The caches do not show it either.
+    // The caches do not show the snapshot either.
     let shown = world.snapshots().len();
     world.settle().await;
     assert_eq!((shown, world.snapshots().len()), (1, 1));
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
 }
 
 #[tokio::test]
-async fn a_name_that_somebody_else_took_is_said_and_costs_nothing() {
+async fn a_foreign_snapshot_with_the_needed_name_is_reported_and_the_pod_stays() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     let name = format!("s-{}", &world.pod_uid()[..8]);
@@ -245,16 +246,16 @@ async fn a_name_that_somebody_else_took_is_said_and_costs_nothing() {
     world.edit_sandbox(&mode("Suspended"));
     world.settle_with_errors().await;
     let message = format!(
-        "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
+        "SandboxSnapshot {name:?} exists and does not belong to this Sandbox's Pod; delete it to continue"
     );
-    world.assert_says("Hibernated", "False", "SaveFailed", &message);
-    assert!(!world.pod_is_going());
+    world.assert_condition("Hibernated", "False", "SaveFailed", &message);
+    assert!(!world.pod_is_terminating());
     world.api.delete("sandboxsnapshots", NS, &name);
     world.settle().await;
     assert_eq!(world.snapshots()[0]["spec"]["reason"], "Suspend");
 }
 
-// --- and back, before the Pod is gone ---------------------------------------------------------------------------------------------------
+// Resume before the Pod is gone.
 
 #[tokio::test]
 async fn running_again_before_the_pod_is_deleted_deletes_the_snapshot() {
@@ -262,20 +263,20 @@ async fn running_again_before_the_pod_is_deleted_deletes_the_snapshot() {
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
-    assert!(is_going(&world.snapshots()[0]));
-    assert!(!world.pod_is_going());
-    world.assert_says(
+    assert!(is_terminating(&world.snapshots()[0]));
+    assert!(!world.pod_is_terminating());
+    world.assert_condition(
         "Suspended",
         "False",
         "NotSuspended",
         "Sandbox is not suspended",
     );
-    // Suspended again at once: the old image is worthless, the new one has to wait for its name.
+    // The Sandbox is suspended again at once: the new image waits until the old one's name is free.
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     let waiting = format!("Waiting for the earlier SandboxSnapshot {name:?} to be removed");
-    world.assert_says("Hibernated", "False", "Saving", &waiting);
-    assert!(!world.pod_is_going());
+    world.assert_condition("Hibernated", "False", "Saving", &waiting);
+    assert!(!world.pod_is_terminating());
     world.image_is_gone(&name);
     world.settle().await;
     assert_eq!(world.snapshot(), name);
@@ -283,15 +284,16 @@ async fn running_again_before_the_pod_is_deleted_deletes_the_snapshot() {
 }
 
 #[tokio::test]
-async fn the_image_of_a_pod_that_is_going_stays_although_the_cache_shows_the_pod_alive() {
+async fn the_image_of_a_terminating_pod_stays_although_the_cache_shows_the_pod_running() {
     let (world, name) = saving().await;
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.sync();
-    // The Pod is deleted for its image, the caches do not know it, and the user wants it running.
+    // The Pod is deleted in favour of its image, the caches lack that, and the user resumes the
+    // Sandbox.
     world.api.delete("pods", NS, "s");
     world.edit_sandbox(&mode("Running"));
     world.stale_pass().await.unwrap();
-    assert!(!is_going(&world.snapshots()[0]));
+    assert!(!is_terminating(&world.snapshots()[0]));
     world.settle().await;
     world.pod_ends();
     world.settle().await;
@@ -301,7 +303,7 @@ async fn the_image_of_a_pod_that_is_going_stays_although_the_cache_shows_the_pod
     );
 }
 
-// --- what is a plain stop ---------------------------------------------------------------------------------------------------------------
+// Suspensions without memory.
 
 #[rstest]
 #[case::asked_to_stop(torpor_sandbox(strategy("Stop")), None)]
@@ -311,7 +313,10 @@ async fn the_image_of_a_pod_that_is_going_stays_although_the_cache_shows_the_pod
     Some("The default runtime on node \"n1\" cannot hibernate; memory was not kept")
 )]
 #[tokio::test]
-async fn suspend_without_memory_is_upstreams(#[case] object: Value, #[case] said: Option<&str>) {
+async fn a_suspension_without_memory_is_as_upstreams(
+    #[case] object: Value,
+    #[case] expected: Option<&str>,
+) {
     let world = World::new();
     world.ready(object).await;
     world.edit_sandbox(&mode("Suspended"));
@@ -320,19 +325,21 @@ async fn suspend_without_memory_is_upstreams(#[case] object: Value, #[case] said
         .is_some();
     let writes = world.writes_of_a_pass().await;
     assert_eq!(writes[..2], ["delete pods", "patch status sandboxes"]);
-    // Nobody is to look for the memory of that Pod.
+    // The record is removed, since that Pod left no memory.
     let forgets: &[&str] = if recorded { &["patch sandboxes"] } else { &[] };
     assert_eq!(writes[2..], *forgets);
     world.settle().await;
     world.pod_ends();
     world.settle().await;
-    match said {
+    match expected {
         None => assert_eq!(world.condition("Hibernated"), None),
-        // Still said when the Pod is gone.
-        Some(message) => world.assert_says("Hibernated", "False", "RuntimeNotCapable", message),
+        // The condition stays when the Pod is gone.
+        Some(message) => {
+            world.assert_condition("Hibernated", "False", "RuntimeNotCapable", message)
+        }
     }
     assert!(world.snapshots().is_empty());
-    let events: &[&str] = if said.is_some() {
+    let events: &[&str] = if expected.is_some() {
         &["MemoryNotKept"]
     } else {
         &[]
@@ -345,15 +352,15 @@ async fn suspend_without_memory_is_upstreams(#[case] object: Value, #[case] said
 }
 
 #[tokio::test]
-async fn a_node_without_an_agent_cannot_hibernate_and_this_is_said() {
+async fn a_node_without_an_agent_cannot_hibernate_and_this_is_reported() {
     let world = World::new();
     world.api.remove("sandboxnodes", "", "n1");
     world.ready(torpor_sandbox(json!({}))).await;
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
     let message = "Runtime torpor on node \"n1\" cannot hibernate; memory was not kept";
-    world.assert_says("Hibernated", "False", "RuntimeNotCapable", message);
+    world.assert_condition("Hibernated", "False", "RuntimeNotCapable", message);
 }
 
 #[tokio::test]
@@ -363,13 +370,13 @@ async fn a_pod_that_does_not_run_yet_has_no_memory_to_keep() {
     world.settle().await;
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
     assert!(world.snapshots().is_empty());
     assert_eq!(world.condition("Hibernated"), None);
 }
 
 #[tokio::test]
-async fn who_is_resumed_while_the_watch_of_snapshots_is_behind_has_its_memory() {
+async fn a_sandbox_resumed_while_the_snapshot_cache_is_stale_keeps_its_memory() {
     let (world, name) = saving().await;
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
@@ -385,10 +392,10 @@ async fn who_is_resumed_while_the_watch_of_snapshots_is_behind_has_its_memory() 
     assert_eq!(image.as_deref(), Some("i.1"));
 }
 
-// --- freeze -----------------------------------------------------------------------------------------------------------------------------
+// Freeze.
 
 #[tokio::test]
-async fn freeze_keeps_the_pod_and_says_when_it_is_frozen() {
+async fn freeze_keeps_the_pod_and_reports_when_it_is_frozen() {
     let world = World::new();
     world.ready(torpor_sandbox(strategy("Freeze"))).await;
     world.edit_sandbox(&mode("Suspended"));
@@ -396,28 +403,28 @@ async fn freeze_keeps_the_pod_and_says_when_it_is_frozen() {
     let annotations = |world: &World| world.pod().unwrap()["metadata"]["annotations"].clone();
     assert_eq!(annotations(&world)["torpor.dev/freeze"], "true");
     let freezing = "Pod is being frozen. Sandbox is suspending";
-    world.assert_says("Suspended", "False", "PodFreezing", freezing);
-    world.pod_says(condition(
+    world.assert_condition("Suspended", "False", "PodFreezing", freezing);
+    world.set_pod_condition(condition(
         "torpor.dev/Hibernated",
         "False",
         "Frozen",
         "paused",
     ));
     world.settle().await;
-    world.assert_says(
+    world.assert_condition(
         "Suspended",
         "True",
         "PodFrozen",
         "Pod is frozen. Sandbox is suspended",
     );
-    world.assert_says("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
-    world.assert_says("Hibernated", "False", "Frozen", "paused");
-    assert!(!world.pod_is_going());
+    world.assert_condition("Ready", "False", "SandboxSuspended", "Sandbox is suspended");
+    world.assert_condition("Hibernated", "False", "Frozen", "paused");
+    assert!(!world.pod_is_terminating());
     assert_eq!(world.sandbox()["status"]["nodeName"], "n1");
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert_eq!(annotations(&world).get("torpor.dev/freeze"), None);
-    world.assert_says(
+    world.assert_condition(
         "Suspended",
         "False",
         "NotSuspended",
@@ -431,40 +438,40 @@ async fn freeze_where_the_runtime_cannot_is_a_stop() {
     world.ready(sandbox(strategy("Freeze"))).await;
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
     assert_eq!(
         world.condition("Hibernated").unwrap().1,
         "RuntimeNotCapable"
     );
 }
 
-// --- in place ---------------------------------------------------------------------------------------------------------------------------
+// Hibernation in place.
 
 #[tokio::test]
-async fn hibernation_in_place_is_asked_of_the_pod_and_reported_by_it() {
+async fn hibernation_in_place_is_requested_on_the_pod_and_reported_from_it() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     world.edit_sandbox(&json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}}));
     world.settle().await;
     let annotations = |world: &World| world.pod().unwrap()["metadata"]["annotations"].clone();
     assert_eq!(annotations(&world)["torpor.dev/hibernate"], "true");
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "torpor.dev/Hibernated",
         "True",
         "Hibernated",
         "asleep",
     ));
     world.settle().await;
-    world.assert_says("Hibernated", "True", "Hibernated", "asleep");
-    world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
+    world.assert_condition("Hibernated", "True", "Hibernated", "asleep");
+    world.assert_condition("Ready", "True", "DependenciesReady", "Pod is Ready");
     world.edit_sandbox(&json!({"metadata": {"annotations": {"torpor.dev/hibernate": "false"}}}));
     world.settle().await;
     assert_eq!(annotations(&world).get("torpor.dev/hibernate"), None);
-    assert!(world.events().is_empty(), "the agent says so on the Pod");
+    assert!(world.events().is_empty(), "the agent reports it on the Pod");
 }
 
 #[tokio::test]
-async fn idle_times_reach_the_pod_in_one_spelling_and_wrong_ones_are_said() {
+async fn idle_times_reach_the_pod_in_canonical_form_and_invalid_ones_are_reported() {
     let world = World::new();
     let annotated = |pairs| json!({"metadata": {"annotations": pairs}});
     let template =
@@ -484,13 +491,13 @@ async fn idle_times_reach_the_pod_in_one_spelling_and_wrong_ones_are_said() {
     world.edit_sandbox(&annotated(json!({"agents.x-k8s.io/max-idle-time": "soon"})));
     world.settle().await;
     let message = "annotation agents.x-k8s.io/max-idle-time: value \"soon\" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m";
-    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    world.assert_condition("Hibernated", "False", "InvalidAnnotation", message);
     assert_eq!(world.pod_annotation(hibernate), None);
     assert_eq!(world.events(), ["InvalidAnnotation"]);
 }
 
 #[tokio::test]
-async fn a_wish_for_the_last_image_reaches_the_pod() {
+async fn the_on_crash_setting_reaches_the_pod() {
     let world = World::new();
     let annotated =
         |value: &str| json!({"metadata": {"annotations": {"torpor.dev/on-crash": value}}});
@@ -500,28 +507,28 @@ async fn a_wish_for_the_last_image_reaches_the_pod() {
     world.edit_sandbox(&annotated("lastImage"));
     world.settle().await;
     let message = "annotation torpor.dev/on-crash: value \"lastImage\" is not allowed; allowed: ColdStart, LastImage";
-    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    world.assert_condition("Hibernated", "False", "InvalidAnnotation", message);
     assert_eq!(world.pod_annotation(on_crash), None);
 }
 
 #[tokio::test]
-async fn a_sandbox_that_went_back_to_its_last_image_says_so() {
+async fn a_sandbox_rolled_back_to_its_last_image_is_reported() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     let message = "went back to its last image";
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "torpor.dev/Restored",
         "True",
         "RolledBack",
         message,
     ));
     world.settle().await;
-    world.assert_says("Restored", "True", "RolledBack", message);
+    world.assert_condition("Restored", "True", "RolledBack", message);
     assert_eq!(world.events(), ["Resumed"]);
 }
 
 #[tokio::test]
-async fn what_wakes_a_sandbox_reaches_the_pod_and_a_wrong_value_is_said() {
+async fn the_wake_on_setting_reaches_the_pod_and_an_invalid_value_is_reported() {
     let world = World::new();
     let wakes_on =
         |value: &str| json!({"metadata": {"annotations": {"torpor.dev/wake-on": value}}});
@@ -539,32 +546,32 @@ async fn what_wakes_a_sandbox_reaches_the_pod_and_a_wrong_value_is_said() {
     world.edit_sandbox(&wakes_on("http"));
     world.settle().await;
     let message = "annotation torpor.dev/wake-on: value \"http\" is not allowed; allowed: any, none, or some of tcp, udp, icmp, ports=PORTS, such as tcp,ports=80,8000-8099";
-    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    world.assert_condition("Hibernated", "False", "InvalidAnnotation", message);
     assert_eq!(world.pod_annotation(wake_on), None);
 }
 
 #[tokio::test]
-async fn hibernation_in_place_where_the_runtime_cannot_is_said() {
+async fn hibernation_in_place_without_a_capable_runtime_is_reported() {
     let world = World::new();
     let ask = json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}});
     world.ready(sandbox(ask)).await;
     let message = "The default runtime on node \"n1\" cannot hibernate";
-    world.assert_says("Hibernated", "False", "RuntimeNotCapable", message);
+    world.assert_condition("Hibernated", "False", "RuntimeNotCapable", message);
 }
 
-// --- wrong annotations ------------------------------------------------------------------------------------------------------------------
+// Invalid annotations.
 
 #[tokio::test]
 async fn a_wrong_annotation_is_shown_and_the_default_applies() {
     let world = World::new();
     world.ready(torpor_sandbox(strategy("hibernate"))).await;
     let message = "annotation torpor.dev/suspension-strategy: value \"hibernate\" is not allowed; allowed: Hibernate, Freeze, Stop";
-    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    world.assert_condition("Hibernated", "False", "InvalidAnnotation", message);
     world.settle().await;
     assert_eq!(world.events(), ["InvalidAnnotation"]);
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
     assert_eq!(world.snapshots().len(), 1, "Hibernate is the default");
 }
 
@@ -578,7 +585,7 @@ async fn a_wrong_annotation_is_shown_and_the_default_applies() {
     "SnapshotClass \"c\" has provisioner \"example.com/x\", which is not supported; images are kept on the node that makes them"
 )]
 #[tokio::test]
-async fn a_snapshot_class_that_cannot_be_had_is_said(
+async fn an_unavailable_snapshot_class_is_reported(
     #[case] provisioner: Option<&str>,
     #[case] message: &str,
 ) {
@@ -592,5 +599,5 @@ async fn a_snapshot_class_that_cannot_be_had_is_said(
     }
     let named = json!({"metadata": {"annotations": {"torpor.dev/snapshot-class": "c"}}});
     world.ready(torpor_sandbox(named)).await;
-    world.assert_says("Hibernated", "False", "SnapshotClassNotSupported", message);
+    world.assert_condition("Hibernated", "False", "SnapshotClassNotSupported", message);
 }

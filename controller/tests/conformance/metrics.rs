@@ -1,5 +1,7 @@
-//! Upstream's metrics, as its docs/metrics.md and internal/metrics list them: every family is told, under its name, with its type, its labels and at least its buckets. What is
-//! counted is counted once.
+//! Tests of upstream's metrics, as its docs/metrics.md and internal/metrics list them.
+//!
+//! Every family is exposed under its name, with its type, its labels and at least its buckets. Each
+//! event is counted once.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +24,7 @@ const SANDBOX_MS: &[f64] = &[
     240_000.0, 300_000.0, 600_000.0,
 ];
 
-/// Name, type, labels, buckets.
+/// Name, type, labels and buckets of a metric.
 type Listed = (
     &'static str,
     &'static str,
@@ -153,17 +155,17 @@ const UPSTREAMS: &[Listed] = &[
     ),
 ];
 
-/// One metric as it is told.
+/// One exposed metric.
 #[derive(Debug, Default)]
-struct Told {
+struct Exposed {
     type_: String,
     labels: BTreeSet<String>,
     buckets: Vec<f64>,
 }
 
-/// Reads the text format: families by the name of their samples.
-fn families(text: &str) -> BTreeMap<String, Told> {
-    let (mut all, mut types) = (BTreeMap::<String, Told>::new(), BTreeMap::new());
+/// Parses the text format into families by the name of their samples.
+fn families(text: &str) -> BTreeMap<String, Exposed> {
+    let (mut all, mut types) = (BTreeMap::<String, Exposed>::new(), BTreeMap::new());
     for line in text.lines() {
         if let Some(declared) = line.strip_prefix("# TYPE ") {
             let (name, type_) = declared.split_once(' ').unwrap();
@@ -183,22 +185,24 @@ fn families(text: &str) -> BTreeMap<String, Told> {
         let Some(type_) = types.get(name) else {
             continue;
         };
-        let told = all.entry(name.to_owned()).or_default();
-        told.type_.clone_from(type_);
+        let exposed = all.entry(name.to_owned()).or_default();
+        exposed.type_.clone_from(type_);
         for label in labels.split(',') {
             let (key, value) = label.split_once('=').unwrap();
             match (key, value.trim_matches('"')) {
                 ("le", "+Inf") => {}
-                ("le", bound) => told.buckets.push(bound.parse().unwrap()),
-                (key, _) => drop(told.labels.insert(key.to_owned())),
+                ("le", bound) => exposed.buckets.push(bound.parse().unwrap()),
+                (key, _) => drop(exposed.labels.insert(key.to_owned())),
             }
         }
     }
     all
 }
 
-/// A pool of one; a claim that takes its member, and one that finds none. The first's Sandbox is suspended, resumed, and ends; the second's expires.
-async fn lives() -> Cluster {
+/// Runs a pool of one member, a claim that takes it and a claim that starts cold.
+///
+/// The first claim's Sandbox is suspended, resumed and ends; the second claim's Sandbox expires.
+async fn run_lifecycles() -> Cluster {
     let cluster = Cluster::filled(1, json!({})).await;
     let asked = json!({"metadata": {"annotations": {
         "agents.x-k8s.io/client-first-requested-at": "2026-01-01T00:00:00Z",
@@ -222,11 +226,11 @@ async fn lives() -> Cluster {
 }
 
 #[tokio::test]
-async fn every_metric_of_upstream_is_told_with_its_labels_and_buckets() {
-    let text = lives().await.context.metrics_text().unwrap();
-    let told = families(&text);
+async fn every_metric_of_upstream_is_exposed_with_its_labels_and_buckets() {
+    let text = run_lifecycles().await.context.metrics_text().unwrap();
+    let exposed = families(&text);
     for (name, type_, labels, buckets) in UPSTREAMS {
-        let found = told
+        let found = exposed
             .get(*name)
             .unwrap_or_else(|| panic!("no {name} in\n{text}"));
         assert_eq!(found.type_, *type_, "{name}");
@@ -243,8 +247,8 @@ async fn every_metric_of_upstream_is_told_with_its_labels_and_buckets() {
 }
 
 #[tokio::test]
-async fn each_turn_of_a_life_is_counted_once() {
-    let cluster = lives().await;
+async fn each_lifecycle_event_is_counted_once() {
+    let cluster = run_lifecycles().await;
     let text = cluster.context.metrics_text().unwrap();
     let of = r#"namespace="ns",sandbox_template="t",owned_by="SandboxClaim""#;
     for (line, value) in [
@@ -274,7 +278,7 @@ async fn each_turn_of_a_life_is_counted_once() {
             format!("agent_sandbox_expired_total{{{of},shutdown_policy=\"Retain\"}}"),
             1,
         ),
-        // The resume is no creation: the pool's member and the cold Sandbox are.
+        // The resume is no creation; those of the pool's member and of the cold Sandbox are.
         (
             r#"agent_sandbox_creation_latency_ms_count{namespace="ns",launch_type="warm",sandbox_template="t"}"#.to_owned(),
             1,
@@ -293,12 +297,12 @@ async fn each_turn_of_a_life_is_counted_once() {
         ),
     ] {
         let line = format!("{line} {value}");
-        assert!(text.lines().any(|told| told == line), "{line}\nnot in\n{text}");
+        assert!(text.lines().any(|exposed| exposed == line), "{line}\nnot in\n{text}");
     }
 }
 
 #[tokio::test]
-async fn members_of_a_pool_are_told_by_their_state() {
+async fn pool_members_are_counted_by_their_state() {
     let cluster = Cluster::filled(3, json!({})).await;
     let members = cluster.members();
     let failed = json!({"status": {"phase": "Failed"}});

@@ -1,4 +1,4 @@
-//! NetworkPolicies of sandboxes: none is made without the rules that it is to have.
+//! Tests of NetworkPolicies: no sandbox is created without the rules that apply to it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,7 +19,7 @@ fn foreign(name: &str) -> Value {
     json!({"metadata": {"name": name, "namespace": NS}, "spec": {"podSelector": {}}})
 }
 
-/// A template that the controller has not seen, a pool of it, and a claim.
+/// Returns a cluster with a template without its NetworkPolicy, a pool of it and a claim.
 fn new_everything(replicas: usize) -> Cluster {
     let cluster = Cluster::new();
     cluster.new_template(json!({}));
@@ -39,11 +39,11 @@ async fn a_claim_that_is_faster_than_the_network_policy_waits_for_it() {
     );
     assert_eq!(cluster.writes(), ["patch status sandboxclaims"]);
     assert!(cluster.api.list("sandboxes").is_empty());
-    let said = cluster.claim_says("c", "Ready").unwrap();
-    assert_eq!((&*said.0, &*said.1), ("False", "NetworkPolicyPending"));
-    assert!(said.2.contains(OF_TEMPLATE), "{}", said.2);
+    let (status, reason, message) = cluster.claim_condition("c", "Ready").unwrap();
+    assert_eq!((&*status, &*reason), ("False", "NetworkPolicyPending"));
+    assert!(message.contains(OF_TEMPLATE), "{message}");
     cluster.template_pass("t").await.unwrap();
-    // The policy is there, and the watch has not shown it.
+    // The policy exists, but the watch has not shown it.
     cluster.stale_claim_pass("c").await.unwrap();
     assert!(cluster.api.list("sandboxes").is_empty());
     let queue = &cluster.context.queues.claims;
@@ -56,30 +56,31 @@ async fn a_claim_that_is_faster_than_the_network_policy_waits_for_it() {
 }
 
 #[tokio::test]
-async fn a_foreign_network_policy_keeps_claims_and_pools_from_making_sandboxes_until_it_goes() {
+async fn a_foreign_network_policy_keeps_claims_and_pools_from_making_sandboxes_until_it_is_deleted()
+{
     let cluster = new_everything(2);
     cluster.api.create("networkpolicies", foreign(OF_TEMPLATE));
     for _ in 0..3 {
         cluster.passes().await;
     }
     assert!(cluster.api.list("sandboxes").is_empty());
-    let said = cluster.claim_says("c", "Ready").unwrap();
-    assert_eq!(said.1, "NetworkPolicyNotOwned");
-    let told = cluster.events();
+    let ready = cluster.claim_condition("c", "Ready").unwrap();
+    assert_eq!(ready.1, "NetworkPolicyNotOwned");
+    let events = cluster.events();
     for reason in ["NetworkPolicyNotOwned", "WarmPoolNotProgressing"] {
-        let told = told.iter().find(|(said, _)| said == reason);
-        let (_, note) = told.expect(reason);
+        let event = events.iter().find(|event| event.0 == reason);
+        let (_, note) = event.expect(reason);
         for words in [OF_TEMPLATE, "networkPolicyManagement: Unmanaged"] {
             assert!(note.contains(words), "{note}");
         }
     }
     let about = |event: &Value| event["regarding"]["kind"] == "SandboxClaim";
     let of_claim = cluster.api.list("events").into_iter().filter(about);
-    assert_eq!(of_claim.count(), 1, "told once");
+    assert_eq!(of_claim.count(), 1, "one Event");
     cluster.api.remove("networkpolicies", NS, OF_TEMPLATE);
     cluster.settle().await;
     assert_eq!(cluster.members().len(), 2);
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
@@ -92,15 +93,15 @@ async fn an_edited_template_makes_no_sandbox_with_its_old_rules() {
     cluster.edit("sandboxtemplates", "t", &closed);
     cluster.claim("c", json!({}));
     cluster.claim_pass("c").await.unwrap();
-    let said = cluster.claim_says("c", "Ready").unwrap();
-    assert_eq!(said.1, "NetworkPolicyPending");
+    let ready = cluster.claim_condition("c", "Ready").unwrap();
+    assert_eq!(ready.1, "NetworkPolicyPending");
     assert!(cluster.api.list("sandboxes").is_empty());
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
-async fn adopting_a_member_asks_the_apiserver_nothing_of_network_policies() {
+async fn adopting_a_member_makes_no_request_about_network_policies() {
     let cluster = Cluster::filled(1, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.sync();
@@ -117,9 +118,9 @@ async fn adopting_a_member_asks_the_apiserver_nothing_of_network_policies() {
     );
 }
 
-// --- Sandboxes without a template ----------------------------------------------------------------------------------------------------
+// Sandboxes without a template.
 
-/// With the flag, and without the extensions.
+/// Returns a cluster with a default NetworkPolicy and without the extensions.
 fn isolating() -> Cluster {
     let mut settings = settings();
     settings.extensions = false;
@@ -194,19 +195,19 @@ async fn without_the_flag_a_sandbox_is_as_upstreams() {
 }
 
 #[tokio::test]
-async fn a_sandbox_that_asks_for_it_is_left_out_and_may_change_its_mind() {
+async fn a_sandbox_can_opt_out_of_the_default_policy_and_back_in() {
     let cluster = isolating();
     plain(&cluster, Some("none"));
     cluster.settle().await;
     assert!(cluster.api.list("networkpolicies").is_empty());
     assert_eq!(label(&cluster).as_deref(), Some("none"));
-    let says = |value: Value| json!({"metadata": {"annotations": {LABEL: value}}});
+    let annotation = |value: Value| json!({"metadata": {"annotations": {LABEL: value}}});
     for (value, expected) in [
         (json!("default"), "default"),
         (json!("none"), "none"),
         (json!("of"), "default"),
     ] {
-        cluster.api.edit("sandboxes", NS, "s", &says(value));
+        cluster.api.edit("sandboxes", NS, "s", &annotation(value));
         cluster.settle().await;
         assert_eq!(label(&cluster).as_deref(), Some(expected));
         let policies = cluster.api.list("networkpolicies");
@@ -223,7 +224,7 @@ async fn a_foreign_policy_of_that_name_keeps_the_pod_from_being_made() {
     cluster.sandbox_passes().await;
     assert!(cluster.api.get("pods", NS, "s").is_none());
     let (status, reason, message) =
-        crate::cluster::said(&cluster.get_sandbox("s"), "Ready").unwrap();
+        crate::cluster::condition_of(&cluster.get_sandbox("s"), "Ready").unwrap();
     assert_eq!((&*status, &*reason), ("False", "ReconcilerError"));
     assert!(
         message.contains(DEFAULT) && message.contains("Delete"),
@@ -235,7 +236,7 @@ async fn a_foreign_policy_of_that_name_keeps_the_pod_from_being_made() {
 }
 
 #[tokio::test]
-async fn the_default_policy_is_brought_back() {
+async fn the_default_policy_is_restored() {
     let cluster = isolating();
     plain(&cluster, None);
     cluster.settle().await;
@@ -255,7 +256,7 @@ async fn the_default_policy_is_brought_back() {
 }
 
 #[tokio::test]
-async fn a_pod_that_was_made_before_the_flag_keeps_its_network_until_it_is_made_anew() {
+async fn a_pod_created_before_the_flag_keeps_its_network_until_it_is_recreated() {
     let mut before = settings();
     before.extensions = false;
     let cluster = Cluster::with(before);

@@ -1,4 +1,4 @@
-//! Objects as tests write them.
+//! Objects that the tests create.
 
 use serde_json::{Value, json};
 use torpor_api::PodRecord;
@@ -6,7 +6,7 @@ use torpor_test_apiserver::merge_patch;
 
 pub(crate) const NS: &str = "ns";
 
-/// A Sandbox "s" with one container, changed by a merge patch.
+/// Returns a Sandbox "s" with one container, changed by a merge patch.
 pub(crate) fn sandbox(change: Value) -> Value {
     let mut sandbox = json!({
         "metadata": {"name": "s", "namespace": NS},
@@ -19,7 +19,7 @@ pub(crate) fn sandbox(change: Value) -> Value {
     sandbox
 }
 
-/// The same, in the runtime that can hibernate.
+/// Returns the same Sandbox with the RuntimeClass that can hibernate.
 pub(crate) fn torpor_sandbox(change: Value) -> Value {
     let mut sandbox = sandbox(json!({"spec": {"podTemplate": {"spec": {
         "runtimeClassName": "torpor",
@@ -39,7 +39,7 @@ pub(crate) fn fingerprint() -> Value {
     })
 }
 
-/// What an agent reports of a node that can do everything with handler torpor.
+/// Returns a node report with all capabilities of the handler torpor.
 pub(crate) fn sandbox_node(name: &str) -> Value {
     json!({
         "metadata": {"name": name},
@@ -57,7 +57,7 @@ pub(crate) fn runtime_class() -> Value {
     json!({"metadata": {"name": "torpor"}, "handler": "torpor"})
 }
 
-/// What a kubelet reports of a Pod that runs and is ready.
+/// Returns a kubelet's report about a Pod that runs and is ready.
 pub(crate) fn ready_pod(node: &str) -> Value {
     json!({
         "spec": {"nodeName": node},
@@ -73,10 +73,10 @@ pub(crate) fn ready_pod(node: &str) -> Value {
     })
 }
 
-/// Reference of the image of each container, as its kubelet reports it.
+/// Reference of each container's image, as its kubelet reports it.
 pub(crate) const IMAGE: &str = "registry.example/img@sha256:abc";
 
-/// The status that a kubelet reports of a container that runs.
+/// Returns a kubelet's status of a running container.
 pub(crate) fn running(container: &str) -> Value {
     json!({
         "name": container, "image": "img", "imageID": IMAGE, "ready": true, "restartCount": 0,
@@ -84,7 +84,7 @@ pub(crate) fn running(container: &str) -> Value {
     })
 }
 
-/// The controller's record of a Pod "s" of this Sandbox on a node.
+/// Returns the controller's record of a Pod "s" of this Sandbox on a node.
 pub(crate) fn pod_record(sandbox: &Value, uid: &str, node: &str) -> String {
     let record = PodRecord {
         images: [("c".to_owned(), IMAGE.to_owned())].into(),
@@ -99,7 +99,7 @@ pub(crate) fn pod_record(sandbox: &Value, uid: &str, node: &str) -> String {
     record.to_annotation()
 }
 
-/// A condition of any object.
+/// Returns a condition of any object.
 pub(crate) fn condition(type_: &str, status: &str, reason: &str, message: &str) -> Value {
     json!({
         "type": type_, "status": status, "reason": reason, "message": message,
@@ -107,7 +107,7 @@ pub(crate) fn condition(type_: &str, status: &str, reason: &str, message: &str) 
     })
 }
 
-/// What an agent writes when an image is complete.
+/// Returns an agent's patch of a snapshot whose image is complete.
 pub(crate) fn committed(image: &str, node: &str) -> Value {
     json!({
         "metadata": {"finalizers": ["torpor.dev/image"]},
@@ -123,7 +123,7 @@ pub(crate) fn committed(image: &str, node: &str) -> Value {
     })
 }
 
-/// A snapshot that somebody else has made, under this name.
+/// Returns a manual snapshot of this name.
 pub(crate) fn manual_snapshot(name: &str) -> Value {
     json!({
         "metadata": {"name": name, "namespace": NS},
@@ -131,7 +131,7 @@ pub(crate) fn manual_snapshot(name: &str) -> Value {
     })
 }
 
-/// A committed snapshot "golden" of another Sandbox.
+/// Returns a committed snapshot "golden" of another Sandbox.
 pub(crate) fn golden() -> Value {
     let mut snapshot = manual_snapshot("golden");
     snapshot["status"] = committed("g.1", "n1")["status"].take();
@@ -140,12 +140,12 @@ pub(crate) fn golden() -> Value {
     snapshot
 }
 
-/// Name hash of the Sandbox.
+/// Returns the name hash of the Sandbox.
 pub(crate) fn hash() -> String {
     torpor_api::name_hash("s")
 }
 
-/// Owner references of an object that somebody else controls.
+/// Returns the owner references of an object that another controller owns.
 pub(crate) fn foreign_owner() -> Value {
     json!([{
         "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "r", "uid": "u-r", "controller": true,

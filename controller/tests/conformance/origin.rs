@@ -1,5 +1,5 @@
-//! Which node may speak for an image: only that on which the saved Pod ran. An agent that was taken
-//! over writes what it likes into the status of a SandboxSnapshot.
+//! Tests that only the node of the saved Pod may report about its image. A compromised agent writes
+//! any status of a SandboxSnapshot.
 
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ use crate::{
     world::World,
 };
 
-/// A world with a second node that can do everything.
+/// Returns a world with a second node that has all capabilities.
 fn two_nodes() -> World {
     let world = World::new();
     world.api.create("sandboxnodes", sandbox_node("n2"));
@@ -39,21 +39,21 @@ async fn suspended(change: Value) -> (World, String) {
     (world, name)
 }
 
-const STOLEN: &str = "says that its image is on node \"n2\", but its Pod ran on node \"n1\"";
+const STOLEN: &str = "reports its image on node \"n2\", but its Pod ran on node \"n1\"";
 
 #[tokio::test]
-async fn a_pod_is_not_deleted_because_another_node_says_that_it_has_the_image() {
+async fn a_pod_is_not_deleted_because_another_node_reports_the_image() {
     let (world, name) = suspending(json!({})).await;
     world.edit_snapshot(&name, &committed("i.1", "n2"));
     world.settle().await;
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
     let (status, reason, message) = world.condition("Hibernated").unwrap();
     assert_eq!([&*status, &*reason], ["False", "SaveFailed"]);
     assert!(message.contains(STOLEN), "{message}");
-    // Its own agent says what is so.
+    // The agent of the Pod's own node reports the image.
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
 }
 
 #[tokio::test]
@@ -63,16 +63,16 @@ async fn the_apiserver_is_asked_which_node_has_the_image_before_the_pod_is_delet
     world.sync();
     world.edit_snapshot(&name, &json!({"status": {"nodeName": "n2"}}));
     world.stale_pass().await.unwrap();
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
 }
 
 #[tokio::test]
 async fn a_pod_that_its_kubelet_ended_stays_for_an_image_that_another_node_claims() {
     let world = two_nodes();
     world.ready(torpor_sandbox(json!({}))).await;
-    world.pod_says(condition("torpor.dev/Hibernated", "True", "Hibernated", ""));
+    world.set_pod_condition(condition("torpor.dev/Hibernated", "True", "Hibernated", ""));
     world.settle().await;
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "DisruptionTarget",
         "True",
         "TerminationByKubelet",
@@ -83,10 +83,10 @@ async fn a_pod_that_its_kubelet_ended_stays_for_an_image_that_another_node_claim
     let name = world.snapshot();
     world.edit_snapshot(&name, &committed("i.1", "n2"));
     world.settle().await;
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
 }
 
 #[rstest]
@@ -125,7 +125,7 @@ async fn the_images_of_the_next_pod_are_those_that_its_kubelet_reported() {
 }
 
 #[tokio::test]
-async fn the_images_of_a_snapshot_of_an_older_version_are_the_templates() {
+async fn a_snapshot_of_an_older_version_is_restored_with_the_templates_images() {
     let (world, name) = suspended(json!({})).await;
     let older = json!({"metadata": {"annotations": {"torpor.dev/saved-pod": null}}});
     world.edit_snapshot(&name, &older);
@@ -167,8 +167,7 @@ async fn a_copy_is_made_on_the_node_that_is_recorded_and_on_no_other() {
 }
 
 #[tokio::test]
-async fn a_snapshot_of_which_only_its_status_names_a_node_is_restored_once_somebody_says_where_its_pod_ran()
- {
+async fn a_snapshot_without_a_recorded_pod_is_restored_once_the_record_is_added() {
     let world = two_nodes();
     let mut older = golden();
     older["metadata"]["annotations"].take();
@@ -179,16 +178,16 @@ async fn a_snapshot_of_which_only_its_status_names_a_node_is_restored_once_someb
     let (_, reason, message) = world.condition("Restored").unwrap();
     assert_eq!(reason, "NodeMismatch");
     assert!(message.contains("torpor.dev/saved-pod"), "{message}");
-    let says = json!({"metadata": {"annotations": {
+    let record = json!({"metadata": {"annotations": {
         "torpor.dev/saved-pod": r#"{"name": "g", "nodeName": "n1", "uid": "g"}"#,
     }}});
-    world.edit_snapshot("golden", &says);
+    world.edit_snapshot("golden", &record);
     world.settle().await;
     assert!(world.pod().is_some());
 }
 
 #[tokio::test]
-async fn the_pod_of_a_snapshot_that_its_user_made_is_recorded_while_it_is_there() {
+async fn the_pod_of_a_manual_snapshot_is_recorded_while_it_exists() {
     let world = two_nodes();
     world.ready(torpor_sandbox(json!({}))).await;
     let by_hand = json!({"metadata": {"name": "m", "namespace": NS}, "spec": {"sandboxName": "s"}});

@@ -1,4 +1,4 @@
-//! Large objects, of which the caches have outlines only, are served as others are.
+//! Tests that large objects, which the caches hold as outlines only, are served like others.
 
 use serde_json::{Value, json};
 use torpor_controller::outline::is_outline;
@@ -32,13 +32,13 @@ async fn a_large_sandbox_gets_the_pod_that_it_asks_for() {
         .unwrap();
     let pod = world.pod().unwrap();
     assert_eq!(pod["spec"]["containers"][0]["env"][0]["value"], large());
-    // The status that was written is in the cache, and the rest of the answer is not.
+    // The cache holds the written status, but not the rest of the response.
     let cached = world.context.caches.sandboxes.get(NS, "s").unwrap();
     assert!(is_outline(&*cached) && cached.status.is_some());
 }
 
 #[tokio::test]
-async fn claims_and_pools_of_a_large_template_go_on_as_others() {
+async fn claims_and_pools_of_a_large_template_are_served_like_others() {
     let cluster = Cluster::new();
     cluster.template(large_pod());
     cluster.pool(2, json!({"spec": {"updateStrategy": {"type": "Recreate"}}}));
@@ -51,7 +51,7 @@ async fn claims_and_pools_of_a_large_template_go_on_as_others() {
     let metadata = &label["metadata"];
     cluster.claim("c", json!({"spec": {"additionalPodMetadata": metadata}}));
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     let held = cluster.held_by("c").unwrap();
     assert!(before.contains(&held), "a member is taken");
     let sandbox = cluster.get_sandbox(&held);
@@ -63,7 +63,7 @@ async fn claims_and_pools_of_a_large_template_go_on_as_others() {
     );
     let pod = cluster.api.get("pods", NS, &held).unwrap();
     assert_eq!(pod["metadata"]["labels"]["sandbox.users.io/tier"], "a");
-    // A change that means nothing replaces no member, and one that means something all.
+    // A change without a meaning replaces no member; one with a meaning replaces all.
     let members = cluster.members();
     let spelling = json!({"spec": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}});
     cluster.edit("sandboxtemplates", "t", &spelling);
@@ -82,7 +82,7 @@ async fn claims_and_pools_of_a_large_template_go_on_as_others() {
 }
 
 #[tokio::test]
-async fn a_large_claim_starts_cold_with_all_that_it_brings() {
+async fn a_large_claim_starts_cold_with_all_its_settings() {
     let cluster = Cluster::new();
     cluster.template(json!({"spec": {"envVarsInjectionPolicy": "Allowed"}}));
     cluster.pool(0, json!({}));
@@ -91,13 +91,13 @@ async fn a_large_claim_starts_cold_with_all_that_it_brings() {
     cluster.settle().await;
     let claim = cluster.context.caches.claims.get(NS, "c").unwrap();
     assert!(is_outline(&*claim));
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     let pod = cluster.api.get("pods", NS, "c").unwrap();
     assert_eq!(pod["spec"]["containers"][0]["env"], env);
 }
 
 #[tokio::test]
-async fn the_policy_of_a_template_with_many_rules_is_made_and_brought_back() {
+async fn the_policy_of_a_template_with_many_rules_is_created_and_restored() {
     let rule = |port: usize| json!({"ports": [{"port": port, "protocol": "TCP"}]});
     let rules: Vec<Value> = (1..2000).map(rule).collect();
     let cluster = Cluster::new();

@@ -1,4 +1,5 @@
-//! GKE's PodSnapshots as upstream's Python SDK uses them: a trigger before a suspension, the newest one looked for after the resume.
+//! Tests of GKE's PodSnapshots as upstream's Python SDK uses them: a trigger before a suspension,
+//! and the newest PodSnapshot after the resume.
 
 use std::{sync::Arc, time::Duration};
 
@@ -10,6 +11,7 @@ use torpor_controller::pod_snapshot::{self, Error};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
+    cluster::condition_of,
     objects::{NS, committed, condition, manual_snapshot, mode, sandbox, torpor_sandbox},
     world::World,
 };
@@ -17,13 +19,13 @@ use crate::{
 const TRIGGERS: &str = "podsnapshotmanualtriggers";
 const SNAPSHOTS: &str = "podsnapshots";
 
-/// What the SDK makes.
+/// Returns a trigger as the SDK creates it.
 fn trigger(name: &str, pod: &str) -> Value {
     json!({"metadata": {"name": name, "namespace": NS}, "spec": {"targetPod": pod}})
 }
 
-/// A running sandbox of which a snapshot is asked for.
-async fn asked() -> World {
+/// Returns a world with a running sandbox and a trigger for it.
+async fn with_trigger() -> World {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     world.api.create(TRIGGERS, trigger("t", "s"));
@@ -34,7 +36,7 @@ fn read<K: DeserializeOwned + Resource>(object: Value) -> Arc<K> {
     Arc::new(serde_json::from_value(object).unwrap())
 }
 
-/// One pass over everything there is of these kinds.
+/// Runs a pass over every object of these kinds.
 async fn pass(world: &World) -> Result<(), Error> {
     world.sync();
     for object in world.api.list(TRIGGERS) {
@@ -47,7 +49,7 @@ async fn pass(world: &World) -> Result<(), Error> {
     Ok(())
 }
 
-/// Passes until one writes nothing.
+/// Runs passes until one writes nothing.
 async fn settle(world: &World) {
     for _ in 0..20 {
         world.api.take_writes();
@@ -59,16 +61,9 @@ async fn settle(world: &World) {
     panic!("it never settles");
 }
 
-fn said(object: &Value, type_: &str) -> Option<(String, String, String)> {
-    let all = object["status"]["conditions"].as_array()?;
-    let found = all.iter().find(|one| one["type"] == type_)?;
-    let text = |field: &str| found[field].as_str().unwrap_or_default().to_owned();
-    Some((text("status"), text("reason"), text("message")))
-}
-
-/// What came of trigger "t".
+/// Returns the condition Triggered of trigger "t".
 fn outcome(world: &World) -> Option<(String, String, String)> {
-    said(&world.api.get(TRIGGERS, NS, "t")?, "Triggered")
+    condition_of(&world.api.get(TRIGGERS, NS, "t")?, "Triggered")
 }
 
 fn assert_failed(world: &World, why: &str) {
@@ -78,16 +73,16 @@ fn assert_failed(world: &World, why: &str) {
 
 fn is_ready(world: &World, name: &str) -> bool {
     let snapshot = world.api.get(SNAPSHOTS, NS, name).expect("it exists");
-    said(&snapshot, "Ready").is_some_and(|said| said.0 == "True")
+    condition_of(&snapshot, "Ready").is_some_and(|ready| ready.0 == "True")
 }
 
-/// The agent has kept the image that was asked for.
+/// Commits the requested image, as the agent does.
 fn agent_saves(world: &World, name: &str) {
     world.edit_snapshot(name, &committed(&format!("i.{name}"), "n1"));
 }
 
-/// Suspended and running again, as far as its agent says so.
-async fn suspended_and_resumed(world: &World) {
+/// Suspends and resumes the Sandbox up to the agent's part.
+async fn suspend_and_resume(world: &World) {
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     let own = world.image_of_suspension().unwrap();
@@ -101,8 +96,8 @@ async fn suspended_and_resumed(world: &World) {
 }
 
 #[tokio::test]
-async fn a_snapshot_is_taken_before_a_suspension_and_the_resumed_pod_is_told_of_it() {
-    let world = asked().await;
+async fn a_snapshot_is_taken_before_a_suspension_and_named_on_the_resumed_pod() {
+    let world = with_trigger().await;
     settle(&world).await;
     let image = world.api.get("sandboxsnapshots", NS, "t").unwrap();
     assert_eq!(image["spec"]["sandboxName"], "s");
@@ -129,24 +124,24 @@ async fn a_snapshot_is_taken_before_a_suspension_and_the_resumed_pod_is_told_of_
     );
     assert!(is_ready(&world, "t"));
 
-    suspended_and_resumed(&world).await;
+    suspend_and_resume(&world).await;
     let pod = world.pod().unwrap();
     assert_eq!(
         pod["metadata"]["annotations"]["torpor.dev/pod-snapshot"],
         "t"
     );
     let gate = &pod["spec"]["readinessGates"][0]["conditionType"];
-    assert_eq!(gate, "torpor.dev/RestoreSettled", "its agent says more");
+    assert_eq!(gate, "torpor.dev/RestoreSettled", "the agent reports more");
 }
 
 #[rstest]
-#[case::of_no_pod("nobody", "Pod \"nobody\" does not exist")]
-#[case::of_somebody_elses(
+#[case::missing_pod("missing", "Pod \"missing\" does not exist")]
+#[case::foreign_pod(
     "other",
-    "Pod \"other\" is no Sandbox's; only Pods of Sandboxes are saved"
+    "Pod \"other\" has no Sandbox; only Pods of Sandboxes can be saved"
 )]
 #[tokio::test]
-async fn a_trigger_of_what_is_no_sandbox_fails(#[case] pod: &str, #[case] why: &str) {
+async fn a_trigger_for_a_pod_of_no_sandbox_fails(#[case] pod: &str, #[case] why: &str) {
     let world = World::new();
     let other = json!({"metadata": {"name": "other", "namespace": NS}, "spec": {"containers": []}});
     world.api.create("pods", other);
@@ -170,7 +165,7 @@ async fn a_trigger_fails_where_the_runtime_cannot_save() {
 
 #[tokio::test]
 async fn a_trigger_fails_when_the_save_does_and_nothing_is_saved_later() {
-    let world = asked().await;
+    let world = with_trigger().await;
     settle(&world).await;
     let failed = condition("Committed", "False", "SaveFailed", "the disk is full");
     world.edit_snapshot("t", &json!({"status": {"conditions": [failed]}}));
@@ -180,34 +175,34 @@ async fn a_trigger_fails_when_the_save_does_and_nothing_is_saved_later() {
 }
 
 #[tokio::test]
-async fn a_trigger_takes_nobody_elses_snapshot() {
-    let world = asked().await;
+async fn a_trigger_does_not_take_a_foreign_snapshot() {
+    let world = with_trigger().await;
     world.api.create("sandboxsnapshots", manual_snapshot("t"));
     agent_saves(&world, "t");
     settle(&world).await;
     assert_failed(
         &world,
-        "SandboxSnapshot \"t\" exists already, of somebody else",
+        "SandboxSnapshot \"t\" already exists and does not belong to the trigger",
     );
     assert_eq!(world.snapshots().len(), 1);
     assert_eq!(world.api.list(SNAPSHOTS), Vec::<Value>::new());
 }
 
 #[tokio::test]
-async fn a_trigger_takes_nobody_elses_pod_snapshot() {
-    let world = asked().await;
+async fn a_trigger_does_not_take_a_foreign_pod_snapshot() {
+    let world = with_trigger().await;
     let others = json!({"metadata": {"name": "t", "namespace": NS}, "spec": {"triggerUID": "x"}});
     world.api.create(SNAPSHOTS, others);
     settle(&world).await;
     assert_failed(
         &world,
-        "PodSnapshot \"t\" exists already, of another trigger",
+        "PodSnapshot \"t\" already exists and belongs to another trigger",
     );
 }
 
 #[tokio::test]
-async fn what_is_kept_goes_with_its_pod_snapshot_and_not_with_its_trigger() {
-    let world = asked().await;
+async fn an_image_is_deleted_with_its_pod_snapshot_and_not_with_its_trigger() {
+    let world = with_trigger().await;
     settle(&world).await;
     agent_saves(&world, "t");
     settle(&world).await;
@@ -222,14 +217,14 @@ async fn what_is_kept_goes_with_its_pod_snapshot_and_not_with_its_trigger() {
     world.api.collect_garbage();
     let image = world.api.get("sandboxsnapshots", NS, "t").unwrap();
     assert!(
-        crate::cluster::is_going(&image),
+        crate::cluster::is_terminating(&image),
         "its agent deletes the bytes: {image:#}"
     );
 }
 
 #[tokio::test]
-async fn what_nobody_waits_for_any_more_is_not_kept() {
-    let world = asked().await;
+async fn the_unfinished_snapshot_of_a_deleted_trigger_is_deleted() {
+    let world = with_trigger().await;
     settle(&world).await;
     world.api.delete(TRIGGERS, NS, "t");
     world.api.collect_garbage();
@@ -237,23 +232,26 @@ async fn what_nobody_waits_for_any_more_is_not_kept() {
 }
 
 #[tokio::test]
-async fn a_pod_snapshot_says_when_what_it_held_is_gone() {
-    let world = asked().await;
+async fn a_pod_snapshot_reports_that_its_snapshot_is_gone() {
+    let world = with_trigger().await;
     settle(&world).await;
     agent_saves(&world, "t");
     settle(&world).await;
     world.api.remove("sandboxsnapshots", NS, "t");
     settle(&world).await;
     let snapshot = world.api.get(SNAPSHOTS, NS, "t").unwrap();
-    let (status, _, message) = said(&snapshot, "Ready").unwrap();
+    let (status, _, message) = condition_of(&snapshot, "Ready").unwrap();
     assert_eq!(status, "False");
-    assert_eq!(message, "SandboxSnapshot \"t\", which held it, is gone");
+    assert_eq!(
+        message,
+        "SandboxSnapshot \"t\" with the saved memory no longer exists"
+    );
     assert_eq!(outcome(&world).unwrap().1, "Complete", "it was taken");
 }
 
 #[tokio::test]
-async fn a_pod_that_starts_cold_or_whose_pod_snapshots_are_gone_waits_for_no_word() {
-    let world = asked().await;
+async fn a_pod_without_a_pod_snapshot_to_restore_has_no_readiness_gate() {
+    let world = with_trigger().await;
     settle(&world).await;
     agent_saves(&world, "t");
     settle(&world).await;
@@ -268,13 +266,13 @@ async fn a_pod_that_starts_cold_or_whose_pod_snapshots_are_gone_waits_for_no_wor
     world.api.delete(SNAPSHOTS, NS, "t");
     world.api.collect_garbage();
     settle(&world).await;
-    suspended_and_resumed(&world).await;
+    suspend_and_resume(&world).await;
     assert_eq!(gates(&world), None);
 }
 
 #[tokio::test]
-async fn a_trigger_fails_when_its_pod_ends_before_anybody_saves_it() {
-    let world = asked().await;
+async fn a_trigger_fails_when_its_pod_ends_before_it_is_saved() {
+    let world = with_trigger().await;
     settle(&world).await;
     world.api.remove("pods", NS, "s");
     settle(&world).await;
@@ -282,10 +280,10 @@ async fn a_trigger_fails_when_its_pod_ends_before_anybody_saves_it() {
     assert_eq!(world.snapshots(), Vec::<Value>::new());
 }
 
-/// The Pods before and after a suspension have one name.
+/// The Pods before and after a suspension have the same name.
 #[tokio::test]
-async fn a_pod_that_is_seen_too_late_fails_no_trigger() {
-    let world = asked().await;
+async fn a_stale_view_of_the_pod_fails_no_trigger() {
+    let world = with_trigger().await;
     world.sync();
     let earlier = world.pod().unwrap();
     world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}));
@@ -305,10 +303,11 @@ async fn a_pod_that_is_seen_too_late_fails_no_trigger() {
     assert_eq!(image["spec"]["podUID"], world.pod_uid());
 }
 
-/// Whoever dies after a write, or is not told that it took effect, or is refused it, goes on from what is there.
+/// A controller that crashes after a write, loses the response to it or has it refused continues
+/// from the state at the apiserver.
 #[rstest]
 #[tokio::test]
-async fn each_write_may_go_wrong(
+async fn each_failed_write_is_recovered(
     #[values(
         ("create", "sandboxsnapshots"),
         ("create", SNAPSHOTS),

@@ -1,19 +1,18 @@
-//! What the conditions of a pool say, what its Events say beside them, and members that wait for
-//! somebody else.
+//! Tests of a pool's conditions and Events, and of members that are held by other components.
 
 use serde_json::{Value, json};
 
 use crate::{
     cluster::Cluster,
-    objects::{NS, condition},
-    pools::long_ago,
+    objects::NS,
+    pools::{pool_with_unscheduled_member, schedule_member},
 };
 
 fn conditions(cluster: &Cluster) -> Vec<String> {
     let pool = cluster.api.get("sandboxwarmpools", NS, "p").unwrap();
     let all = pool["status"]["conditions"].as_array().unwrap().clone();
     let text = |value: &Value| value.as_str().unwrap().to_owned();
-    let said = |c: &Value| {
+    let text_of = |c: &Value| {
         assert_eq!(c["observedGeneration"], pool["metadata"]["generation"]);
         format!(
             "{}={} {}",
@@ -22,7 +21,7 @@ fn conditions(cluster: &Cluster) -> Vec<String> {
             text(&c["reason"])
         )
     };
-    all.iter().map(said).collect()
+    all.iter().map(text_of).collect()
 }
 
 fn reasons(cluster: &Cluster) -> Vec<String> {
@@ -30,9 +29,9 @@ fn reasons(cluster: &Cluster) -> Vec<String> {
     all.map(|(reason, _)| reason).collect()
 }
 
-const IT_STALLS: [&str; 1] = ["WarmPoolNotProgressing"];
-const IT_GOES_ON: [&str; 2] = ["WarmPoolNotProgressing", "WarmPoolProgressing"];
-const ALL_IS_WELL: [&str; 2] = [
+const STALLED: [&str; 1] = ["WarmPoolNotProgressing"];
+const RECOVERED: [&str; 2] = ["WarmPoolNotProgressing", "WarmPoolProgressing"];
+const AVAILABLE: [&str; 2] = [
     "Available=True MinimumReplicasAvailable",
     "Progressing=True WarmPoolProgressing",
 ];
@@ -40,7 +39,7 @@ const ALL_IS_WELL: [&str; 2] = [
 #[tokio::test]
 async fn a_pool_is_available_once_its_members_are_ready_and_not_while_it_grows() {
     let cluster = Cluster::filled(2, json!({})).await;
-    assert_eq!(conditions(&cluster), ALL_IS_WELL);
+    assert_eq!(conditions(&cluster), AVAILABLE);
     cluster.edit("sandboxwarmpools", "p", &json!({"spec": {"replicas": 3}}));
     cluster.pool_pass("p").await.unwrap();
     let growing = [
@@ -49,18 +48,18 @@ async fn a_pool_is_available_once_its_members_are_ready_and_not_while_it_grows()
     ];
     assert_eq!(conditions(&cluster), growing);
     cluster.settle().await;
-    assert_eq!(conditions(&cluster), ALL_IS_WELL);
+    assert_eq!(conditions(&cluster), AVAILABLE);
 }
 
 #[tokio::test]
-async fn a_pool_without_its_template_says_so_once_and_goes_on_when_it_comes() {
+async fn a_pool_without_its_template_reports_it_once_and_continues_when_it_is_created() {
     let cluster = Cluster::new();
     cluster.pool(1, json!({}));
     for _ in 0..3 {
         let again = cluster.pool_pass("p").await.unwrap();
         assert_eq!(again.unwrap().as_secs(), 60);
     }
-    assert_eq!(reasons(&cluster), IT_STALLS);
+    assert_eq!(reasons(&cluster), STALLED);
     let note = &cluster.events()[0].1;
     assert!(note.contains("SandboxTemplate \"t\" not found"), "{note}");
     let waiting = [
@@ -70,41 +69,22 @@ async fn a_pool_without_its_template_says_so_once_and_goes_on_when_it_comes() {
     assert_eq!(conditions(&cluster), waiting);
     cluster.template(json!({}));
     cluster.settle().await;
-    assert_eq!(reasons(&cluster), IT_GOES_ON);
-    assert_eq!(conditions(&cluster), ALL_IS_WELL);
+    assert_eq!(reasons(&cluster), RECOVERED);
+    assert_eq!(conditions(&cluster), AVAILABLE);
 }
 
 #[tokio::test]
-async fn a_member_that_is_held_by_scheduling_gates_keeps_its_place_and_the_pool_says_so() {
-    let cluster = Cluster::new();
-    cluster.template(json!({}));
-    cluster.pool(1, json!({}));
-    cluster.pool_pass("p").await.unwrap();
-    let member = cluster.members().remove(0);
-    let status = |scheduled: &str, reason: &str, ready: &str| {
-        json!({"status": {"conditions": [
-            condition("PodScheduled", scheduled, reason, "non-empty scheduling gates"),
-            condition("Ready", ready, "R", ""),
-        ]}})
-    };
-    cluster.api.edit("sandboxes", NS, &member, &long_ago());
-    let gated = status("False", "SchedulingGated", "False");
-    cluster.api.edit("sandboxes", NS, &member, &gated);
-    for _ in 0..2 {
-        let again = cluster.pool_pass("p").await.unwrap();
-        assert_eq!(again.unwrap().as_secs(), 60);
-    }
-    assert_eq!(cluster.members(), std::slice::from_ref(&member));
-    assert_eq!(reasons(&cluster), IT_STALLS);
+async fn a_member_held_by_scheduling_gates_is_kept_and_the_pool_reports_it() {
+    let (cluster, member) =
+        pool_with_unscheduled_member("SchedulingGated", "non-empty scheduling gates").await;
+    assert_eq!(reasons(&cluster), STALLED);
     assert!(cluster.events()[0].1.contains("held by scheduling gates"));
     assert_eq!(
         conditions(&cluster)[1],
         "Progressing=False WarmPoolNotProgressing"
     );
-    let let_go = status("True", "PodScheduled", "True");
-    cluster.api.edit("sandboxes", NS, &member, &let_go);
-    cluster.pool_pass("p").await.unwrap();
+    schedule_member(&cluster, &member).await;
     assert_eq!(cluster.members(), [member]);
-    assert_eq!(reasons(&cluster), IT_GOES_ON);
-    assert_eq!(conditions(&cluster), ALL_IS_WELL);
+    assert_eq!(reasons(&cluster), RECOVERED);
+    assert_eq!(conditions(&cluster), AVAILABLE);
 }

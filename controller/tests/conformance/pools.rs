@@ -1,4 +1,4 @@
-//! SandboxTemplates and SandboxWarmPools: upstream's cases for filling, rolling over, replacing and scaling.
+//! Tests of templates and pools: upstream's cases of filling, rollout, replacement and scaling.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ fn strategy(type_: &str) -> Value {
     json!({"spec": {"updateStrategy": {"type": type_}}})
 }
 
-pub(crate) fn long_ago() -> Value {
+fn long_ago() -> Value {
     json!({"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}})
 }
 
@@ -27,10 +27,10 @@ fn image(name: &str) -> Value {
     json!({"spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": name}]}}}})
 }
 
-// --- filling ----------------------------------------------------------------------------------------------------------------------------
+// Filling.
 
 #[tokio::test]
-async fn a_pool_is_filled_with_ready_sandboxes_and_says_so() {
+async fn a_pool_is_filled_with_ready_sandboxes_and_reports_their_number() {
     let cluster = Cluster::filled(3, json!({})).await;
     assert_eq!(cluster.members().len(), 3);
     let hash = torpor_api::name_hash("p");
@@ -61,7 +61,7 @@ async fn a_pool_is_filled_with_ready_sandboxes_and_says_so() {
 }
 
 #[tokio::test]
-async fn eviction_is_the_operators_and_the_templates_choice() {
+async fn the_safe_to_evict_annotation_follows_the_setting_and_the_template() {
     let mut settings = settings();
     settings.pools.eviction = false;
     let without = Cluster::with(settings);
@@ -74,10 +74,13 @@ async fn eviction_is_the_operators_and_the_templates_choice() {
     );
     with.pool(1, json!({}));
     with.settle().await;
-    let said = |cluster: &Cluster| {
+    let annotation = |cluster: &Cluster| {
         cluster.api.list("pods")[0]["metadata"]["annotations"][SAFE_TO_EVICT].clone()
     };
-    assert_eq!((said(&without), said(&with)), (Value::Null, json!("false")));
+    assert_eq!(
+        (annotation(&without), annotation(&with)),
+        (Value::Null, json!("false"))
+    );
 }
 
 #[tokio::test]
@@ -118,7 +121,7 @@ async fn a_pool_does_not_overshoot_while_the_watch_is_behind() {
 }
 
 #[tokio::test]
-async fn a_member_that_came_and_went_in_a_gap_of_the_watch_is_made_again_in_the_end() {
+async fn a_member_created_and_deleted_in_a_gap_of_the_watch_is_replaced_eventually() {
     let cluster = Cluster::new();
     cluster.template(json!({}));
     cluster.pool(1, json!({}));
@@ -126,7 +129,7 @@ async fn a_member_that_came_and_went_in_a_gap_of_the_watch_is_made_again_in_the_
     cluster.stale_pool_pass("p").await.unwrap();
     let lost = cluster.members().remove(0);
     cluster.api.remove("sandboxes", NS, &lost);
-    // No event will ever tell of it, so the pass itself asks for the next look.
+    // No event reports the loss, so the pass itself schedules the next look.
     let again = cluster.pool_pass("p").await.unwrap().unwrap();
     assert!(cluster.members().is_empty(), "it may still be there");
     assert!((295..=300).contains(&again.as_secs()), "{again:?}");
@@ -158,9 +161,9 @@ async fn a_create_that_fails_or_has_no_answer_neither_overshoots_nor_leaves_a_ga
     assert_eq!(cluster.members().len(), 4);
 }
 
-/// What has changed is nothing that wakes the pool: it would keep what it has too much of.
+/// The change does not requeue the pool, which would keep its surplus without a retry.
 #[tokio::test]
-async fn a_surplus_that_was_not_as_it_was_seen_is_looked_at_again() {
+async fn a_surplus_member_that_changed_meanwhile_is_deleted_by_a_later_pass() {
     let cluster = Cluster::filled(1, json!({})).await;
     let none = json!({"spec": {"replicas": 0}});
     cluster.edit("sandboxwarmpools", "p", &none);
@@ -186,7 +189,7 @@ async fn a_restarted_controller_does_not_overshoot() {
 }
 
 #[tokio::test]
-async fn a_refill_can_be_limited_to_a_rate_and_made_to_wait() {
+async fn a_refill_can_be_limited_to_a_rate_and_delayed() {
     let limited = |pools: PoolSettings| {
         let settings = Settings {
             pools,
@@ -216,7 +219,7 @@ async fn a_refill_can_be_limited_to_a_rate_and_made_to_wait() {
     assert!((590..=600).contains(&again.as_secs()), "{again:?}");
 }
 
-// --- rolling over -----------------------------------------------------------------------------------------------------------------------
+// Rollout.
 
 #[rstest]
 #[case::by_default(json!({}), image("new"), false)]
@@ -236,7 +239,7 @@ async fn a_new_template_replaces_members_as_the_strategy_says(
     let after = cluster.members();
     assert_eq!(after.len(), 3);
     assert_eq!(after.iter().any(|name| before.contains(name)), !replaced);
-    // What is made from now on is new in any case.
+    // New members have the new template in any case.
     cluster.claim("c", json!({}));
     cluster.settle().await;
     let made = cluster
@@ -281,10 +284,10 @@ async fn pools_of_other_templates_are_left_alone() {
     assert_eq!(cluster.controlled_by(&cluster.get_pool("q")), before);
 }
 
-// --- replacing --------------------------------------------------------------------------------------------------------------------------
+// Replacement.
 
 #[tokio::test]
-async fn members_that_somebody_deletes_are_made_again() {
+async fn members_deleted_by_a_user_are_replaced() {
     let cluster = Cluster::filled(3, json!({})).await;
     let gone = cluster.members().remove(0);
     cluster.api.delete("sandboxes", NS, &gone);
@@ -307,30 +310,45 @@ async fn a_stuck_member_is_replaced() {
     assert!(next.len() <= 1 && !next.contains(&stuck));
 }
 
-#[tokio::test]
-async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
+/// Returns conditions of a Sandbox whose Pod is scheduled, or not for a reason.
+fn scheduling(scheduled: &str, reason: &str, message: &str, ready: &str) -> Value {
+    json!({"status": {"conditions": [
+        condition("PodScheduled", scheduled, reason, message),
+        condition("Ready", ready, "R", ""),
+    ]}})
+}
+
+/// Returns a cluster with a pool whose only member has long been unscheduled for a reason, and the
+/// member's name. Two passes have kept the member.
+pub(crate) async fn pool_with_unscheduled_member(reason: &str, message: &str) -> (Cluster, String) {
     let cluster = Cluster::new();
     cluster.template(json!({}));
     cluster.pool(1, json!({}));
     cluster.pool_pass("p").await.unwrap();
     let member = cluster.members().remove(0);
-    let status = |scheduled: &str, reason: &str, ready: &str| {
-        json!({"status": {"conditions": [
-            condition("PodScheduled", scheduled, reason, "0/3 nodes are available"),
-            condition("Ready", ready, "R", ""),
-        ]}})
-    };
     cluster.api.edit("sandboxes", NS, &member, &long_ago());
-    let full = status("False", "Unschedulable", "False");
-    cluster.api.edit("sandboxes", NS, &member, &full);
+    let unscheduled = scheduling("False", reason, message, "False");
+    cluster.api.edit("sandboxes", NS, &member, &unscheduled);
     for _ in 0..2 {
         let again = cluster.pool_pass("p").await.unwrap();
         assert_eq!(again.unwrap().as_secs(), 60);
     }
-    assert!(cluster.members().contains(&member), "it is kept");
-    let room = status("True", "PodScheduled", "True");
-    cluster.api.edit("sandboxes", NS, &member, &room);
+    assert_eq!(cluster.members(), std::slice::from_ref(&member));
+    (cluster, member)
+}
+
+/// Runs a pass over a pool whose member has been scheduled and is Ready.
+pub(crate) async fn schedule_member(cluster: &Cluster, member: &str) {
+    let ready = scheduling("True", "PodScheduled", "", "True");
+    cluster.api.edit("sandboxes", NS, member, &ready);
     cluster.pool_pass("p").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_pool_larger_than_the_cluster_reports_it_once_and_reports_its_recovery() {
+    let (cluster, member) =
+        pool_with_unscheduled_member("Unschedulable", "0/3 nodes are available").await;
+    schedule_member(&cluster, &member).await;
     let reasons: Vec<String> = cluster
         .events()
         .into_iter()
@@ -343,7 +361,7 @@ async fn a_pool_larger_than_the_cluster_says_so_once_and_when_it_is_over() {
     }
 }
 
-/// A pool whose only member has long been kept waiting, because its Pod is refused.
+/// Returns a pool whose only member has long been waiting because its Pod is refused.
 async fn refused() -> (Cluster, String) {
     let cluster = Cluster::new();
     cluster.template(json!({}));
@@ -365,7 +383,7 @@ async fn refused() -> (Cluster, String) {
 }
 
 #[tokio::test]
-async fn a_pool_larger_than_its_quota_keeps_its_members_and_says_what_refuses_them() {
+async fn a_pool_larger_than_its_quota_keeps_its_members_and_reports_the_refusal() {
     let (cluster, member) = refused().await;
     for _ in 0..2 {
         let again = cluster.pool_pass("p").await.unwrap();
@@ -377,15 +395,15 @@ async fn a_pool_larger_than_its_quota_keeps_its_members_and_says_what_refuses_th
     for words in ["a quota", "lower spec.replicas", &refusal] {
         assert!(note.contains(words), "{note}");
     }
-    // There is room again: the very member gets its Pod.
+    // The quota has room again: the same member gets its Pod.
     cluster.settle().await;
     assert_eq!(cluster.members(), [member]);
-    let reasons: Vec<String> = cluster.events().into_iter().map(|said| said.0).collect();
+    let reasons: Vec<String> = cluster.events().into_iter().map(|event| event.0).collect();
     assert_eq!(reasons, ["WarmPoolNotProgressing", "WarmPoolProgressing"]);
 }
 
 #[tokio::test]
-async fn a_change_of_the_template_is_not_said_to_have_helped_before_it_has() {
+async fn a_template_change_is_not_reported_as_progress_too_early() {
     let (cluster, refused) = refused().await;
     cluster.pool_pass("p").await.unwrap();
     cluster.edit("sandboxtemplates", "t", &image("new"));
@@ -395,8 +413,8 @@ async fn a_change_of_the_template_is_not_said_to_have_helped_before_it_has() {
     let others = cluster.members();
     assert!(others.len() == 1 && !others.contains(&refused));
     let reasons = || -> Vec<String> {
-        let said = cluster.events();
-        said.into_iter().map(|said| said.0).collect()
+        let events = cluster.events().into_iter();
+        events.map(|(reason, _)| reason).collect()
     };
     assert_eq!(reasons(), ["WarmPoolNotProgressing"]);
     cluster.settle().await;
@@ -404,7 +422,7 @@ async fn a_change_of_the_template_is_not_said_to_have_helped_before_it_has() {
 }
 
 #[tokio::test]
-async fn the_pool_of_a_template_without_a_runtime_is_told_once_what_keeps_memory() {
+async fn a_pool_whose_template_names_no_runtime_class_gets_one_recommendation() {
     let cluster = Cluster::new();
     cluster.api.create("runtimeclasses", runtime_class());
     cluster.api.create("sandboxnodes", sandbox_node("n1"));
@@ -417,30 +435,30 @@ async fn the_pool_of_a_template_without_a_runtime_is_told_once_what_keeps_memory
     cluster.settle().await;
     cluster.edit("sandboxwarmpools", "p", &json!({"spec": {"replicas": 2}}));
     cluster.settle().await;
-    let mut told = cluster.api.list("events");
-    told.retain(|event| event["regarding"]["kind"] == "SandboxWarmPool");
-    assert_eq!(told.len(), 1, "{told:#?}");
-    assert_eq!(told[0]["reason"], "RuntimeNotNamed");
-    assert_eq!(told[0]["regarding"]["name"], "p");
-    let note = told[0]["note"].as_str().unwrap();
+    let mut events = cluster.api.list("events");
+    events.retain(|event| event["regarding"]["kind"] == "SandboxWarmPool");
+    assert_eq!(events.len(), 1, "{events:#?}");
+    assert_eq!(events[0]["reason"], "RuntimeNotNamed");
+    assert_eq!(events[0]["regarding"]["name"], "p");
+    let note = events[0]["note"].as_str().unwrap();
     assert!(note.contains("runtimeClassName to \"torpor\""), "{note}");
 }
 
 #[tokio::test]
-async fn orphans_come_back_or_go() {
+async fn orphaned_members_are_adopted_again_or_deleted() {
     let cluster = Cluster::filled(2, json!({})).await;
     let orphan = cluster.members().remove(0);
     let nobodys = json!({"metadata": {"ownerReferences": null}});
     cluster.api.edit("sandboxes", NS, &orphan, &nobodys);
     cluster.settle().await;
-    // It came back, or another was faster and it went: never three.
+    // The orphan was adopted again, or deleted if a new member was faster: never three.
     assert_eq!(cluster.members().len(), 2);
     assert_eq!(cluster.api.list("sandboxes").len(), 2);
     assert!(cluster.members().contains(&orphan));
 }
 
 #[tokio::test]
-async fn a_pool_takes_its_members_along() {
+async fn a_deleted_pool_deletes_its_members() {
     let cluster = Cluster::filled(2, json!({})).await;
     cluster.api.delete("sandboxwarmpools", NS, "p");
     cluster.settle().await;
@@ -448,7 +466,7 @@ async fn a_pool_takes_its_members_along() {
 }
 
 #[tokio::test]
-async fn in_a_storm_the_status_is_written_now_and_then_and_right_in_the_end() {
+async fn frequent_status_changes_are_written_rarely_and_the_last_one_always() {
     let mut settings = settings();
     settings.pools.status_interval = Duration::from_secs(600);
     let cluster = Cluster::with(settings);
@@ -475,7 +493,7 @@ async fn in_a_storm_the_status_is_written_now_and_then_and_right_in_the_end() {
     assert_eq!(cluster.get_pool("p")["status"]["readyReplicas"], 3);
 }
 
-// --- templates --------------------------------------------------------------------------------------------------------------------------
+// Templates.
 
 #[tokio::test]
 async fn the_network_policy_follows_the_template() {
@@ -497,7 +515,7 @@ async fn the_network_policy_follows_the_template() {
     cluster.edit("sandboxtemplates", "t", &own);
     cluster.settle().await;
     assert_eq!(policy().unwrap()["spec"]["egress"], json!([{}]));
-    // What somebody changes is brought back.
+    // A user's change is reverted.
     cluster.api.edit(
         "networkpolicies",
         NS,
@@ -530,7 +548,7 @@ async fn a_foreign_network_policy_is_not_touched() {
 }
 
 #[tokio::test]
-async fn of_a_foreign_network_policy_the_template_tells_once_and_what_to_do() {
+async fn a_foreign_network_policy_is_reported_once_with_a_remedy() {
     let cluster = Cluster::new();
     let foreign = json!({
         "metadata": {"name": "t-network-policy", "namespace": NS}, "spec": {"podSelector": {}},
@@ -540,17 +558,20 @@ async fn of_a_foreign_network_policy_the_template_tells_once_and_what_to_do() {
     for _ in 0..3 {
         cluster.template_pass("t").await.unwrap_err();
     }
-    let told = cluster.api.list("events");
-    assert_eq!(told.len(), 1, "{told:#?}");
-    let about = (&told[0]["regarding"]["kind"], &told[0]["regarding"]["name"]);
+    let events = cluster.api.list("events");
+    assert_eq!(events.len(), 1, "{events:#?}");
+    let about = (
+        &events[0]["regarding"]["kind"],
+        &events[0]["regarding"]["name"],
+    );
     assert_eq!(about, (&json!("SandboxTemplate"), &json!("t")));
-    assert_eq!(told[0]["type"], "Warning");
-    assert_eq!(told[0]["reason"], "NetworkPolicyNotOwned");
-    let note = told[0]["note"].as_str().unwrap();
+    assert_eq!(events[0]["type"], "Warning");
+    assert_eq!(events[0]["reason"], "NetworkPolicyNotOwned");
+    let note = events[0]["note"].as_str().unwrap();
     for words in ["\"t-network-policy\"", "networkPolicyManagement: Unmanaged"] {
         assert!(note.contains(words), "{note}");
     }
-    // It went, and came back.
+    // The policy was deleted and is created again.
     cluster
         .api
         .remove("networkpolicies", NS, "t-network-policy");

@@ -1,6 +1,12 @@
-//! Random sequences of what users, kubelets, agents, faults and stale caches do. Whatever the order:
-//! there is never a second Pod; a Pod whose memory shall be kept is not deleted before the image of exactly this Pod is committed; an image that is the only copy of a
-//! memory is not deleted; no Pod is made to continue from an image that is used, unfinished or going; and in the end it settles.
+//! Tests random sequences of actions by users, kubelets and agents, of faults and of stale caches.
+//!
+//! The invariants of every sequence are:
+//! - There is never a second Pod.
+//! - A Pod whose memory must be kept is not deleted before the image of exactly this Pod is
+//!   committed.
+//! - An image that is the only copy of a memory is not deleted.
+//! - No Pod is made to continue from an image that is used, unfinished or being deleted.
+//! - The controller settles in the end.
 
 use std::{collections::BTreeSet, time::Duration};
 
@@ -9,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::{
     apiserver::{Fault, FaultAnswer},
-    cluster::is_going,
+    cluster::is_terminating,
     objects::{NS, committed, condition, mode, ready_pod, torpor_sandbox},
     world::World,
 };
@@ -17,14 +23,14 @@ use crate::{
 #[derive(Clone, Debug)]
 enum Event {
     Mode(&'static str),
-    /// The user's change is seen at once, nothing else is.
+    /// A pass that sees the user's change, while all other caches are stale.
     ModeAndPass(&'static str),
     Annotate(&'static str, Option<&'static str>),
-    /// The watches deliver.
+    /// All caches are refreshed.
     Sync,
-    /// A pass over what the caches show.
+    /// A pass with the caches as they are.
     Pass,
-    /// Everybody is quick for once, so that the sequence gets somewhere.
+    /// Every component acts once, so that the sequence progresses.
     Progress,
     PodStarts,
     PodEnds,
@@ -80,12 +86,12 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// The world and what the node's agent knows beyond the API.
+/// World and the agent's knowledge beyond the API.
 struct Run {
     world: World,
-    /// Images that some Pod has continued from, as the node's ledger has it.
+    /// Images that a Pod has continued from, as in the node's ledger.
     used: BTreeSet<String>,
-    /// Pods whose program runs; a Pod that could not be restored never gets here.
+    /// Pods whose program runs; a Pod that could not be restored is never among them.
     alive: BTreeSet<String>,
 }
 
@@ -124,7 +130,7 @@ impl Run {
             }
             Event::PodStarts => self.pod_starts(),
             Event::PodEnds => {
-                if self.world.pod().is_some_and(|pod| is_going(&pod)) {
+                if self.world.pod().is_some_and(|pod| is_terminating(&pod)) {
                     self.world.pod_ends();
                 }
             }
@@ -146,7 +152,7 @@ impl Run {
                     .world
                     .snapshots()
                     .iter()
-                    .filter(|object| is_going(object))
+                    .filter(|object| is_terminating(object))
                 {
                     self.world.image_is_gone(name(snapshot));
                 }
@@ -168,17 +174,17 @@ impl Run {
         }
     }
 
-    /// The kubelet starts the Pod; torpor-oci restores it, cold starts it, or refuses.
+    /// Starts the Pod as the kubelet does; torpor-oci restores it, starts it cold, or refuses.
     fn pod_starts(&mut self) {
         let Some(pod) = self.world.pod() else { return };
-        if is_going(&pod) || pod["status"]["phase"] != "Pending" {
+        if is_terminating(&pod) || pod["status"]["phase"] != "Pending" {
             return;
         }
         match image_of(&pod) {
             None => {}
             Some(image) if self.used.contains(&image) => {
                 let stale = condition("torpor.dev/Restored", "False", "ImageStale", "used");
-                return self.world.pod_says(stale);
+                return self.world.set_pod_condition(stale);
             }
             Some(image) => drop(self.used.insert(image)),
         }
@@ -186,7 +192,7 @@ impl Run {
         self.world.edit_pod(&ready_pod("n1"));
     }
 
-    /// The agent writes what the restore came to, some time after the fact.
+    /// Reports the result of the restore, some time after it.
     fn agent_reports(&self) {
         let Some(pod) = self
             .world
@@ -197,7 +203,7 @@ impl Run {
         };
         let Some(image) = image_of(&pod) else { return };
         self.world
-            .pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+            .set_pod_condition(condition("torpor.dev/Restored", "True", "Restored", ""));
         for snapshot in self.world.snapshots() {
             if snapshot["status"]["imageID"] == image.as_str() {
                 let mut all = snapshot["status"]["conditions"]
@@ -222,9 +228,9 @@ impl Run {
         };
         for snapshot in self.world.snapshots() {
             let open = snapshot["spec"]["podUID"] == uid(&pod).as_str()
-                && !is_going(&snapshot)
-                && !says(&snapshot, "Committed");
-            if !open || is_going(&pod) || pod["status"]["phase"] != "Running" {
+                && !is_terminating(&snapshot)
+                && !is_condition_true(&snapshot, "Committed");
+            if !open || is_terminating(&pod) || pod["status"]["phase"] != "Running" {
                 continue;
             }
             let patch = if succeeds {
@@ -240,7 +246,9 @@ impl Run {
         }
     }
 
-    /// A pass, and whether what it did to Pods and images was allowed. The test is alone with the controller, so that what held before the pass holds during it.
+    /// Runs a pass and checks its deletions and creations of Pods and images.
+    ///
+    /// Only the controller acts during the pass, so the state before the pass holds during it.
     async fn checked_pass(&self) {
         let (pod, snapshots) = (self.world.pod(), self.world.snapshots());
         let wish = self.world.sandbox();
@@ -269,16 +277,17 @@ impl Run {
         let strategy = &wish["metadata"]["annotations"]["torpor.dev/suspension-strategy"];
         let keeps = strategy.is_null() || strategy == "Hibernate";
         let runs = self.alive.contains(&uid(pod)) && pod["status"]["phase"] == "Running";
-        // What the node can do is read from the cache, which may be behind; where the agent says that it cannot, a stop is what was agreed.
+        // The controller reads the node's capabilities from the cache, which may be stale. A stop
+        // is correct where the agent reports that it cannot save.
         let can = self.world.context.caches.nodes.get("", "n1").is_some();
-        if !keeps || !runs || !can || is_going(pod) {
+        if !keeps || !runs || !can || is_terminating(pod) {
             return;
         }
         let saved = snapshots.iter().any(|snapshot| {
             snapshot["spec"]["podUID"] == uid(pod).as_str()
-                && says(snapshot, "Committed")
-                && !says(snapshot, "Consumed")
-                && !is_going(snapshot)
+                && is_condition_true(snapshot, "Committed")
+                && !is_condition_true(snapshot, "Consumed")
+                && !is_terminating(snapshot)
         });
         let seen_running = self
             .world
@@ -299,13 +308,14 @@ impl Run {
             .iter()
             .find(|s| name(s) == deleted)
             .expect("it was there");
-        if !says(snapshot, "Committed") || is_going(snapshot) {
+        if !is_condition_true(snapshot, "Committed") || is_terminating(snapshot) {
             return;
         }
         let image = snapshot["status"]["imageID"].as_str().unwrap();
-        let went_on = self.used.contains(image) || says(snapshot, "Consumed");
-        let lives = pod
-            .is_some_and(|pod| snapshot["spec"]["podUID"] == uid(pod).as_str() && !is_going(pod));
+        let went_on = self.used.contains(image) || is_condition_true(snapshot, "Consumed");
+        let lives = pod.is_some_and(|pod| {
+            snapshot["spec"]["podUID"] == uid(pod).as_str() && !is_terminating(pod)
+        });
         assert!(
             went_on || lives,
             "the only copy of a memory was deleted: {snapshot:#}"
@@ -321,11 +331,13 @@ impl Run {
             .iter()
             .find(|s| s["status"]["imageID"] == image.as_str());
         let source = source.expect("a Pod continues from an image that is there");
-        let good = says(source, "Committed") && !says(source, "Consumed") && !is_going(source);
+        let good = is_condition_true(source, "Committed")
+            && !is_condition_true(source, "Consumed")
+            && !is_terminating(source);
         assert!(good, "a Pod was made from {source:#}");
     }
 
-    /// Everybody does his work until nothing is left to do.
+    /// Lets every component act until nothing is left to do.
     async fn wind_down(&mut self) {
         self.world.api.forget_faults();
         for _ in 0..12 {
@@ -364,7 +376,7 @@ fn image_of(pod: &Value) -> Option<String> {
         .map(str::to_owned)
 }
 
-fn says(snapshot: &Value, type_: &str) -> bool {
+fn is_condition_true(snapshot: &Value, type_: &str) -> bool {
     let all = snapshot["status"]["conditions"].as_array();
     all.is_some_and(|all| {
         all.iter()

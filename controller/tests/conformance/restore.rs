@@ -1,10 +1,11 @@
-//! The way back: from the own image, as a copy of a named one, and what happens when neither works.
+//! Tests of restores: from the Sandbox's own image, as a copy of a named image, and failures of
+//! both.
 
 use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
-    cluster::is_going,
+    cluster::is_terminating,
     objects::{NS, committed, condition, golden, mode, torpor_sandbox},
     world::World,
 };
@@ -15,7 +16,7 @@ fn policy(policy: &str) -> Value {
     json!({"metadata": {"annotations": {"torpor.dev/on-restore-failure": policy}}})
 }
 
-/// A Sandbox whose memory lies in a committed image, without a Pod.
+/// Returns a world with a Sandbox without a Pod, whose memory is in a committed image.
 async fn asleep(change: Value) -> (World, String) {
     let world = World::new();
     world.ready(torpor_sandbox(change)).await;
@@ -34,7 +35,7 @@ fn restore_image(world: &World) -> Value {
         .clone()
 }
 
-// --- resume -----------------------------------------------------------------------------------------------------------------------------
+// Resume.
 
 #[tokio::test]
 async fn the_new_pod_continues_from_the_image_on_its_node_with_the_same_images() {
@@ -75,16 +76,16 @@ async fn the_new_pod_continues_from_the_image_on_its_node_with_the_same_images()
     assert_eq!(world.condition("Restored"), None, "not known yet");
 
     world.pod_becomes_ready();
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "torpor.dev/Restored",
         "True",
         "Restored",
         "in 230 ms",
     ));
     world.settle().await;
-    world.assert_says("Restored", "True", "Restored", "in 230 ms");
-    world.assert_says("Ready", "True", "DependenciesReady", "Pod is Ready");
-    let deleted = is_going(&world.snapshots()[0]);
+    world.assert_condition("Restored", "True", "Restored", "in 230 ms");
+    world.assert_condition("Ready", "True", "DependenciesReady", "Pod is Ready");
+    let deleted = is_terminating(&world.snapshots()[0]);
     assert!(deleted, "the image is older than the sandbox now");
     assert_eq!(world.events(), ["SnapshotCommitted", "Resumed"]);
     world.image_is_gone(&name);
@@ -98,7 +99,7 @@ async fn an_image_that_is_used_is_not_used_again() {
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     world.api.remove("pods", NS, "s");
-    // Not consumed yet: the Pod never ran.
+    // The image is not consumed, since the Pod never ran.
     world.settle().await;
     assert_eq!(restore_image(&world), "i.1");
     let used = json!({"status": {"conditions": [
@@ -116,18 +117,19 @@ async fn an_image_stays_until_the_pod_that_took_it_runs() {
     let (world, name) = asleep(json!({})).await;
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
-    // The node says so as soon as it begins, because a crash after that must not bring the image to a second Pod.
+    // The agent reports the use when the restore begins: after a crash the image must not be
+    // restored in a second Pod.
     let pod = world.pod().unwrap()["metadata"]["uid"].clone();
     let used = json!({"status": {"consumedByPodUID": pod, "conditions": [
         condition("Committed", "True", "Committed", ""), condition("Consumed", "True", "Resumed", ""),
     ]}});
     world.edit_snapshot(&name, &used);
     world.settle().await;
-    let is_deleting = || is_going(&world.snapshots()[0]);
+    let is_deleting = || is_terminating(&world.snapshots()[0]);
     assert!(!is_deleting(), "the Pod is still restoring from it");
-    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    world.set_pod_condition(condition("torpor.dev/Restored", "True", "Restored", ""));
     world.settle().await;
-    assert!(is_deleting(), "nobody needs it any more");
+    assert!(is_deleting(), "the image is not needed any more");
 }
 
 #[tokio::test]
@@ -144,7 +146,7 @@ async fn the_apiserver_is_asked_before_a_pod_continues_from_an_image() {
 }
 
 #[tokio::test]
-async fn the_newest_image_is_the_one_that_counts() {
+async fn the_newest_image_is_restored() {
     let (world, name) = asleep(json!({})).await;
     let mut newer = world.snapshots()[0].clone();
     newer["metadata"]["name"] = "a-newer".into();
@@ -159,7 +161,7 @@ async fn the_newest_image_is_the_one_that_counts() {
 }
 
 #[tokio::test]
-async fn images_of_an_earlier_sandbox_of_that_name_are_not_ours() {
+async fn images_of_an_earlier_sandbox_of_the_same_name_are_not_used() {
     let (world, name) = asleep(json!({})).await;
     let owner = json!([{
         "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": "s",
@@ -190,12 +192,12 @@ async fn a_sandbox_whose_pod_had_another_name_keeps_its_hostname() {
 }
 
 #[tokio::test]
-async fn how_a_pod_came_to_run_stays_said_while_it_is_frozen_or_saved_and_is_told_once() {
+async fn the_condition_restored_stays_while_a_pod_is_frozen_or_saved_and_has_one_event() {
     let (world, name) = asleep(json!({})).await;
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     world.pod_becomes_ready();
-    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    world.set_pod_condition(condition("torpor.dev/Restored", "True", "Restored", ""));
     world.settle().await;
     world.image_is_gone(&name);
     for strategy in ["Freeze", "Hibernate"] {
@@ -204,7 +206,7 @@ async fn how_a_pod_came_to_run_stays_said_while_it_is_frozen_or_saved_and_is_tol
         let ran = world.generation();
         world.edit_sandbox(&mode("Suspended"));
         world.settle().await;
-        world.assert_says_of(ran, "Restored", "True", "Restored", "");
+        world.assert_condition_of_generation(ran, "Restored", "True", "Restored", "");
         world.edit_sandbox(&mode("Running"));
         world.settle().await;
     }
@@ -219,16 +221,16 @@ async fn how_a_pod_came_to_run_stays_said_while_it_is_frozen_or_saved_and_is_tol
     );
 }
 
-// --- what stands in the way -------------------------------------------------------------------------------------------------------------
+// Obstacles.
 
 fn agent_is_gone(world: &World) {
     world.api.remove("sandboxnodes", "", "n1");
 }
 
-/// Its SandboxNode stays, as nobody writes it any more.
+/// The SandboxNode stays, since its agent no longer writes it.
 fn node_is_gone(world: &World) {
-    let heard = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
-    world.api.edit("sandboxnodes", "", "n1", &heard);
+    let old_heartbeat = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
+    world.api.edit("sandboxnodes", "", "n1", &old_heartbeat);
     world.api.remove("nodes", "", "n1");
 }
 
@@ -247,8 +249,8 @@ fn runtime_cannot(world: &World) {
 }
 
 const KEPT: &str = "The image is kept in SandboxSnapshot NAME; to start without the memory, set torpor.dev/on-restore-failure: ColdStart";
-const BRING_THE_AGENT_BACK: &str = "Bring the agent back to go on with the memory (`kubectl torpor doctor` looks for it); to start without the memory, set torpor.dev/on-restore-failure: ColdStart";
-const BRING_THE_NODE_BACK: &str = "Bring the node back to go on with the memory; to start without the memory, set torpor.dev/on-restore-failure: ColdStart, or delete the Sandbox";
+const BRING_THE_AGENT_BACK: &str = "Bring the agent back to continue with the memory (`kubectl torpor doctor` checks it); to start without the memory, set torpor.dev/on-restore-failure: ColdStart";
+const BRING_THE_NODE_BACK: &str = "Bring the node back to continue with the memory; to start without the memory, set torpor.dev/on-restore-failure: ColdStart, or delete the Sandbox";
 
 #[rstest]
 #[case(
@@ -276,7 +278,7 @@ const BRING_THE_NODE_BACK: &str = "Bring the node back to go on with the memory;
     KEPT
 )]
 #[tokio::test]
-async fn what_cannot_be_restored_stays_down_until_the_user_decides(
+async fn a_sandbox_that_cannot_be_restored_stays_down_until_the_user_decides(
     #[case] obstacle: fn(&World),
     #[case] reason: &str,
     #[case] why: &str,
@@ -288,8 +290,8 @@ async fn what_cannot_be_restored_stays_down_until_the_user_decides(
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert!(world.pod().is_none());
-    world.assert_says("Restored", "False", reason, &format!("{why}. {remedy}"));
-    world.assert_says(
+    world.assert_condition("Restored", "False", reason, &format!("{why}. {remedy}"));
+    world.assert_condition(
         "Ready",
         "False",
         "DependenciesNotReady",
@@ -302,19 +304,19 @@ async fn what_cannot_be_restored_stays_down_until_the_user_decides(
     world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);
     let cold = format!("Started without the saved memory ({reason}): {why}");
-    world.assert_says("Restored", "False", "ColdStarted", &cold);
+    world.assert_condition("Restored", "False", "ColdStarted", &cold);
     let snapshot = &world.snapshots()[0];
-    assert!(!is_going(snapshot), "the image is kept");
+    assert!(!is_terminating(snapshot), "the image is kept");
     let consumed = &snapshot["status"]["conditions"][1];
     assert_eq!(
         (&consumed["type"], &consumed["reason"]),
         (&json!("Consumed"), &json!("Superseded"))
     );
-    // And stays said, whatever happens to the Pod.
+    // The condition stays, whatever happens to the Pod.
     world.api.remove("pods", NS, "s");
     world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);
-    world.assert_says("Restored", "False", "ColdStarted", &cold);
+    world.assert_condition("Restored", "False", "ColdStarted", &cold);
 }
 
 fn agent_comes_back(world: &World) {
@@ -327,7 +329,7 @@ fn node_comes_back(world: &World) {
     world.api.create("nodes", node);
 }
 
-/// An agent that comes back makes its SandboxNode, and fills it in with another call.
+/// A returning agent creates its SandboxNode and writes its status with another call.
 fn agent_has_not_reported(world: &World) {
     agent_is_gone(world);
     let mut node = crate::objects::sandbox_node("n1");
@@ -345,14 +347,14 @@ fn agent_reports(world: &World) {
 #[case(agent_has_not_reported, agent_reports)]
 #[case(node_is_gone, node_comes_back)]
 #[tokio::test]
-async fn also_with_policy_cold_start_a_lost_node_is_waited_for_before_the_memory_is_given_up(
+async fn policy_cold_start_waits_for_a_lost_node_before_it_gives_up_the_memory(
     #[case] is_lost: fn(&World),
     #[case] comes_back: fn(&World),
     #[values(true, false)] returns: bool,
 ) {
     let (world, _) = asleep(policy(COLD)).await;
     is_lost(&world);
-    // What stood there before, of another start and long ago, is not how long this node has been waited for.
+    // An older condition of another start is not the beginning of the wait for this node.
     let cold = condition("Restored", "False", "ColdStarted", "long ago");
     let mut all = world.sandbox()["status"]["conditions"].clone();
     all.as_array_mut().unwrap().push(cold);
@@ -364,7 +366,8 @@ async fn also_with_policy_cold_start_a_lost_node_is_waited_for_before_the_memory
     assert_eq!(world.pod(), None);
     let (status, reason, message) = world.condition("Restored").unwrap();
     assert_eq!([&*status, &*reason], ["False", "NodeUnavailable"]);
-    let words = "It is waited for, 60 s in all; then the Sandbox starts without the memory";
+    let words =
+        "The controller waits 60 s for the node; then the Sandbox starts without the memory";
     assert!(message.ends_with(words), "{message}");
     assert!(world.has_moved("Restored"), "it waits from now on");
     let again = world.pass().await.unwrap();
@@ -383,7 +386,7 @@ async fn also_with_policy_cold_start_a_lost_node_is_waited_for_before_the_memory
 }
 
 #[tokio::test]
-async fn a_node_that_comes_back_brings_the_memory_back() {
+async fn the_memory_is_restored_when_its_node_returns() {
     let (world, _) = asleep(json!({})).await;
     runtime_cannot(&world);
     world.edit_sandbox(&mode("Running"));
@@ -397,7 +400,8 @@ async fn a_node_that_comes_back_brings_the_memory_back() {
     assert_eq!(restore_image(&world), "i.1");
 }
 
-/// What the agent says while the image's directory has another name, or its disk is not mounted.
+/// Reports a missing image, as the agent does while the image's directory has another name or its
+/// disk is not mounted.
 fn image_is_missing(world: &World, name: &str) {
     let missing = condition(
         "Committed",
@@ -408,47 +412,47 @@ fn image_is_missing(world: &World, name: &str) {
     world.edit_snapshot(name, &json!({"status": {"conditions": [missing]}}));
 }
 
-const MISSING: &str = "is not on node \"n1\", and is waited for (a disk that is not mounted, a directory with another name)";
+const MISSING: &str = "is not on node \"n1\"; the controller waits for it (a disk that is not mounted, a directory with another name)";
 
 #[tokio::test]
-async fn an_image_that_is_missing_is_waited_for_and_not_given_up() {
+async fn a_missing_image_is_waited_for_and_not_given_up() {
     let (world, name) = asleep(json!({})).await;
     image_is_missing(&world, &name);
     world.settle().await;
     let why = format!("The image of SandboxSnapshot {name:?} {MISSING}");
-    world.assert_says("Hibernated", "False", "ImageMissing", &why);
+    world.assert_condition("Hibernated", "False", "ImageMissing", &why);
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert!(world.pod().is_none());
     let message =
         format!("{why}. To start without the memory, set torpor.dev/on-restore-failure: ColdStart");
-    world.assert_says("Restored", "False", "ImageMissing", &message);
+    world.assert_condition("Restored", "False", "ImageMissing", &message);
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
     assert_eq!(restore_image(&world), "i.1");
 }
 
 #[tokio::test]
-async fn of_an_image_on_a_node_that_is_gone_nobody_is_told_that_it_is_waited_for() {
+async fn an_image_on_a_deleted_node_is_not_reported_as_waited_for() {
     let (world, name) = asleep(json!({})).await;
     node_is_gone(&world);
     world.settle().await;
     let kept = format!(
         "Memory is kept in SandboxSnapshot {name:?} on node \"n1\", which is gone from the cluster. {BRING_THE_NODE_BACK}"
     );
-    world.assert_says("Hibernated", "True", "Hibernated", &kept);
+    world.assert_condition("Hibernated", "True", "Hibernated", &kept);
     image_is_missing(&world, &name);
     world.settle().await;
     let missing = format!(
         "The image of SandboxSnapshot {name:?} was missing on node \"n1\", which is gone from the cluster. {BRING_THE_NODE_BACK}"
     );
-    world.assert_says("Hibernated", "False", "ImageMissing", &missing);
+    world.assert_condition("Hibernated", "False", "ImageMissing", &missing);
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert!(world.pod().is_none());
-    world.assert_says("Restored", "False", "NodeUnavailable", &missing);
+    world.assert_condition("Restored", "False", "NodeUnavailable", &missing);
     assert!(world.pass().await.unwrap().is_some(), "it looks again");
-    // The node is there again, and so is the disk.
+    // The node and its disk are back.
     world
         .api
         .create("nodes", json!({"metadata": {"name": "n1"}}));
@@ -458,14 +462,14 @@ async fn of_an_image_on_a_node_that_is_gone_nobody_is_told_that_it_is_waited_for
 }
 
 #[tokio::test]
-async fn no_pod_is_made_for_a_node_that_is_gone_when_it_turns_out_that_the_old_one_is_not_there() {
+async fn no_pod_is_created_for_a_deleted_node_when_the_cached_pod_is_gone() {
     let (world, _) = asleep(json!({})).await;
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert_eq!(restore_image(&world), "i.1");
     node_is_gone(&world);
     world.sync();
-    // The watch shows the Pod still.
+    // The watch still shows the Pod.
     world.api.remove("pods", NS, "s");
     world.edit_sandbox(&json!({"metadata": {"annotations": {"torpor.dev/hibernate": "true"}}}));
     world.stale_pass().await.unwrap();
@@ -475,7 +479,7 @@ async fn no_pod_is_made_for_a_node_that_is_gone_when_it_turns_out_that_the_old_o
 }
 
 #[tokio::test]
-async fn with_policy_cold_start_a_missing_image_is_left_behind_and_kept() {
+async fn policy_cold_start_starts_without_a_missing_image_and_keeps_it() {
     let (world, name) = asleep(policy(COLD)).await;
     image_is_missing(&world, &name);
     world.edit_sandbox(&mode("Running"));
@@ -484,37 +488,37 @@ async fn with_policy_cold_start_a_missing_image_is_left_behind_and_kept() {
     let cold = format!(
         "Started without the saved memory (ImageMissing): The image of SandboxSnapshot {name:?} {MISSING}"
     );
-    world.assert_says("Restored", "False", "ColdStarted", &cold);
-    let deleted = is_going(&world.snapshots()[0]);
+    world.assert_condition("Restored", "False", "ColdStarted", &cold);
+    let deleted = is_terminating(&world.snapshots()[0]);
     assert!(!deleted, "its bytes are the user's to delete");
 }
 
 #[tokio::test]
-async fn a_stale_image_is_left_behind_and_the_sandbox_starts_cold() {
+async fn a_stale_image_is_not_restored_and_the_sandbox_starts_cold() {
     let (world, _) = asleep(json!({})).await;
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "torpor.dev/Restored",
         "False",
         "ImageStale",
         "used by Pod u-1",
     ));
     world.settle().await;
-    world.assert_says("Restored", "False", "ImageStale", "used by Pod u-1");
+    world.assert_condition("Restored", "False", "ImageStale", "used by Pod u-1");
     world.pod_ends();
     world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);
-    world.assert_says("Restored", "False", "ColdStarted", "used by Pod u-1");
+    world.assert_condition("Restored", "False", "ColdStarted", "used by Pod u-1");
     assert_eq!(
         world.events(),
         ["SnapshotCommitted", "RestoreFailed", "ColdStarted"]
     );
 }
 
-/// The kubelet says that it runs, because it has started its container in vain before.
+/// The kubelet reports the phase Running, because it has tried to start the container before.
 #[tokio::test]
-async fn a_pod_that_was_refused_its_image_is_suspended_without_another() {
+async fn a_pod_whose_restore_was_refused_is_suspended_without_a_new_image() {
     let (world, name) = asleep(json!({})).await;
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
@@ -527,11 +531,11 @@ async fn a_pod_that_was_refused_its_image_is_suspended_without_another() {
         }]},
     }));
     let refused = condition("torpor.dev/Restored", "False", "SpecMismatch", "another");
-    world.pod_says(refused);
+    world.set_pod_condition(refused);
     world.settle().await;
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
     assert_eq!(
         world.snapshot(),
         name,
@@ -544,18 +548,18 @@ async fn a_restore_that_fails_on_the_node_keeps_pod_and_image() {
     let (world, name) = asleep(json!({})).await;
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "torpor.dev/Restored",
         "False",
         "ImageCorrupt",
         "pages.img: digest",
     ));
     world.settle().await;
-    world.assert_says("Restored", "False", "ImageCorrupt", "pages.img: digest");
-    assert!(!world.pod_is_going());
+    world.assert_condition("Restored", "False", "ImageCorrupt", "pages.img: digest");
+    assert!(!world.pod_is_terminating());
     assert_eq!(world.snapshot(), name);
-    assert!(!is_going(&world.snapshots()[0]));
-    // The user allows a cold start: a new Pod tries once more under the new policy.
+    assert!(!is_terminating(&world.snapshots()[0]));
+    // The user allows a cold start: a new Pod tries again under the new policy.
     world.edit_sandbox(&policy(COLD));
     world.settle().await;
     world.pod_ends();
@@ -566,27 +570,27 @@ async fn a_restore_that_fails_on_the_node_keeps_pod_and_image() {
         COLD
     );
     assert_eq!(restore_image(&world), "i.1");
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "torpor.dev/Restored",
         "False",
         "ColdStarted",
         "pages.img: digest",
     ));
     world.settle().await;
-    world.assert_says("Restored", "False", "ColdStarted", "pages.img: digest");
+    world.assert_condition("Restored", "False", "ColdStarted", "pages.img: digest");
     let consumed = &world.snapshots()[0]["status"]["conditions"][1];
     assert_eq!(consumed["reason"], "Superseded");
-    assert!(!world.pod_is_going());
+    assert!(!world.pod_is_terminating());
 }
 
-// --- restore-from -----------------------------------------------------------------------------------------------------------------------
+// Copies of a named snapshot.
 
 fn from(name: &str) -> Value {
     json!({"metadata": {"annotations": {"torpor.dev/restore-from": name}}})
 }
 
 #[tokio::test]
-async fn a_copy_starts_from_the_named_image_even_if_it_was_used_and_leaves_it() {
+async fn a_copy_starts_from_the_named_image_even_if_consumed_and_keeps_it() {
     let world = World::new();
     world.api.create("sandboxsnapshots", golden());
     let used = json!({"status": {"conditions": [
@@ -601,15 +605,15 @@ async fn a_copy_starts_from_the_named_image_even_if_it_was_used_and_leaves_it() 
     assert_eq!(annotations["torpor.dev/restore-image"], "g.1");
     assert_eq!(annotations["torpor.dev/restore-copy"], "true");
     world.pod_becomes_ready();
-    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+    world.set_pod_condition(condition("torpor.dev/Restored", "True", "Restored", ""));
     world.settle().await;
-    world.assert_says("Restored", "True", "Restored", "");
+    world.assert_condition("Restored", "True", "Restored", "");
     let golden = world.api.get("sandboxsnapshots", NS, "golden").unwrap();
-    assert!(!is_going(&golden));
+    assert!(!is_terminating(&golden));
 }
 
 #[tokio::test]
-async fn the_own_image_comes_before_the_named_one() {
+async fn the_sandboxs_own_image_takes_precedence_over_the_named_one() {
     let (world, _) = asleep(json!({})).await;
     world.api.create("sandboxsnapshots", golden());
     world.edit_sandbox(&from("golden"));
@@ -626,15 +630,15 @@ async fn an_unknown_snapshot_makes_no_pod_until_it_exists() {
         .create("sandboxes", torpor_sandbox(from("golden")));
     world.settle().await;
     assert!(world.pod().is_none());
-    let unknown = "SandboxSnapshot \"golden\" does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is";
-    world.assert_says("Restored", "False", "SnapshotNotFound", unknown);
+    let unknown = "SandboxSnapshot \"golden\" does not exist in this namespace; `kubectl get sandboxsnapshots` lists the existing ones";
+    world.assert_condition("Restored", "False", "SnapshotNotFound", unknown);
     world.api.create("sandboxsnapshots", golden());
     let saving = json!({"status": {"conditions": [condition("Committed", "False", "Saving", "")]}});
     world.edit_snapshot("golden", &saving);
     world.settle().await;
     assert!(world.pod().is_none());
-    let not_ready = "SandboxSnapshot \"golden\" is not committed; its condition Committed says why, and the Sandbox starts when it is";
-    world.assert_says("Restored", "False", "SnapshotNotReady", not_ready);
+    let not_ready = "SandboxSnapshot \"golden\" is not committed; its condition Committed has the reason, and the Sandbox starts once it is True";
+    world.assert_condition("Restored", "False", "SnapshotNotReady", not_ready);
     world.edit_snapshot("golden", &committed("g.1", "n1"));
     world.settle().await;
     assert_eq!(restore_image(&world), "g.1");
@@ -648,6 +652,6 @@ async fn an_unknown_snapshot_with_policy_cold_start_is_a_cold_start() {
     world.api.create("sandboxes", torpor_sandbox(both));
     world.settle().await;
     assert_eq!(restore_image(&world), Value::Null);
-    let message = "Started without the saved memory (SnapshotNotFound): SandboxSnapshot \"golden\" does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is";
-    world.assert_says("Restored", "False", "ColdStarted", message);
+    let message = "Started without the saved memory (SnapshotNotFound): SandboxSnapshot \"golden\" does not exist in this namespace; `kubectl get sandboxsnapshots` lists the existing ones";
+    world.assert_condition("Restored", "False", "ColdStarted", message);
 }

@@ -1,4 +1,4 @@
-//! Snapshots that users made are deleted by the rules of their SnapshotClass, and no others.
+//! Tests that the rules of a SnapshotClass delete manual snapshots, and only those.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::{
     world::World,
 };
 
-/// A Sandbox that names a class with these parameters, and has two old snapshots.
+/// Returns a world whose Sandbox names a class with these parameters and has two old snapshots.
 fn with_class(parameters: Value) -> World {
     let world = World::new();
     let class = json!({
@@ -29,7 +29,7 @@ fn with_class(parameters: Value) -> World {
         });
         snapshot["status"]["committedAt"] = format!("2026-01-0{}T00:00:00Z", day + 1).into();
         world.api.create("sandboxsnapshots", snapshot);
-        // As if it had been made then.
+        // Backdates the snapshot.
         let created = json!({"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}});
         world.edit_snapshot(name, &created);
     }
@@ -47,28 +47,28 @@ async fn pass(world: &World) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_snapshot_beyond_the_last_ones_is_deleted_and_its_sandbox_says_by_which_rule() {
+async fn a_snapshot_beyond_keep_last_is_deleted_and_an_event_names_the_rule() {
     let world = with_class(json!({"keepLast": "1"}));
     assert_eq!(pass(&world).await, ["old"]);
-    let told = world.api.list("events");
-    assert_eq!(told.len(), 1, "{told:#?}");
-    assert_eq!(told[0]["reason"], "SnapshotExpired");
-    assert_eq!(told[0]["regarding"]["kind"], "Sandbox");
-    let said =
+    let events = world.api.list("events");
+    assert_eq!(events.len(), 1, "{events:#?}");
+    assert_eq!(events[0]["reason"], "SnapshotExpired");
+    assert_eq!(events[0]["regarding"]["kind"], "Sandbox");
+    let note =
         "Deleted SandboxSnapshot \"older\" by the rule keepLast 1 of SnapshotClass \"daily\"";
-    assert_eq!(told[0]["note"], said);
+    assert_eq!(events[0]["note"], note);
     assert_eq!(pass(&world).await, ["old"]);
     assert_eq!(world.api.list("events").len(), 1);
 }
 
 #[tokio::test]
-async fn a_snapshot_whose_time_is_over_is_deleted() {
+async fn a_snapshot_older_than_its_ttl_is_deleted() {
     let world = with_class(json!({"ttl": "24h"}));
     assert_eq!(pass(&world).await, [] as [&str; 0]);
 }
 
 #[tokio::test]
-async fn a_snapshot_that_another_sandbox_is_a_copy_of_stays_until_that_goes() {
+async fn a_snapshot_named_by_a_copy_stays_until_the_copy_is_deleted() {
     let world = with_class(json!({"ttl": "24h"}));
     let copy = torpor_sandbox(json!({"metadata": {
         "name": "copy", "annotations": {"torpor.dev/restore-from": "older"},
@@ -84,11 +84,11 @@ async fn a_snapshot_that_another_sandbox_is_a_copy_of_stays_until_that_goes() {
 }
 
 #[tokio::test]
-async fn a_wrong_parameter_deletes_nothing_and_the_sandbox_says_what_is_allowed() {
+async fn an_invalid_parameter_deletes_nothing_and_the_allowed_values_are_reported() {
     let world = with_class(json!({"ttl": "soon"}));
     assert_eq!(pass(&world).await, ["old", "older"]);
     world.settle().await;
-    world.assert_says(
+    world.assert_condition(
         "Hibernated",
         "False",
         "SnapshotClassNotSupported",

@@ -1,7 +1,15 @@
-//! Random schedules of claims and pools: controllers whose passes are let on one call at a time, that see the world late, that are refused or not told what became of a write, and
-//! that die between any two calls; users that create and delete; one controller or two. Whatever the order: a Sandbox never has two claims; a claim's status never names another
-//! Sandbox while the named one is there; no controller deletes a Sandbox that a claim's status names; no claim is Ready before its Sandbox names the Pod, nor says what clients give up
-//! on; a pool of one controller never has more members than it was asked for; and in the end everything is as asked.
+//! Tests random schedules of claims and pools with one controller or two.
+//!
+//! The schedule releases one call of a pass at a time, delays the watches, refuses writes or loses
+//! the responses to them, and kills controllers between any two calls. Users create and delete
+//! objects. The invariants of every schedule are:
+//! - A Sandbox never has two claims.
+//! - A claim's status never names another Sandbox while the named one exists.
+//! - No controller deletes a Sandbox that a claim's status names.
+//! - No claim is Ready before its Sandbox names the Pod.
+//! - No claim has a reason at which clients stop waiting.
+//! - A pool of one controller never has more members than its replicas.
+//! - In the end everything is as requested.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,7 +24,7 @@ use torpor_controller::{calls, claim, context::Context, pool};
 
 use crate::{
     apiserver::{Apiserver, Fault, FaultAnswer},
-    cluster::{Cluster, controller, is_going, name, nameless, settings},
+    cluster::{Cluster, controller, is_terminating, name, nameless, settings},
     objects::NS,
     sync,
 };
@@ -25,13 +33,13 @@ const CLAIMS: usize = 4;
 
 #[derive(Clone, Debug)]
 enum Event {
-    /// A controller's watches deliver.
+    /// The caches of a controller are refreshed.
     Sync(usize),
     ClaimPass(usize, usize),
     PoolPass(usize),
-    /// The next call of a controller goes through.
+    /// The next call of a controller is released.
     Step(usize),
-    /// So do the next few.
+    /// The next few calls of a controller are released.
     Steps(usize),
     Crash(usize),
     CreateClaim(usize),
@@ -39,18 +47,18 @@ enum Event {
     /// A user deletes the Sandbox that a claim holds.
     DeleteHeld(usize),
     Scale(usize),
-    /// Something else on a Sandbox changes, so that its version is another.
+    /// An unrelated field of a Sandbox changes, and with it the resourceVersion.
     Touch(usize),
     /// A member of the pool loses the name of its Pod.
     Unname(usize),
-    /// The Sandbox kind's passes, and the kubelets.
+    /// Passes over Sandboxes, and the kubelets' work.
     Nodes,
-    /// The next such write goes wrong.
+    /// The next write of this verb and kind fails.
     Fault(&'static str, &'static str, FaultAnswer),
 }
 
 fn event(controllers: usize) -> impl Strategy<Value = Event> {
-    let who = move || 0..controllers;
+    let index = move || 0..controllers;
     let write = || {
         prop::sample::select(vec![
             ("patch", "sandboxes"),
@@ -62,12 +70,12 @@ fn event(controllers: usize) -> impl Strategy<Value = Event> {
     };
     let refused = prop::sample::select(vec![500_u16, 409, 403]).prop_map(FaultAnswer::Refuse);
     prop_oneof![
-        8 => who().prop_map(Event::Sync),
-        12 => (who(), 0..CLAIMS).prop_map(|(who, claim)| Event::ClaimPass(who, claim)),
-        4 => who().prop_map(Event::PoolPass),
-        20 => who().prop_map(Event::Step),
-        6 => who().prop_map(Event::Steps),
-        2 => who().prop_map(Event::Crash),
+        8 => index().prop_map(Event::Sync),
+        12 => (index(), 0..CLAIMS).prop_map(|(index, claim)| Event::ClaimPass(index, claim)),
+        4 => index().prop_map(Event::PoolPass),
+        20 => index().prop_map(Event::Step),
+        6 => index().prop_map(Event::Steps),
+        2 => index().prop_map(Event::Crash),
         4 => (0..CLAIMS).prop_map(Event::CreateClaim),
         1 => (0..CLAIMS).prop_map(Event::DeleteClaim),
         2 => (0..CLAIMS).prop_map(Event::DeleteHeld),
@@ -76,12 +84,13 @@ fn event(controllers: usize) -> impl Strategy<Value = Event> {
         2 => (0..4_usize).prop_map(Event::Unname),
         3 => Just(Event::Nodes),
         1 => (write(), refused).prop_map(|((verb, kind), answer)| Event::Fault(verb, kind, answer)),
-        // A call waits for as long as the schedule wants, so that none is given up: that a write took effect and nobody was told comes as an answer.
+        // A call waits for as long as the schedule wants, so no call times out. A lost response is
+        // simulated by an answer instead.
         2 => write().prop_map(|(verb, kind)| Event::Fault(verb, kind, FaultAnswer::TooLate)),
     ]
 }
 
-/// One process: what it knows, and the passes that are under way in it.
+/// One controller process: its caches and its running passes.
 pub(crate) struct Process {
     pub(crate) context: Arc<Context>,
     gate: Arc<Semaphore>,
@@ -102,7 +111,7 @@ impl Process {
         }
     }
 
-    /// Starts a pass, unless one over the same object is under way.
+    /// Starts a pass unless a pass over the same object is running.
     pub(crate) fn pass(&mut self, key: String, pass: impl Future<Output = ()> + Send + 'static) {
         self.passes.retain(|_, pass| !pass.is_finished());
         self.passes.entry(key).or_insert_with(|| tokio::spawn(pass));
@@ -128,15 +137,15 @@ impl Process {
         });
     }
 
-    /// Whether a pass is under way.
+    /// Reports whether a pass is running.
     pub(crate) fn is_busy(&self) -> bool {
         self.passes.values().any(|pass| !pass.is_finished())
     }
 
     pub(crate) async fn step(&self) {
         self.gate.add_permits(1);
-        quiet().await;
-        // Nobody waited for it.
+        run_until_blocked().await;
+        // No call took the permit.
         self.gate.forget_permits(self.gate.available_permits());
     }
 
@@ -149,28 +158,29 @@ impl Process {
     }
 }
 
-/// Lets every task go on until it waits at a gate. On one thread, a task that is ready runs before this one does again.
-pub(crate) async fn quiet() {
+/// Lets every task run until it waits at a gate. On one thread, every ready task runs before this
+/// one runs again.
+pub(crate) async fn run_until_blocked() {
     for _ in 0..200 {
         tokio::task::yield_now().await;
     }
 }
 
-/// What held once must hold for ever.
+/// Facts that must stay true once they were true.
 #[derive(Default)]
-struct Witness {
-    /// UID of a Sandbox: UID of its claim.
+struct History {
+    /// UIDs of claims by the UID of their Sandbox.
     claimed: BTreeMap<String, String>,
-    /// UID of a claim: name and UID of the Sandbox that its status names.
+    /// Name and UID of the Sandbox in a claim's status, by the UID of the claim.
     committed: BTreeMap<String, (String, String)>,
-    /// The most that the pool was ever asked for.
+    /// Highest number of replicas so far.
     most: usize,
 }
 
 struct Run {
     nodes: Cluster,
     processes: Vec<Process>,
-    witness: Witness,
+    history: History,
 }
 
 impl Run {
@@ -185,38 +195,38 @@ impl Run {
         for process in &mut processes {
             sync::all(&nodes.api, &process.context);
         }
-        let witness = Witness {
+        let history = History {
             most: 2,
-            ..Witness::default()
+            ..History::default()
         };
         Self {
             nodes,
             processes,
-            witness,
+            history,
         }
     }
 
     async fn play(&mut self, event: &Event) {
         let api = self.nodes.api.clone();
         match *event {
-            Event::Sync(who) => sync::all(&api, &self.processes[who].context),
-            Event::ClaimPass(who, claim) => {
-                self.processes[who].claim_pass(&claim_name(claim));
-                quiet().await;
+            Event::Sync(index) => sync::all(&api, &self.processes[index].context),
+            Event::ClaimPass(index, claim) => {
+                self.processes[index].claim_pass(&claim_name(claim));
+                run_until_blocked().await;
             }
-            Event::PoolPass(who) => {
-                self.processes[who].pool_pass();
-                quiet().await;
+            Event::PoolPass(index) => {
+                self.processes[index].pool_pass();
+                run_until_blocked().await;
             }
-            Event::Step(who) => self.checked_step(who).await,
-            Event::Steps(who) => {
+            Event::Step(index) => self.checked_step(index).await,
+            Event::Steps(index) => {
                 for _ in 0..4 {
-                    self.checked_step(who).await;
+                    self.checked_step(index).await;
                 }
             }
-            Event::Crash(who) => {
-                self.processes[who].crash(&api);
-                sync::all(&api, &self.processes[who].context);
+            Event::Crash(index) => {
+                self.processes[index].crash(&api);
+                sync::all(&api, &self.processes[index].context);
             }
             Event::CreateClaim(claim) => {
                 let claim = claim_name(claim);
@@ -235,7 +245,7 @@ impl Run {
             Event::Scale(replicas) => {
                 let scale = json!({"spec": {"replicas": replicas}});
                 self.nodes.edit("sandboxwarmpools", "p", &scale);
-                self.witness.most = self.witness.most.max(replicas);
+                self.history.most = self.history.most.max(replicas);
             }
             Event::Touch(which) => {
                 let all = api.list("sandboxes");
@@ -262,11 +272,11 @@ impl Run {
         self.check();
     }
 
-    /// One call of a controller, and whether what it deleted was nobody's.
-    async fn checked_step(&mut self, who: usize) {
+    /// Releases one call of a controller and checks that it deleted only Sandboxes without a claim.
+    async fn checked_step(&mut self, index: usize) {
         let before = self.nodes.api.list("sandboxes");
         let claims = self.nodes.api.list("sandboxclaims");
-        self.processes[who].step().await;
+        self.processes[index].step().await;
         let after = self.nodes.api.list("sandboxes");
         let left: BTreeSet<&str> = after.iter().map(uid).collect();
         for gone in before.iter().filter(|sandbox| !left.contains(uid(sandbox))) {
@@ -286,7 +296,7 @@ impl Run {
                 continue;
             };
             let owner = owner["uid"].as_str().unwrap().to_owned();
-            let first = self.witness.claimed.entry(uid(sandbox).to_owned());
+            let first = self.history.claimed.entry(uid(sandbox).to_owned());
             let first = first.or_insert_with(|| owner.clone());
             assert_eq!(*first, owner, "a Sandbox changed from claim to claim");
         }
@@ -295,8 +305,9 @@ impl Run {
             self.check_committed(&claim, &sandboxes);
         }
         let pool = self.nodes.members().len();
-        // Two controllers that see nothing of each other may each fill the gap; each alone never makes more than is missing.
-        let most = self.witness.most * self.processes.len();
+        // Two controllers with stale caches may each fill the gap; each alone never makes more than
+        // is missing.
+        let most = self.history.most * self.processes.len();
         assert!(pool <= most, "{pool} members, {most} at most");
     }
 
@@ -305,7 +316,7 @@ impl Run {
             return;
         };
         let found = sandboxes.iter().find(|sandbox| name(sandbox) == named);
-        let known = self.witness.committed.get(uid(claim));
+        let known = self.history.committed.get(uid(claim));
         if let Some((earlier, earlier_uid)) = known
             && earlier != named
         {
@@ -320,11 +331,11 @@ impl Run {
                 "it names a Sandbox that is not its own"
             );
             let value = (named.to_owned(), uid(sandbox).to_owned());
-            self.witness.committed.insert(uid(claim).to_owned(), value);
+            self.history.committed.insert(uid(claim).to_owned(), value);
         }
     }
 
-    /// No more crashes and nobody late: everything comes to rest as it was asked for.
+    /// Runs until all is settled, without crashes and delays, and checks the final state.
     async fn wind_down(&mut self) {
         let api = self.nodes.api.clone();
         api.forget_faults();
@@ -340,19 +351,19 @@ impl Run {
         for claim in api.list("sandboxclaims") {
             let held = self.nodes.held_by(name(&claim)).unwrap();
             assert_eq!(self.nodes.controlled_by(&claim), [held]);
-            let ready = self.nodes.claim_says(name(&claim), "Ready").unwrap();
+            let ready = self.nodes.claim_condition(name(&claim), "Ready").unwrap();
             assert_eq!(ready.0, "True", "{claim:#}");
             owned += 1;
         }
         let all = api.list("sandboxes");
         let names: Vec<&str> = all.iter().map(name).collect();
         assert_eq!(all.len(), owned, "nothing is left over: {names:?}");
-        assert!(!all.iter().any(is_going));
+        assert!(!all.iter().any(is_terminating));
         self.check();
     }
 }
 
-/// How many schedules; `TORPOR_SCHEDULES` sets more.
+/// Returns the number of schedules; `TORPOR_SCHEDULES` overrides it.
 pub(crate) fn cases() -> u32 {
     let wanted = std::env::var("TORPOR_SCHEDULES").ok();
     wanted.and_then(|n| n.parse().ok()).unwrap_or(50)
@@ -384,14 +395,14 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     #[test]
-    fn one_controller_that_dies_at_any_call_keeps_claims_and_pools_right(
+    fn one_controller_that_crashes_at_any_call_keeps_claims_and_pools_consistent(
         events in prop::collection::vec(event(1), 1..100)
     ) {
         play(1, &events);
     }
 
     #[test]
-    fn two_controllers_at_once_keep_claims_right(
+    fn two_controllers_at_once_keep_claims_consistent(
         events in prop::collection::vec(event(2), 1..120)
     ) {
         play(2, &events);

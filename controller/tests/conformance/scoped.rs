@@ -1,4 +1,4 @@
-//! A controller that is confined to namespaces: at work with rights there and nowhere else.
+//! Tests of a controller with rights in some namespaces only.
 
 use std::{sync::Arc, time::Duration};
 
@@ -7,9 +7,9 @@ use torpor_controller::{calls, context::Context, settings::Settings};
 
 use crate::{
     apiserver::Apiserver,
-    cluster::is_going,
-    front::Front,
+    cluster::is_terminating,
     objects::{NS, mode, sandbox, torpor_sandbox},
+    proxy::Proxy,
     wiring::Running,
     world::World,
 };
@@ -26,20 +26,20 @@ fn settings() -> Settings {
     }
 }
 
-/// A world whose controller works in two namespaces, and is forbidden all else.
+/// Returns a world whose controller has rights in two namespaces only.
 fn confined() -> World {
     let world = World::with_settings(settings());
     world.api.confine(&[NS, OTHER]);
     world
 }
 
-/// The same, in which a part of the apiserver can be forbidden.
-fn behind(world: World, part: &'static str) -> (World, Front) {
-    let front = Front::before(&world.api, part);
-    let calls = calls::Apiserver::new(front.client(), Duration::from_secs(20));
+/// Returns the world behind a proxy that can forbid a part of the apiserver.
+fn behind(world: World, part: &'static str) -> (World, Proxy) {
+    let proxy = Proxy::new(&world.api, part);
+    let calls = calls::Apiserver::new(proxy.client(), Duration::from_secs(20));
     let context = Context::new(calls, "cluster.local".to_owned(), settings());
     let context = Arc::new(context);
-    (World { context, ..world }, front)
+    (World { context, ..world }, proxy)
 }
 
 fn in_namespace(namespace: &str) -> Value {
@@ -47,14 +47,14 @@ fn in_namespace(namespace: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_controller_of_two_namespaces_asks_for_nothing_beyond_them_but_kinds_of_the_cluster() {
+async fn a_controller_of_two_namespaces_reads_nothing_beyond_them_except_cluster_scoped_kinds() {
     let world = confined();
     for namespace in [OTHER, FOREIGN] {
         world.api.create("sandboxes", in_namespace(namespace));
     }
     let running = Running::start(world);
-    // The first of the one namespace was there before, that of the other comes later.
-    running.comes_up(sandbox(json!({}))).await;
+    // The Sandbox of the other namespace existed before the start, this one is created later.
+    running.bring_up(sandbox(json!({}))).await;
     let api = running.world.api.clone();
     let made = |api: &Apiserver| api.get("pods", OTHER, "s").is_some();
     api.until("the other namespace has its Pod", made).await;
@@ -70,46 +70,54 @@ async fn a_controller_of_two_namespaces_asks_for_nothing_beyond_them_but_kinds_o
 }
 
 #[tokio::test]
-async fn without_rights_of_the_cluster_a_sandbox_is_stopped_as_upstream_does_and_says_so() {
+async fn without_cluster_scoped_rights_a_sandbox_is_stopped_as_upstream_does_and_this_is_reported()
+{
     let running = Running::start(confined());
-    running.comes_up(torpor_sandbox(json!({}))).await;
+    running.bring_up(torpor_sandbox(json!({}))).await;
     running.world.edit_sandbox(&mode("Suspended"));
-    let going = |api: &Apiserver| api.get("pods", NS, "s").is_some_and(|pod| is_going(&pod));
+    let going = |api: &Apiserver| {
+        api.get("pods", NS, "s")
+            .is_some_and(|pod| is_terminating(&pod))
+    };
     running
         .world
         .api
         .until("the Pod is being deleted", going)
         .await;
-    running.says("Hibernated", "RuntimeNotCapable").await;
+    running
+        .wait_for_condition("Hibernated", "RuntimeNotCapable")
+        .await;
     running.world.pod_ends();
-    running.says("Suspended", "PodTerminated").await;
+    running
+        .wait_for_condition("Suspended", "PodTerminated")
+        .await;
     let world = running.end().await;
     assert!(world.snapshots().is_empty());
 }
 
 #[tokio::test]
-async fn a_right_of_the_cluster_that_is_taken_away_costs_no_sandbox_its_memory() {
-    let (world, front) = behind(confined(), "/sandboxnodes");
+async fn a_revoked_cluster_scoped_right_costs_no_sandbox_its_memory() {
+    let (world, proxy) = behind(confined(), "/sandboxnodes");
     world.api.confine(&[NS, OTHER, ""]);
     let running = Running::start(world);
-    running.comes_up(torpor_sandbox(json!({}))).await;
-    front.forbid();
-    front.has_refused(2).await;
+    running.bring_up(torpor_sandbox(json!({}))).await;
+    proxy.forbid();
+    proxy.has_refused(2).await;
     let world = &running.world;
     world.edit_sandbox(&mode("Suspended"));
     let asked = |_: &Apiserver| world.image_of_suspension().is_some();
     world.api.until("an image is asked for", asked).await;
-    assert!(!world.pod_is_going(), "before there is an image");
+    assert!(!world.pod_is_terminating(), "before there is an image");
     running.end().await;
 }
 
 #[tokio::test]
-async fn a_namespace_without_its_role_keeps_no_other_waiting_and_comes_on_when_it_has_it() {
-    let (world, front) = behind(confined(), "/namespaces/other/services");
-    front.forbid();
+async fn a_namespace_without_its_role_delays_no_other_and_is_served_once_it_has_it() {
+    let (world, proxy) = behind(confined(), "/namespaces/other/services");
+    proxy.forbid();
     world.api.create("sandboxes", in_namespace(OTHER));
     let running = Running::start(world);
-    running.comes_up(sandbox(json!({}))).await;
+    running.bring_up(sandbox(json!({}))).await;
     let api = running.world.api.clone();
     let made = |api: &Apiserver| api.get("pods", OTHER, "s").is_some();
     assert!(!made(&api), "a Service may have its name");
@@ -123,7 +131,7 @@ async fn a_namespace_without_its_role_keeps_no_other_waiting_and_comes_on_when_i
         }
     };
     listed([1, 0]);
-    front.allow();
+    proxy.allow();
     api.until("it has its Pod", made).await;
     listed([1, 1]);
     running.end().await;

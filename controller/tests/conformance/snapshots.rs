@@ -1,4 +1,5 @@
-//! SandboxSnapshots: what is the controller's to say of them, and what it leaves to the agents.
+//! Tests of SandboxSnapshots: conditions that the controller writes, and those that it leaves to
+//! the agents.
 
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use crate::{
     world::World,
 };
 
-/// One pass over a snapshot as it is now.
+/// Runs a pass over a snapshot.
 async fn pass(world: &World, name: &str) {
     let found = world.api.get("sandboxsnapshots", NS, name);
     let found = serde_json::from_value(found.expect("the snapshot exists")).unwrap();
@@ -23,7 +24,7 @@ fn committed_condition(world: &World) -> Value {
 }
 
 #[tokio::test]
-async fn that_a_pod_was_force_deleted_while_it_was_saved_is_its_agents_to_tell() {
+async fn a_pod_force_deleted_during_its_save_is_reported_by_its_agent() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     world.edit_sandbox(&mode("Suspended"));
@@ -31,21 +32,22 @@ async fn that_a_pod_was_force_deleted_while_it_was_saved_is_its_agents_to_tell()
     let name = world.snapshot();
     world.api.remove("pods", NS, "s");
     let gone = condition("Committed", "False", "SandboxNotFound", "The Pod is gone");
-    let told = json!({
+    let report = json!({
         "metadata": {"finalizers": ["torpor.dev/image"]},
         "status": {"nodeName": "n1", "conditions": [gone]},
     });
-    world.edit_snapshot(&name, &told);
+    world.edit_snapshot(&name, &report);
     world.settle().await;
     world.api.take_writes();
     pass(&world, &name).await;
     assert_eq!(world.api.take_writes(), []);
     assert_eq!(committed_condition(&world), gone);
     let message = "The Pod ended before its memory was saved; memory was not kept";
-    world.assert_says("Hibernated", "False", "SaveFailed", message);
+    world.assert_condition("Hibernated", "False", "SaveFailed", message);
 }
 
-/// A Sandbox that is being suspended, whose image was committed and cannot be found before its Pod was deleted.
+/// Returns a world whose Sandbox is being suspended: its image was committed, but is missing before
+/// the Pod is deleted.
 async fn image_is_missing() -> (World, String) {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
@@ -60,35 +62,35 @@ async fn image_is_missing() -> (World, String) {
 }
 
 #[tokio::test]
-async fn an_image_that_is_missing_while_its_pod_is_there_is_not_being_saved() {
+async fn a_missing_image_of_an_existing_pod_is_not_reported_as_being_saved() {
     let (world, name) = image_is_missing().await;
     let message = format!(
-        "The image of SandboxSnapshot {name:?} is not on node \"n1\", and is waited for (a disk that is not mounted, a directory with another name)"
+        "The image of SandboxSnapshot {name:?} is not on node \"n1\"; the controller waits for it (a disk that is not mounted, a directory with another name)"
     );
-    world.assert_says("Hibernated", "False", "ImageMissing", &message);
+    world.assert_condition("Hibernated", "False", "ImageMissing", &message);
     assert!(
-        !world.pod_is_going(),
+        !world.pod_is_terminating(),
         "its sandbox sleeps in the same image"
     );
     world.edit_snapshot(&name, &committed("i.1", "n1"));
     world.settle().await;
-    assert!(world.pod_is_going());
+    assert!(world.pod_is_terminating());
 }
 
 #[tokio::test]
-async fn a_pod_that_ends_while_its_image_is_missing_takes_no_memory_along() {
+async fn a_pod_that_ends_while_its_image_is_missing_loses_no_memory() {
     let (world, _) = image_is_missing().await;
     world.edit_pod(&json!({"status": {"phase": "Failed"}}));
     world.settle().await;
     world.pod_ends();
     world.settle().await;
-    let said = world.condition("Hibernated").expect("it is said");
-    assert_eq!(said.1, "ImageMissing");
+    let hibernated = world.condition("Hibernated").expect("the condition is set");
+    assert_eq!(hibernated.1, "ImageMissing");
     assert_eq!(world.events(), Vec::<String>::new(), "nothing is lost yet");
 }
 
 #[tokio::test]
-async fn what_no_agent_has_adopted_the_controller_says_and_takes_back() {
+async fn the_controller_reports_on_a_snapshot_that_no_agent_has_adopted() {
     let world = World::new();
     let snapshot = json!({
         "metadata": {"name": "m", "namespace": NS},
@@ -103,7 +105,7 @@ async fn what_no_agent_has_adopted_the_controller_says_and_takes_back() {
 }
 
 #[tokio::test]
-async fn what_an_agent_adopted_and_never_told_of_goes_when_it_is_deleted() {
+async fn an_adopted_snapshot_without_a_report_is_removed_when_it_is_deleted() {
     let world = World::new();
     let snapshot = json!({
         "metadata": {

@@ -1,9 +1,14 @@
-//! Random schedules of Suspend and resume: one controller or two, whose passes are let on one call
-//! at a time, that see the world late, that are refused or not told what became of a write, and
-//! that die between any two calls; a user that suspends and resumes; drains; and a node whose agent
-//! sleeps, saves, wakes and reports when the schedule says so. A call takes less time than a Pod
-//! takes to start or to end. Whatever the order: no memory that is in an image is lost, none is
-//! used twice or out of turn, there are never two Pods, and in the end the Sandbox is as asked.
+//! Tests random schedules of suspend and resume with one controller or two.
+//!
+//! The schedule releases one call of a pass at a time, delays the watches, refuses writes or loses
+//! the responses to them, and kills controllers between any two calls. A user suspends and resumes,
+//! drains evict the Pod, and the node's agent sleeps, saves, wakes and reports at times of the
+//! schedule. A call takes less time than a Pod takes to start or to end. The invariants of every
+//! schedule are:
+//! - No memory in an image is lost.
+//! - No memory is used twice or out of order.
+//! - There are never two Pods.
+//! - In the end the Sandbox is as requested.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -14,46 +19,46 @@ use torpor_controller::sandbox;
 
 use crate::{
     apiserver::{Apiserver, Fault, FaultAnswer},
-    cluster::{is_going, name, said},
+    cluster::{condition_of, is_terminating, name},
     objects::{
         NS, committed, condition, mode, ready_pod, runtime_class, sandbox_node, torpor_sandbox,
     },
-    schedules::{Process, cases, quiet, uid},
+    schedules::{Process, cases, run_until_blocked, uid},
     sync,
 };
 
 #[derive(Clone, Debug)]
 enum Event {
-    /// A controller's watches deliver.
+    /// The caches of a controller are refreshed.
     Sync(usize),
     Pass(usize),
-    /// The next call of a controller goes through.
+    /// The next call of a controller is released.
     Step(usize),
-    /// So do the next few.
+    /// The next few calls of a controller are released.
     Steps(usize),
     Crash(usize),
     Mode(&'static str),
     /// The kubelet starts a Pod.
     Starts,
-    /// The kubelet lets go of a Pod that is being deleted.
+    /// The kubelet removes a Pod that is being deleted.
     Ends,
-    /// The agent does what it is asked for.
+    /// The agent carries out a request.
     Agent,
-    /// The sandbox falls asleep by itself.
+    /// The idle sandbox falls asleep.
     Sleeps,
-    /// Somebody calls it.
+    /// A client wakes the sandbox.
     Wakes,
     /// A drain evicts the Pod.
     Evicted,
     /// The agent reports.
     Reports,
-    /// Everybody is quick for once, so that the schedule gets somewhere.
+    /// Every component acts once, so that the schedule progresses.
     Progress(usize),
     Fault(&'static str, &'static str, FaultAnswer),
 }
 
 fn event(controllers: usize) -> impl Strategy<Value = Event> {
-    let who = move || 0..controllers;
+    let index = move || 0..controllers;
     let write = prop::sample::select(vec![
         ("create", "pods"),
         ("delete", "pods"),
@@ -70,11 +75,11 @@ fn event(controllers: usize) -> impl Strategy<Value = Event> {
     ]);
     let modes = prop::sample::select(vec!["Running", "Suspended"]);
     prop_oneof![
-        8 => who().prop_map(Event::Sync),
-        12 => who().prop_map(Event::Pass),
-        20 => who().prop_map(Event::Step),
-        8 => who().prop_map(Event::Steps),
-        2 => who().prop_map(Event::Crash),
+        8 => index().prop_map(Event::Sync),
+        12 => index().prop_map(Event::Pass),
+        20 => index().prop_map(Event::Step),
+        8 => index().prop_map(Event::Steps),
+        2 => index().prop_map(Event::Crash),
         6 => modes.prop_map(Event::Mode),
         4 => Just(Event::Starts),
         4 => Just(Event::Ends),
@@ -83,33 +88,33 @@ fn event(controllers: usize) -> impl Strategy<Value = Event> {
         2 => Just(Event::Wakes),
         2 => Just(Event::Evicted),
         3 => Just(Event::Reports),
-        4 => who().prop_map(Event::Progress),
+        4 => index().prop_map(Event::Progress),
         2 => (write, answer)
             .prop_map(|((verb, kind), answer)| Event::Fault(verb, kind, answer)),
     ]
 }
 
-/// A sandbox on the node.
+/// Sandbox on the node.
 struct Live {
     state: u64,
-    /// It went on from an image.
+    /// Set if the sandbox continued from an image.
     resumed: bool,
     asleep: bool,
 }
 
-/// An image on the node's disk, by the UID of its Pod.
+/// Image on the node's disk.
 struct Image {
     state: u64,
-    /// Some Pod went on from it.
+    /// Set if a Pod continued from the image.
     used: bool,
 }
 
-/// The node: its kubelet, its agent, and what is true of its sandboxes.
+/// Node with its kubelet, its agent and the true state of its sandboxes.
 struct Node {
     api: Apiserver,
     live: BTreeMap<String, Live>,
     images: BTreeMap<String, Image>,
-    /// State of the sandbox while it is in an image and nowhere else.
+    /// State of the sandbox while only an image holds it.
     owed: Option<u64>,
     states: u64,
 }
@@ -126,14 +131,14 @@ impl Node {
         all.into_iter().next()
     }
 
-    fn pod_says(&self, said: Value) {
-        let pod = self.pod().expect("it speaks of a Pod");
+    fn set_pod_condition(&self, condition: Value) {
+        let pod = self.pod().expect("the Pod exists");
         let mut all = pod["status"]["conditions"]
             .as_array()
             .cloned()
             .unwrap_or_default();
-        all.retain(|other| other["type"] != said["type"]);
-        all.push(said);
+        all.retain(|other| other["type"] != condition["type"]);
+        all.push(condition);
         self.api.edit(
             "pods",
             NS,
@@ -143,10 +148,12 @@ impl Node {
     }
 
     fn starts(&mut self) {
-        let Some(pod) = self.pod().filter(|pod| !is_going(pod)) else {
+        let Some(pod) = self.pod().filter(|pod| !is_terminating(pod)) else {
             return;
         };
-        if pod["status"]["phase"] != "Pending" || said(&pod, "torpor.dev/Restored").is_some() {
+        if pod["status"]["phase"] != "Pending"
+            || condition_of(&pod, "torpor.dev/Restored").is_some()
+        {
             return;
         }
         assert!(self.live.is_empty(), "two live sandboxes");
@@ -160,7 +167,7 @@ impl Node {
                 let image = self.images.get_mut(image.trim_end_matches(".1"));
                 let Some(image) = image.filter(|image| !image.used) else {
                     let stale = condition("torpor.dev/Restored", "False", "ImageStale", "used");
-                    return self.pod_says(stale);
+                    return self.set_pod_condition(stale);
                 };
                 assert_eq!(self.owed, Some(image.state), "an older state");
                 image.used = true;
@@ -178,17 +185,17 @@ impl Node {
     }
 
     fn ends(&mut self) {
-        let Some(pod) = self.pod().filter(is_going) else {
+        let Some(pod) = self.pod().filter(is_terminating) else {
             return;
         };
         let of = uid(&pod).to_owned();
-        // A Pod takes longer to end than its agent to hear of a snapshot that is deleted.
+        // A Pod takes longer to end than its agent takes to observe a deleted snapshot.
         for snapshot in self.api.list("sandboxsnapshots") {
-            if is_going(&snapshot) && snapshot["spec"]["podUID"] == of.as_str() {
+            if is_terminating(&snapshot) && snapshot["spec"]["podUID"] == of.as_str() {
                 self.is_deleted(&snapshot, &of);
             }
         }
-        let is_evicted = said(&pod, "DisruptionTarget").is_some();
+        let is_evicted = condition_of(&pod, "DisruptionTarget").is_some();
         self.api.remove("pods", NS, name(&pod));
         self.live.remove(&of);
         let snapshots = self.api.list("sandboxsnapshots");
@@ -200,7 +207,7 @@ impl Node {
         }
     }
 
-    /// Removes an image, which nobody may need any more.
+    /// Removes an image and checks that its memory is not needed any more.
     fn discard(&mut self, of: &str) {
         if let Some(image) = self.images.remove(of) {
             let is_owed = !image.used && self.owed == Some(image.state);
@@ -208,9 +215,9 @@ impl Node {
         }
     }
 
-    /// The Pod whose sandbox is on the node, unless it ends.
+    /// Returns the Pod, and its UID, whose sandbox is on the node and which does not terminate.
     fn staying(&self) -> Option<(Value, String)> {
-        let pod = self.pod().filter(|pod| !is_going(pod))?;
+        let pod = self.pod().filter(|pod| !is_terminating(pod))?;
         let of = uid(&pod).to_owned();
         self.live.contains_key(&of).then_some((pod, of))
     }
@@ -233,7 +240,7 @@ impl Node {
             used: false,
         };
         self.images.insert(of.to_owned(), image);
-        self.pod_says(condition("torpor.dev/Hibernated", "True", "Hibernated", ""));
+        self.set_pod_condition(condition("torpor.dev/Hibernated", "True", "Hibernated", ""));
         self.reports();
     }
 
@@ -247,7 +254,7 @@ impl Node {
         live.state = state;
         self.owed = None;
         self.images.remove(of);
-        self.pod_says(condition("torpor.dev/Hibernated", "False", "Awake", ""));
+        self.set_pod_condition(condition("torpor.dev/Hibernated", "False", "Awake", ""));
         self.reports();
     }
 
@@ -265,8 +272,8 @@ impl Node {
     }
 
     fn is_evicted(&self) {
-        if let Some(pod) = self.pod().filter(|pod| !is_going(pod)) {
-            self.pod_says(condition(
+        if let Some(pod) = self.pod().filter(|pod| !is_terminating(pod)) {
+            self.set_pod_condition(condition(
                 "DisruptionTarget",
                 "True",
                 "EvictionByEvictionAPI",
@@ -276,10 +283,11 @@ impl Node {
         }
     }
 
-    /// A report is later than a question that stands in the Sandbox' status already.
+    /// Reports the node's images. The report is newer than a question that the Sandbox's status
+    /// already contains.
     fn reports(&self) {
         let sandbox = self.api.get("sandboxes", NS, "s").unwrap();
-        let asked = said(&sandbox, "Restored").is_some_and(|said| said.1 == "AskingNode");
+        let asked = condition_of(&sandbox, "Restored").is_some_and(|found| found.1 == "AskingNode");
         let at = Timestamp::now() + SignedDuration::from_secs(if asked { 11 } else { 0 });
         let unused = self.images.iter().filter(|(_, image)| !image.used);
         let list: Vec<Value> = unused
@@ -292,8 +300,9 @@ impl Node {
     fn agent(&mut self) {
         for snapshot in self.api.list("sandboxsnapshots") {
             let of = snapshot["spec"]["podUID"].as_str().unwrap().to_owned();
-            let is_committed = said(&snapshot, "Committed").is_some_and(|said| said.0 == "True");
-            if is_going(&snapshot) {
+            let is_committed =
+                condition_of(&snapshot, "Committed").is_some_and(|found| found.0 == "True");
+            if is_terminating(&snapshot) {
                 self.is_deleted(&snapshot, &of);
             } else if is_committed {
                 self.is_kept(&snapshot, &of);
@@ -306,14 +315,14 @@ impl Node {
                 .get("torpor.dev/restore-image")
                 .is_some()
         {
-            self.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
+            self.set_pod_condition(condition("torpor.dev/Restored", "True", "Restored", ""));
         }
     }
 
     fn is_deleted(&mut self, snapshot: &Value, of: &str) {
         match self.pod().filter(|pod| uid(pod) == of) {
-            Some(pod) if !is_going(&pod) && self.live.contains_key(of) => self.wakes(of),
-            // The image is that Pod's own as long as there is one.
+            Some(pod) if !is_terminating(&pod) && self.live.contains_key(of) => self.wakes(of),
+            // The image stays as long as its Pod exists.
             Some(_) => {}
             None => self.discard(of),
         }
@@ -322,7 +331,7 @@ impl Node {
     }
 
     fn is_kept(&self, snapshot: &Value, of: &str) {
-        if said(snapshot, "Consumed").is_some()
+        if condition_of(snapshot, "Consumed").is_some()
             || !self.images.get(of).is_some_and(|image| image.used)
         {
             return;
@@ -340,8 +349,10 @@ impl Node {
     fn is_asked(&mut self, snapshot: &Value, of: &str) {
         let pod = self.pod().filter(|pod| uid(pod) == of);
         match &pod {
-            Some(pod) if !is_going(pod) && self.live.contains_key(of) => self.falls_asleep(of),
-            // It is not on the node yet, or ends awake.
+            Some(pod) if !is_terminating(pod) && self.live.contains_key(of) => {
+                self.falls_asleep(of)
+            }
+            // The sandbox is not on the node yet, or ends while awake.
             Some(_) if !self.images.contains_key(of) => return,
             _ => {}
         }
@@ -388,17 +399,17 @@ impl Run {
     async fn play(&mut self, event: &Event) {
         let api = self.node.api.clone();
         match *event {
-            Event::Sync(who) => sync::all(&api, &self.processes[who].context),
-            Event::Pass(who) => self.pass(who).await,
-            Event::Step(who) => self.step(who).await,
-            Event::Steps(who) => {
+            Event::Sync(index) => sync::all(&api, &self.processes[index].context),
+            Event::Pass(index) => self.pass(index).await,
+            Event::Step(index) => self.step(index).await,
+            Event::Steps(index) => {
                 for _ in 0..4 {
-                    self.step(who).await;
+                    self.step(index).await;
                 }
             }
-            Event::Crash(who) => {
-                self.processes[who].crash(&api);
-                sync::all(&api, &self.processes[who].context);
+            Event::Crash(index) => {
+                self.processes[index].crash(&api);
+                sync::all(&api, &self.processes[index].context);
             }
             Event::Mode(to) => {
                 let generation = &api.get("sandboxes", NS, "s").unwrap()["metadata"]["generation"];
@@ -416,7 +427,7 @@ impl Run {
             }
             Event::Agent => self.node.agent(),
             Event::Sleeps => {
-                // The memory of a Pod that no controller has ever seen run is not looked for.
+                // The memory of a Pod that no controller saw running is not looked for.
                 if let Some((_, of)) = self.node.staying()
                     && self.node.is_recorded(&of)
                 {
@@ -426,13 +437,13 @@ impl Run {
             Event::Wakes => self.node.wakes_by_itself(),
             Event::Evicted => self.node.is_evicted(),
             Event::Reports => self.node.reports(),
-            Event::Progress(who) => self.progress(who).await,
+            Event::Progress(index) => self.progress(index).await,
             Event::Fault(verb, kind, answer) => api.fail(Fault { verb, kind, answer }),
         }
     }
 
-    async fn pass(&mut self, who: usize) {
-        let process = &mut self.processes[who];
+    async fn pass(&mut self, index: usize) {
+        let process = &mut self.processes[index];
         let Some(found) = process.context.caches.sandboxes.get(NS, "s") else {
             return;
         };
@@ -440,20 +451,20 @@ impl Run {
         process.pass("s".to_owned(), async move {
             let _ = sandbox::reconcile(found, context).await;
         });
-        quiet().await;
+        run_until_blocked().await;
     }
 
-    /// One call of a controller. It deletes no Pod whose sandbox is awake and is known to run, nor
-    /// one that went on from an image.
-    async fn step(&mut self, who: usize) {
-        let before = self.node.pod().filter(|pod| !is_going(pod));
-        self.processes[who].step().await;
+    /// Releases one call of a controller. It must not delete a Pod whose sandbox is awake and known
+    /// to run, or one that continued from an image.
+    async fn step(&mut self, index: usize) {
+        let before = self.node.pod().filter(|pod| !is_terminating(pod));
+        self.processes[index].step().await;
         let Some(before) = before else { return };
-        let goes = self.node.pod().is_none_or(|pod| is_going(&pod));
+        let goes = self.node.pod().is_none_or(|pod| is_terminating(&pod));
         let Some(live) = self.node.live.get(uid(&before)).filter(|_| goes) else {
             return;
         };
-        let seen = self.processes[who]
+        let seen = self.processes[index]
             .context
             .caches
             .pods
@@ -468,20 +479,20 @@ impl Run {
         );
     }
 
-    /// Passes that are under way come to their end.
+    /// Completes all running passes.
     async fn finish(&mut self) {
-        for who in 0..self.processes.len() {
-            while self.processes[who].is_busy() {
-                self.step(who).await;
+        for index in 0..self.processes.len() {
+            while self.processes[index].is_busy() {
+                self.step(index).await;
             }
         }
     }
 
-    async fn progress(&mut self, who: usize) {
+    async fn progress(&mut self, index: usize) {
         for _ in 0..2 {
             self.finish().await;
-            sync::all(&self.node.api, &self.processes[who].context);
-            self.pass(who).await;
+            sync::all(&self.node.api, &self.processes[index].context);
+            self.pass(index).await;
             self.finish().await;
             self.node.starts();
             self.node.agent();
@@ -489,7 +500,7 @@ impl Run {
         }
     }
 
-    /// No more crashes and nobody late: everything comes to rest as it was asked for.
+    /// Runs until all is settled, without crashes and delays, and checks the final state.
     async fn wind_down(&mut self) {
         let api = self.node.api.clone();
         api.forget_faults();
@@ -521,8 +532,8 @@ fn play(controllers: usize, events: &[Event]) {
         run.play(&Event::Progress(0)).await;
         // Every controller has seen the Sandbox run: a leader's first list is no older than its
         // lease.
-        for who in 0..controllers {
-            run.play(&Event::Sync(who)).await;
+        for index in 0..controllers {
+            run.play(&Event::Sync(index)).await;
         }
         for event in events {
             run.play(event).await;
@@ -535,7 +546,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
 
     #[test]
-    fn one_controller_that_dies_at_any_call_loses_no_memory_and_uses_none_twice(
+    fn one_controller_that_crashes_at_any_call_loses_no_memory_and_uses_none_twice(
         events in prop::collection::vec(event(1), 1..100)
     ) {
         play(1, &events);

@@ -1,4 +1,4 @@
-//! Brings the caches of a controller up to date, as its watches would, when a test says so.
+//! Refreshes the caches of a controller, as its watches would, when a test asks for it.
 
 use std::fmt::Debug;
 
@@ -13,7 +13,7 @@ use torpor_controller::{
 
 use crate::apiserver::Apiserver;
 
-/// Every cache.
+/// Refreshes every cache.
 pub(crate) fn all(api: &Apiserver, context: &Context) {
     let Caches {
         sandboxes: _,
@@ -56,7 +56,7 @@ pub(crate) fn all(api: &Apiserver, context: &Context) {
     }
 }
 
-/// Only the Sandboxes.
+/// Refreshes only the cache of Sandboxes.
 pub(crate) fn sandboxes(api: &Apiserver, context: &Context) {
     for change in fill(api, &context.caches.sandboxes, "sandboxes", |_| true) {
         watches::sandbox_changed(context, &change);
@@ -75,7 +75,7 @@ where
     fill_trimmed(api, cache, kind, shown, |_| {})
 }
 
-/// Of each object what the watch keeps.
+/// Refreshes a cache with the part of each object that the watch keeps.
 fn fill_trimmed<K>(
     api: &Apiserver,
     cache: &Cache<K>,
@@ -88,7 +88,7 @@ where
 {
     cache.apply(Event::Init);
     for object in api.list(kind).into_iter().filter(|object| shown(object)) {
-        // As the watch does with an object that cannot be read.
+        // The watch skips objects that cannot be deserialized, too.
         if let Ok(mut object) = serde_json::from_value(object) {
             trim(&mut object);
             cache.apply(Event::InitApply(object));

@@ -1,4 +1,5 @@
-//! Somebody deletes upstream's controller (v1) and installs this one: everything is as upstream's left it, its JSON gone through Go's types, and stays so.
+//! Tests that this controller takes over from upstream's (v1): all objects are as upstream's left
+//! them, with JSON written by Go's types, and stay so.
 
 use serde_json::{Value, json};
 use torpor_api::name_hash;
@@ -9,12 +10,12 @@ use crate::{
 };
 
 const SAFE_TO_EVICT: &str = "cluster-autoscaler.kubernetes.io/safe-to-evict";
-/// What Go's JSON of the template hashes to. Ours never does.
+/// Hash of the template's Go JSON, which never equals our hash.
 const BLUEPRINT_HASH: &str = "5d2af1c0";
 const HELD: &str = "p-7kq2x";
 const MEMBERS: [&str; 2] = ["p-m4cdz", "p-x9fvb"];
 
-/// What a user wrote, zero values and all. The apiserver has put in the protocol.
+/// Returns a pod spec as a user wrote it, with zero values. The apiserver added the protocol.
 fn as_written() -> Value {
     json!({
         "hostNetwork": false,
@@ -29,7 +30,7 @@ fn as_written() -> Value {
     })
 }
 
-/// The same, with the secure defaults, as Go's types write it.
+/// Returns the same spec with the secure defaults, as Go's types write it.
 fn through_go() -> Value {
     json!({
         "automountServiceAccountToken": false,
@@ -59,7 +60,7 @@ fn condition(type_: &str, status: &str, reason: &str, message: &str) -> Value {
     condition
 }
 
-/// A Sandbox from the pool, with its Pod, both Ready.
+/// Creates a Sandbox from the pool and its Pod, both Ready.
 fn sandbox(cluster: &Cluster, at: usize, named: &str, of_owner: &Value) {
     let (hash, running) = (name_hash(named), ready_at(at));
     let template = json!({"agents.x-k8s.io/sandbox-template-ref-hash": name_hash("t")});
@@ -102,7 +103,7 @@ fn sandbox(cluster: &Cluster, at: usize, named: &str, of_owner: &Value) {
     cluster.api.edit("pods", NS, named, &running);
 }
 
-/// What a member has beside what every Sandbox of the pool has.
+/// Returns the metadata of a pool member.
 fn of_pool(pool: &Value) -> Value {
     let hashes = json!({
         "agents.x-k8s.io/sandbox-pod-template-hash": "9c1be2a7",
@@ -122,7 +123,7 @@ fn of_pool(pool: &Value) -> Value {
     })
 }
 
-/// The same of a Sandbox that was a member, and is a claim's now.
+/// Returns the metadata of a former member that a claim holds.
 fn of_claim(claim: &Value) -> Value {
     let claimed = json!({
         "agents.x-k8s.io/claim-uid": claim["metadata"]["uid"],
@@ -140,7 +141,7 @@ fn of_claim(claim: &Value) -> Value {
     })
 }
 
-/// A template that has been reconciled, and its NetworkPolicy.
+/// Creates a reconciled template and its NetworkPolicy.
 fn template(cluster: &Cluster) {
     let hash = name_hash("t");
     let label = json!({"agents.x-k8s.io/sandbox-template-ref-hash": hash});
@@ -178,7 +179,7 @@ fn template(cluster: &Cluster) {
     cluster.api.create("networkpolicies", policy);
 }
 
-/// A pool that is full, and replaces stale members at once.
+/// Creates a full pool with the strategy Recreate.
 fn pool(cluster: &Cluster) {
     let selector = format!("agents.x-k8s.io/warm-pool-sandbox={}", name_hash("p"));
     let change = json!({
@@ -194,7 +195,7 @@ fn pool(cluster: &Cluster) {
     }
 }
 
-/// A claim that has one of the pool's Sandboxes.
+/// Creates a claim that holds one of the pool's Sandboxes.
 fn claim(cluster: &Cluster) {
     let change = json!({
         "metadata": {
@@ -215,7 +216,7 @@ fn claim(cluster: &Cluster) {
     sandbox(cluster, 2, HELD, &of_claim(&cluster.get_claim("c")));
 }
 
-/// Everything as upstream's controller leaves it, in a cluster whose nodes have Torpor.
+/// Returns the objects as upstream's controller leaves them, in a cluster whose nodes have Torpor.
 fn left_by_upstream() -> Cluster {
     let cluster = Cluster::new();
     cluster.api.create("runtimeclasses", runtime_class());
@@ -226,7 +227,7 @@ fn left_by_upstream() -> Cluster {
     cluster
 }
 
-/// Passes over everything, none of which fails.
+/// Runs a pass over every object; none fails.
 async fn pass(cluster: &Cluster) {
     cluster.template_pass("t").await.unwrap();
     cluster.claim_pass("c").await.unwrap();
@@ -235,13 +236,13 @@ async fn pass(cluster: &Cluster) {
 }
 
 #[tokio::test]
-async fn what_upstreams_controller_left_goes_on_as_if_nothing_had_happened() {
+async fn objects_of_upstreams_controller_continue_unchanged() {
     let cluster = left_by_upstream();
     for _ in 0..3 {
         pass(&cluster).await;
     }
-    // The policy blocks more than upstream's, and the pool is told how its sandboxes would keep
-    // their memory and gets conditions: that is all.
+    // Only these differ: the policy blocks more than upstream's, and the pool gets conditions and
+    // an Event that recommends a RuntimeClass.
     assert_eq!(
         cluster.writes_with_events(),
         [
@@ -251,12 +252,12 @@ async fn what_upstreams_controller_left_goes_on_as_if_nothing_had_happened() {
         ]
     );
     assert_eq!(cluster.events()[0].0, "RuntimeNotNamed");
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     assert_eq!(cluster.members(), MEMBERS);
 }
 
 #[tokio::test]
-async fn a_member_that_upstreams_controller_made_is_handed_out_with_its_pod() {
+async fn a_member_made_by_upstreams_controller_is_claimed_with_its_pod() {
     let cluster = left_by_upstream();
     let uids = |cluster: &Cluster| -> Vec<(String, Value)> {
         let pods = cluster.api.list("pods");
@@ -268,7 +269,7 @@ async fn a_member_that_upstreams_controller_made_is_handed_out_with_its_pod() {
     let before = uids(&cluster);
     cluster.claim("d", json!({}));
     cluster.claim_pass("d").await.unwrap();
-    cluster.assert_claim_says("d", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("d", "True", "DependenciesReady", "Pod is Ready");
     let taken = cluster.held_by("d").unwrap();
     assert!(MEMBERS.contains(&taken.as_str()), "{taken}");
     cluster.settle().await;
@@ -280,6 +281,6 @@ async fn a_member_that_upstreams_controller_made_is_handed_out_with_its_pod() {
     assert_eq!(pod["metadata"]["labels"].get(member), None);
     assert_eq!(pod["metadata"]["annotations"].get(SAFE_TO_EVICT), None);
     for claim in ["c", "d"] {
-        cluster.assert_claim_says(claim, "True", "DependenciesReady", "Pod is Ready");
+        cluster.assert_claim_ready(claim, "True", "DependenciesReady", "Pod is Ready");
     }
 }

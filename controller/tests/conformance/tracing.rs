@@ -1,4 +1,5 @@
-//! Spans of passes reach a collector over OTLP, and the trace goes from a claim's annotation to its Sandbox and back to the collector.
+//! Tests of tracing: spans of passes reach a collector over OTLP, and a claim's trace reaches its
+//! Sandbox and the collector.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -23,7 +24,7 @@ use crate::{
 
 const ANNOTATION: &str = "opentelemetry.io/trace-context";
 
-/// Trace and span that a carrier names.
+/// Returns the ids of trace and span in a carrier.
 fn named_by(carrier: &Value) -> (String, String) {
     let carrier: BTreeMap<String, String> =
         serde_json::from_str(carrier.as_str().expect("there is a carrier")).unwrap();
@@ -31,7 +32,7 @@ fn named_by(carrier: &Value) -> (String, String) {
     (parts[1].to_owned(), parts[2].to_owned())
 }
 
-/// Lets a controller work on a cluster until `done`, with its spans exported. Returns them all.
+/// Runs a controller with exported spans on a cluster until `done`, and returns all spans.
 async fn traced(cluster: &Cluster, what: &str, done: impl Fn(&Apiserver) -> bool) -> Collector {
     let collector = Collector::default();
     let exporter = SpanExporter::builder()
@@ -54,10 +55,10 @@ async fn traced(cluster: &Cluster, what: &str, done: impl Fn(&Apiserver) -> bool
 }
 
 fn is_ready(object: &Value) -> bool {
-    crate::cluster::said(object, "Ready").is_some_and(|said| said.0 == "True")
+    crate::cluster::condition_of(object, "Ready").is_some_and(|ready| ready.0 == "True")
 }
 
-/// Template and pool without members, so that a claim gets a Sandbox of its own, whose Pod is ready as soon as it is there.
+/// Returns a cluster with a template and an empty pool, so that a claim gets a Sandbox of its own.
 fn cluster() -> Cluster {
     let cluster = Cluster::new();
     cluster.template(json!({}));
@@ -65,7 +66,7 @@ fn cluster() -> Cluster {
     cluster
 }
 
-/// The "kubelet" starts the claim's Pod, and the claim says so and is annotated.
+/// Starts the claim's Pod, as a kubelet does, and reports whether the claim is Ready and annotated.
 fn served(api: &Apiserver) -> bool {
     let pod = api.get("pods", NS, "c");
     if pod.is_some_and(|pod| pod["status"]["phase"] == "Pending") {
@@ -78,7 +79,7 @@ fn served(api: &Apiserver) -> bool {
 }
 
 #[tokio::test(flavor = "current_thread")]
-async fn a_clients_trace_goes_over_its_claim_to_the_sandbox_and_to_the_collector() {
+async fn a_clients_trace_passes_from_its_claim_to_the_sandbox_and_the_collector() {
     let cluster = cluster();
     let carrier = r#"{"traceparent":"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}"#;
     cluster.claim(
@@ -100,7 +101,7 @@ async fn a_clients_trace_goes_over_its_claim_to_the_sandbox_and_to_the_collector
             assert_eq!(hex(&span.parent_span_id), "00f067aa0ba902b7");
         }
     }
-    // What a pass does is below it.
+    // The steps of a pass are its child spans.
     let passes: Vec<_> = collector.named("ReconcileSandbox");
     let steps = collector.named("reconcilePod");
     assert!(!steps.is_empty());
@@ -127,7 +128,7 @@ async fn a_claim_without_a_trace_gets_one_that_its_sandbox_shares() {
     let claim = &cluster.get_claim("c")["metadata"]["annotations"][ANNOTATION];
     let sandbox = &cluster.get_sandbox("c")["metadata"]["annotations"][ANNOTATION];
     assert_eq!(claim, sandbox);
-    // It is the claim's first pass, which nothing comes before; all else belongs to it.
+    // The carrier names the claim's first pass, which has no parent; all other spans belong to it.
     let (trace, first) = named_by(claim);
     let passes = collector.named("ReconcileSandboxClaim");
     let root = passes.iter().find(|span| hex(&span.span_id) == first);
@@ -142,7 +143,7 @@ async fn a_claim_without_a_trace_gets_one_that_its_sandbox_shares() {
 }
 
 #[tokio::test(flavor = "current_thread")]
-async fn a_pass_that_failed_says_so_on_its_span() {
+async fn a_failed_pass_sets_an_error_on_its_span() {
     let cluster = cluster();
     cluster.api.fail(Fault {
         verb: "create",
@@ -167,7 +168,7 @@ async fn a_pass_that_failed_says_so_on_its_span() {
 }
 
 #[tokio::test(flavor = "current_thread")]
-async fn without_an_exporter_nothing_is_written_of_a_trace() {
+async fn without_an_exporter_no_trace_annotation_is_written() {
     let cluster = cluster();
     cluster.claim("c", json!({}));
     let stop = CancellationToken::new();
@@ -182,28 +183,28 @@ async fn without_an_exporter_nothing_is_written_of_a_trace() {
 }
 
 #[tokio::test]
-async fn a_pod_of_a_runtime_class_is_told_of_its_sandboxs_trace_and_no_other_is() {
+async fn only_a_pod_with_a_runtime_class_gets_its_sandboxs_trace() {
     let carrier = r#"{"traceparent":"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}"#;
     let traced = |carrier: &str| json!({"metadata": {"annotations": {ANNOTATION: carrier}}});
-    let told = |world: &World| {
+    let pod_trace = |world: &World| {
         let pod = world.pod().expect("there is a Pod");
         assert_eq!(pod["metadata"]["annotations"].get(ANNOTATION), None);
         pod["metadata"]["annotations"]["torpor.dev/trace-context"].clone()
     };
     let world = World::new();
     world.ready(torpor_sandbox(traced(carrier))).await;
-    assert_eq!(told(&world), carrier);
-    // As when a claim takes it.
+    assert_eq!(pod_trace(&world), carrier);
+    // A claim that takes the Sandbox changes its trace.
     let another = carrier.replace("4bf9", "5bf9");
     world.edit_sandbox(&traced(&another));
     world.settle().await;
-    assert_eq!(told(&world), json!(another));
-    // Who wrote this was no propagator.
+    assert_eq!(pod_trace(&world), json!(another));
+    // No propagator writes such a value.
     world.edit_sandbox(&traced(&"x".repeat(3000)));
     world.settle().await;
-    assert_eq!(told(&world), Value::Null);
+    assert_eq!(pod_trace(&world), Value::Null);
 
     let plain = World::new();
     plain.ready(sandbox(traced(carrier))).await;
-    assert_eq!(told(&plain), Value::Null);
+    assert_eq!(pod_trace(&plain), Value::Null);
 }

@@ -1,5 +1,5 @@
-//! Memory that a Pod left while no controller saw it go: it is asked for, claimed, waited for, or
-//! given up aloud.
+//! Tests of memory of a Pod that ended while no controller ran: it is looked for, claimed, waited
+//! for, or given up with a report.
 
 use jiff::{SignedDuration, Timestamp};
 use rstest::rstest;
@@ -14,11 +14,11 @@ use crate::{
 
 const COLD: &str = "torpor.dev/on-restore-failure";
 
-/// A world with a Sandbox that sleeps in place, and the UID of its Pod.
+/// Returns a world with a Sandbox that sleeps in place, and the UID of its Pod.
 async fn asleep_as(change: Value, status: &str, reason: &str) -> (World, String) {
     let world = World::new();
     world.ready(torpor_sandbox(change)).await;
-    world.pod_says(condition("torpor.dev/Hibernated", status, reason, ""));
+    world.set_pod_condition(condition("torpor.dev/Hibernated", status, reason, ""));
     world.settle().await;
     let uid = world.pod_uid();
     (world, uid)
@@ -28,21 +28,21 @@ async fn asleep() -> (World, String) {
     asleep_as(json!({}), "True", "Hibernated").await
 }
 
-/// The agent of a node reports, so many seconds from now, that it holds images of these Pods.
+/// Reports these Pods' images, as the agent of a node, with a heartbeat `seconds` from now.
 fn reports(world: &World, node: &str, seconds: i64, pods: &[&str]) {
     let at = Timestamp::now() + SignedDuration::from_secs(seconds);
     let list: Vec<Value> = pods
         .iter()
         .map(|uid| json!({"podUID": uid, "imageID": format!("{uid}.1"), "podGoneSince": at.to_string()}))
         .collect();
-    let said = json!({"status": {"heartbeatTime": at.to_string(), "sandboxes": list}});
-    world.api.edit("sandboxnodes", "", node, &said);
+    let report = json!({"status": {"heartbeatTime": at.to_string(), "sandboxes": list}});
+    world.api.edit("sandboxnodes", "", node, &report);
 }
 
-/// While no controller looks, a drain evicts the Pod and its kubelet ends it. The next controller
-/// has seen nothing of that.
-fn drained_unseen(world: World) -> World {
-    world.pod_says(condition(
+/// Evicts and removes the Pod while no controller runs, and returns the world with a new
+/// controller.
+fn drain_without_controller(world: World) -> World {
+    world.set_pod_condition(condition(
         "DisruptionTarget",
         "True",
         "EvictionByEvictionAPI",
@@ -61,14 +61,14 @@ fn last_pod(world: &World) -> Value {
 }
 
 fn restored(world: &World) -> (String, String) {
-    let (status, reason, _) = world.condition("Restored").expect("Restored is said");
+    let (status, reason, _) = world.condition("Restored").expect("Restored is set");
     (status, reason)
 }
 
-// --- the record -------------------------------------------------------------------------------------------------------------------------
+// Record of the Pod.
 
 #[tokio::test]
-async fn the_pod_that_runs_is_recorded_once_and_nobody_waits_for_that() {
+async fn a_running_pod_is_recorded_once_after_the_status_is_written() {
     let world = World::new();
     world.api.create("sandboxes", torpor_sandbox(json!({})));
     world.settle().await;
@@ -81,7 +81,7 @@ async fn the_pod_that_runs_is_recorded_once_and_nobody_waits_for_that() {
         pod_record(&world.sandbox(), &world.pod_uid(), "n1")
     );
     assert!(world.writes_of_a_pass().await.is_empty());
-    // The next Pod takes its place.
+    // The record of the next Pod replaces it.
     world.api.remove("pods", NS, "s");
     world.settle().await;
     world.pod_becomes_ready();
@@ -100,7 +100,7 @@ async fn a_sandbox_whose_node_keeps_no_memory_has_no_record() {
 }
 
 #[tokio::test]
-async fn a_late_process_puts_no_earlier_pod_in_the_place_of_a_later_one() {
+async fn a_stale_controller_does_not_replace_the_record_of_a_later_pod() {
     let world = World::new();
     world.api.create("sandboxes", torpor_sandbox(json!({})));
     world.settle().await;
@@ -122,20 +122,20 @@ async fn a_late_process_puts_no_earlier_pod_in_the_place_of_a_later_one() {
     assert_eq!(last_pod(&world), other);
 }
 
-// --- claimed ----------------------------------------------------------------------------------------------------------------------------
+// Claimed memory.
 
 #[rstest]
 #[case::hibernated("True", "Hibernated")]
 #[case::dozing("False", "Dozing")]
 #[case::awake_when_it_was_last_heard_of("False", "Awake")]
 #[tokio::test]
-async fn a_controller_that_was_away_while_a_sleeping_pod_was_evicted_finds_its_memory(
+async fn a_controller_absent_while_a_sleeping_pod_was_evicted_finds_its_memory(
     #[case] status: &str,
     #[case] reason: &str,
 ) {
     let (world, uid) = asleep_as(json!({}), status, reason).await;
     reports(&world, "n1", -10, &[&uid]);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     assert!(world.pod().is_none(), "its memory is claimed first");
     let name = world.snapshot();
@@ -149,7 +149,7 @@ async fn a_controller_that_was_away_while_a_sleeping_pod_was_evicted_finds_its_m
     let message = format!(
         "Pod \"s\" (UID {uid}) is gone; its image on node \"n1\" is being kept in SandboxSnapshot {name:?}"
     );
-    world.assert_says("Hibernated", "False", "Saving", &message);
+    world.assert_condition("Hibernated", "False", "Saving", &message);
 
     world.edit_snapshot(&name, &committed(&format!("{uid}.1"), "n1"));
     world.settle().await;
@@ -161,10 +161,10 @@ async fn a_controller_that_was_away_while_a_sleeping_pod_was_evicted_finds_its_m
 }
 
 #[tokio::test]
-async fn a_report_that_comes_late_is_waited_for() {
+async fn a_late_report_is_waited_for() {
     let (world, uid) = asleep().await;
     reports(&world, "n1", -10, &[]);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     assert!(world.pod().is_none());
     let (_, reason, message) = world.condition("Restored").unwrap();
@@ -186,17 +186,17 @@ async fn a_report_that_comes_late_is_waited_for() {
 }
 
 #[tokio::test]
-async fn who_was_suspended_meanwhile_has_its_memory_kept_too() {
+async fn a_sandbox_suspended_meanwhile_keeps_its_memory_too() {
     let (world, uid) = asleep().await;
     reports(&world, "n1", -10, &[&uid]);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     let name = world.snapshot();
     world.edit_snapshot(&name, &committed(&format!("{uid}.1"), "n1"));
     world.settle().await;
     let kept = format!("Memory is kept in SandboxSnapshot {name:?} on node \"n1\"");
-    world.assert_says("Hibernated", "True", "Hibernated", &kept);
+    world.assert_condition("Hibernated", "True", "Hibernated", &kept);
     assert_eq!(world.condition("Restored"), None);
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
@@ -204,10 +204,10 @@ async fn who_was_suspended_meanwhile_has_its_memory_kept_too() {
 }
 
 #[tokio::test]
-async fn a_snapshot_whose_pod_went_before_its_agent_saw_it_is_waited_for() {
+async fn a_snapshot_whose_pod_ended_before_its_agent_saw_it_is_waited_for() {
     let (world, uid) = asleep().await;
     reports(&world, "n1", -10, &[&uid]);
-    world.pod_says(condition(
+    world.set_pod_condition(condition(
         "DisruptionTarget",
         "True",
         "EvictionByEvictionAPI",
@@ -225,13 +225,13 @@ async fn a_snapshot_whose_pod_went_before_its_agent_saw_it_is_waited_for() {
     assert_eq!(restored_image(&world), Some(format!("{uid}.1")));
 }
 
-// --- given up ---------------------------------------------------------------------------------------------------------------------------
+// Memory that is given up.
 
 #[tokio::test]
-async fn what_its_node_has_no_more_is_given_up_aloud_and_once() {
+async fn memory_that_its_node_no_longer_has_is_given_up_with_one_report() {
     let (world, uid) = asleep().await;
     reports(&world, "n1", -10, &[]);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     reports(&world, "n1", 10, &[]);
     world.settle().await;
@@ -239,22 +239,22 @@ async fn what_its_node_has_no_more_is_given_up_aloud_and_once() {
     let message = format!(
         "Started without the saved memory. The memory of Pod \"s\" (UID {uid}) is given up: node \"n1\" has no image of it"
     );
-    world.assert_says("Restored", "False", "ColdStarted", &message);
+    world.assert_condition("Restored", "False", "ColdStarted", &message);
     assert_eq!(world.events(), ["ColdStarted"]);
     assert_eq!(last_pod(&world), Value::Null);
-    // The image turns up: the Sandbox has gone on.
+    // The image reappears, but the Sandbox has continued without it.
     reports(&world, "n1", 20, &[&uid]);
     world.api.remove("pods", NS, "s");
     world.settle().await;
     assert!(world.snapshots().is_empty());
     assert_eq!(restored_image(&world), None);
-    world.assert_says("Restored", "False", "ColdStarted", &message);
+    world.assert_condition("Restored", "False", "ColdStarted", &message);
 }
 
 #[tokio::test]
-async fn the_report_of_an_agent_that_has_just_begun_is_no_answer() {
+async fn an_incomplete_report_of_a_starting_agent_is_not_an_answer() {
     let (world, uid) = asleep().await;
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     let begun = json!({"status": {"sandboxesComplete": false}});
     world.api.edit("sandboxnodes", "", "n1", &begun);
@@ -270,12 +270,12 @@ async fn the_report_of_an_agent_that_has_just_begun_is_no_answer() {
 }
 
 #[tokio::test]
-async fn another_node_that_lists_the_pod_is_not_believed() {
+async fn a_report_of_another_node_about_the_pod_is_ignored() {
     let (world, uid) = asleep().await;
     world.api.create("sandboxnodes", sandbox_node("n2"));
     reports(&world, "n1", -10, &[]);
     reports(&world, "n2", 10, &[&uid]);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     assert!(world.snapshots().is_empty());
     assert!(world.pod().is_none(), "its own node has not answered");
@@ -286,10 +286,10 @@ async fn another_node_that_lists_the_pod_is_not_believed() {
 }
 
 #[tokio::test]
-async fn what_the_agent_cannot_find_for_its_snapshot_is_given_up() {
+async fn memory_that_the_agent_cannot_find_for_its_snapshot_is_given_up() {
     let (world, uid) = asleep().await;
     reports(&world, "n1", -10, &[&uid]);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     let name = world.snapshot();
     let denied = json!({
@@ -300,23 +300,23 @@ async fn what_the_agent_cannot_find_for_its_snapshot_is_given_up() {
         },
     });
     world.edit_snapshot(&name, &denied);
-    // The report is of before.
+    // The report is older than the condition.
     world.settle().await;
     assert_eq!(restored_image(&world), None);
     let (_, reason, message) = world.condition("Restored").unwrap();
     assert_eq!(reason, "ColdStarted");
     assert!(
-        message.ends_with("says SandboxNotFound: no image"),
+        message.ends_with("reports SandboxNotFound: no image"),
         "{message}"
     );
-    assert!(crate::cluster::is_going(&world.snapshots()[0]));
+    assert!(crate::cluster::is_terminating(&world.snapshots()[0]));
 }
 
 #[tokio::test]
-async fn another_node_cannot_deny_what_a_node_holds() {
+async fn another_node_cannot_deny_the_memory_of_the_pods_node() {
     let (world, uid) = asleep().await;
     reports(&world, "n1", -10, &[&uid]);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     let denied = json!({
         "metadata": {"finalizers": ["torpor.dev/image"]},
@@ -328,10 +328,10 @@ async fn another_node_cannot_deny_what_a_node_holds() {
     world.edit_snapshot(&world.snapshot(), &denied);
     world.settle().await;
     assert!(world.pod().is_none());
-    assert!(!crate::cluster::is_going(&world.snapshots()[0]));
+    assert!(!crate::cluster::is_terminating(&world.snapshots()[0]));
 }
 
-// --- a node that is away ----------------------------------------------------------------------------------------------------------------
+// Absent nodes.
 
 fn agent_is_gone(world: &World) {
     world.api.remove("sandboxnodes", "", "n1");
@@ -363,10 +363,10 @@ fn comes_back(world: &World, uid: &str) {
 #[case::agent_is_silent(agent_is_silent, "from which no agent of Torpor reports")]
 #[case::node_is_gone(node_is_gone, "which is gone from the cluster")]
 #[tokio::test]
-async fn memory_on_a_node_that_is_away_is_waited_for(#[case] goes: fn(&World), #[case] why: &str) {
+async fn memory_on_an_absent_node_is_waited_for(#[case] goes: fn(&World), #[case] why: &str) {
     let (world, uid) = asleep().await;
     goes(&world);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     assert!(world.pod().is_none());
     let (status, reason, message) = world.condition("Restored").unwrap();
@@ -385,14 +385,14 @@ async fn memory_on_a_node_that_is_away_is_waited_for(#[case] goes: fn(&World), #
 #[case::agent_is_gone(agent_is_gone)]
 #[case::node_is_gone(node_is_gone)]
 #[tokio::test]
-async fn with_policy_cold_start_memory_on_a_node_that_is_away_is_waited_for_and_then_given_up(
+async fn policy_cold_start_waits_for_memory_on_an_absent_node_and_then_gives_it_up(
     #[case] goes: fn(&World),
     #[values(true, false)] returns: bool,
 ) {
     let policy = json!({"metadata": {"annotations": {COLD: "ColdStart"}}});
     let (world, uid) = asleep_as(policy, "True", "Hibernated").await;
     goes(&world);
-    let world = drained_unseen(world);
+    let world = drain_without_controller(world);
     world.settle().await;
     assert!(world.pod().is_none());
     assert_eq!(restored(&world).1, "NodeUnavailable");
@@ -409,10 +409,10 @@ async fn with_policy_cold_start_memory_on_a_node_that_is_away_is_waited_for_and_
     assert!(world.events().contains(&"ColdStarted".to_owned()));
 }
 
-// --- nothing to ask for -----------------------------------------------------------------------------------------------------------------
+// Pods without memory.
 
 #[tokio::test]
-async fn a_sandbox_whose_pod_vanished_awake_starts_anew_at_once() {
+async fn a_sandbox_whose_pod_vanished_awake_starts_without_memory_at_once() {
     let (world, _) = asleep_as(json!({}), "False", "Awake").await;
     reports(&world, "n1", -10, &[]);
     world.api.remove("pods", NS, "s");
@@ -422,7 +422,7 @@ async fn a_sandbox_whose_pod_vanished_awake_starts_anew_at_once() {
 }
 
 #[tokio::test]
-async fn a_sleeping_pod_that_its_user_deleted_is_not_asked_for() {
+async fn the_memory_of_a_sleeping_pod_that_its_user_deleted_is_not_looked_for() {
     let (world, uid) = asleep().await;
     world.edit_pod(&json!({"metadata": {"deletionTimestamp": "2026-11-21T12:00:00Z"}}));
     world.settle().await;
@@ -437,7 +437,7 @@ async fn a_sleeping_pod_that_its_user_deleted_is_not_asked_for() {
 }
 
 #[tokio::test]
-async fn who_is_stopped_without_its_memory_has_none_claimed() {
+async fn a_sandbox_stopped_without_its_memory_claims_none() {
     let stop = json!({"metadata": {"annotations": {"torpor.dev/suspension-strategy": "Stop"}}});
     let (world, uid) = asleep_as(stop, "True", "Hibernated").await;
     reports(&world, "n1", -10, &[&uid]);

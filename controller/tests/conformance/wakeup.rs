@@ -1,4 +1,5 @@
-//! `agents.x-k8s.io/next-wakeup`: a time at which a Sandbox is awake. `torpor.dev/wake-at`: another, of whoever wakes it now.
+//! Tests of `agents.x-k8s.io/next-wakeup`, a time at which a Sandbox must be awake, and of
+//! `torpor.dev/wake-at`, which wakes it at once.
 
 use jiff::{Timestamp, ToSpan};
 use serde_json::{Value, json};
@@ -24,7 +25,7 @@ fn annotation(object: &Value) -> Option<&str> {
 }
 
 #[tokio::test]
-async fn a_suspended_sandbox_is_resumed_when_its_time_has_come() {
+async fn a_suspended_sandbox_is_resumed_at_its_next_wakeup() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     world.edit_sandbox(&mode("Suspended"));
@@ -45,13 +46,13 @@ async fn a_suspended_sandbox_is_resumed_when_its_time_has_come() {
 }
 
 #[tokio::test]
-async fn who_suspends_it_meanwhile_or_sets_another_time_is_obeyed() {
+async fn a_concurrent_change_of_the_wakeup_time_is_respected() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     world.edit_sandbox(&mode("Suspended"));
     world.edit_sandbox(&at(now() - 1.second()));
     world.sync();
-    // The caches show a time that is over; by now it is another.
+    // The cached time has passed; at the apiserver it is another one.
     let seen: torpor_api::Sandbox = serde_json::from_value(world.sandbox()).unwrap();
     let time = now() + 1.hour();
     world.edit_sandbox(&at(time));
@@ -65,17 +66,17 @@ async fn who_suspends_it_meanwhile_or_sets_another_time_is_obeyed() {
 }
 
 #[tokio::test]
-async fn the_time_reaches_the_pod_and_is_taken_off_once_it_is_awake() {
+async fn the_wakeup_time_reaches_the_pod_and_is_removed_once_the_sandbox_is_awake() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     let time = now() - 1.minute();
-    let says = |status, reason| condition("torpor.dev/Hibernated", status, reason, "m");
+    let hibernated = |status, reason| condition("torpor.dev/Hibernated", status, reason, "m");
     for (status, reason) in [
         ("True", "Hibernated"),
         ("False", "Dozing"),
         ("False", "Waking"),
     ] {
-        world.pod_says(says(status, reason));
+        world.set_pod_condition(hibernated(status, reason));
         world.edit_sandbox(&at(time));
         world.settle().await;
         assert_eq!(
@@ -84,18 +85,18 @@ async fn the_time_reaches_the_pod_and_is_taken_off_once_it_is_awake() {
         );
         assert!(annotation(&world.sandbox()).is_some(), "{reason}");
     }
-    world.pod_says(says("False", "Awake"));
+    world.set_pod_condition(hibernated("False", "Awake"));
     world.settle().await;
     assert_eq!(annotation(&world.sandbox()), None);
     assert_eq!(annotation(&world.pod().unwrap()), None);
-    // So it resumes nobody who is suspended later.
+    // Thus a later suspension is not ended.
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     assert_eq!(world.sandbox()["spec"]["operatingMode"], "Suspended");
 }
 
 #[tokio::test]
-async fn who_wakes_it_now_takes_nobodys_time_and_resumes_nobody() {
+async fn wake_at_keeps_the_users_wakeup_time_and_resumes_no_suspended_sandbox() {
     let world = World::new();
     world.ready(torpor_sandbox(json!({}))).await;
     let (time, asked) = (now() + 1.hour(), now() - 1.minute());
@@ -113,10 +114,10 @@ async fn who_wakes_it_now_takes_nobodys_time_and_resumes_nobody() {
 }
 
 #[tokio::test]
-async fn a_time_that_is_none_is_said() {
+async fn an_invalid_wakeup_time_is_reported() {
     let world = World::new();
     let wrong = json!({"metadata": {"annotations": {KEY: "tomorrow"}}});
     world.ready(torpor_sandbox(wrong)).await;
     let message = "annotation agents.x-k8s.io/next-wakeup: value \"tomorrow\" is not allowed; allowed: a time as RFC 3339 has it, such as 2026-06-06T11:58:00Z";
-    world.assert_says("Hibernated", "False", "InvalidAnnotation", message);
+    world.assert_condition("Hibernated", "False", "InvalidAnnotation", message);
 }

@@ -1,4 +1,5 @@
-//! Claims that take a member of a pool: how many writes it takes, who gets which, and what happens when somebody else was faster, or died halfway.
+//! Tests of claims that take a pool member: number of writes, choice of the member, races between
+//! controllers, and crashes.
 
 use std::sync::Arc;
 
@@ -11,15 +12,15 @@ use crate::{
     claims::side_by_side,
     cluster::{Cluster, controller, name, nameless, ready_at},
     objects::NS,
-    schedules::quiet,
+    schedules::run_until_blocked,
 };
 
 const POOL: &str = "agents.x-k8s.io/warm-pool-sandbox";
 
-// --- the way of a claim ------------------------------------------------------------------------------------------------------------------
+// Steps of a claim.
 
 #[tokio::test]
-async fn a_claim_is_ready_after_two_writes_one_after_the_other_and_all_is_done_after_six() {
+async fn a_claim_is_ready_after_two_sequential_writes_and_complete_after_six() {
     let cluster = Cluster::filled(3, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.writes();
@@ -33,14 +34,14 @@ async fn a_claim_is_ready_after_two_writes_one_after_the_other_and_all_is_done_a
             "patch sandboxes",
             "patch status sandboxclaims"
         ],
-        "the claim says which Sandbox it gets while that is assigned"
+        "the claim is annotated with its Sandbox while that is assigned"
     );
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     let mut rest = writes[3..].to_vec();
     rest.sort();
     assert_eq!(rest, ["create events", "patch sandboxclaims"]);
     assert_eq!(cluster.api.take_reads(), Vec::<String>::new());
-    // What follows, but for the pool's refill: the Pod loses the pool's label.
+    // Later writes except those of the pool's refill: the Pod loses the pool's label.
     for _ in 0..3 {
         cluster.sandbox_passes().await;
         cluster.claim_pass("c").await.unwrap();
@@ -50,7 +51,7 @@ async fn a_claim_is_ready_after_two_writes_one_after_the_other_and_all_is_done_a
 }
 
 #[tokio::test]
-async fn nothing_is_written_twice_because_the_watch_is_late() {
+async fn a_late_watch_causes_no_second_write() {
     let cluster = Cluster::filled(1, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.sync();
@@ -72,7 +73,7 @@ async fn nothing_is_written_twice_because_the_watch_is_late() {
 }
 
 #[tokio::test]
-async fn a_claimed_sandbox_is_the_claims_and_keeps_its_name() {
+async fn a_claimed_sandbox_is_owned_by_the_claim_and_keeps_its_name() {
     let cluster = Cluster::filled(2, json!({})).await;
     let before = cluster.members();
     cluster.claim(
@@ -149,19 +150,20 @@ async fn events_and_annotations_can_be_turned_off() {
             "patch sandboxclaims"
         ]
     );
-    // As with upstream the flag is about when it was seen, and not about what others read.
+    // As with upstream, the setting covers only the time of observation, not the annotations that
+    // others read.
     let claim = cluster.get_claim("c");
-    let said =
+    let value =
         |key: &str| claim["metadata"]["annotations"][format!("agents.x-k8s.io/{key}")].as_str();
-    assert_eq!(said("sandbox-name"), cluster.held_by("c").as_deref());
-    assert!(said("claim-first-ready-at").is_some());
-    assert_eq!(said("controller-first-observed-at"), None);
+    assert_eq!(value("sandbox-name"), cluster.held_by("c").as_deref());
+    assert!(value("claim-first-ready-at").is_some());
+    assert_eq!(value("controller-first-observed-at"), None);
     cluster.claim_pass("c").await.unwrap();
     assert!(cluster.writes_with_events().is_empty(), "once");
 }
 
 #[tokio::test]
-async fn what_the_claim_adds_reaches_the_running_pod() {
+async fn additional_metadata_of_the_claim_reaches_the_running_pod() {
     let cluster = Cluster::filled(1, json!({})).await;
     cluster.claim(
         "c",
@@ -183,7 +185,7 @@ async fn what_the_claim_adds_reaches_the_running_pod() {
 }
 
 #[tokio::test]
-async fn as_many_claims_as_members_all_get_one_and_the_rest_start_cold() {
+async fn each_member_serves_one_claim_and_further_claims_start_cold() {
     let cluster = Cluster::filled(5, json!({})).await;
     let before = cluster.members();
     for number in 0..8 {
@@ -204,7 +206,7 @@ async fn as_many_claims_as_members_all_get_one_and_the_rest_start_cold() {
     assert!(before.iter().all(|member| held.contains(member)));
 }
 
-// --- candidates ---------------------------------------------------------------------------------------------------------------------------
+// Candidates.
 
 #[tokio::test]
 async fn claims_are_spread_over_the_nodes() {
@@ -225,7 +227,7 @@ async fn claims_are_spread_over_the_nodes() {
 }
 
 #[tokio::test]
-async fn a_claim_waits_a_moment_for_members_that_are_coming_and_then_starts_cold() {
+async fn a_claim_waits_briefly_for_members_in_creation_and_then_starts_cold() {
     let cluster = Cluster::new();
     cluster.template(json!({}));
     cluster.pool(1, json!({}));
@@ -233,7 +235,7 @@ async fn a_claim_waits_a_moment_for_members_that_are_coming_and_then_starts_cold
     cluster.claim("c", json!({}));
     let again = cluster.claim_pass("c").await.unwrap();
     assert_eq!(again.unwrap().as_millis(), 500);
-    cluster.assert_claim_says("c", "False", "SandboxMissing", "Sandbox does not exist");
+    cluster.assert_claim_ready("c", "False", "SandboxMissing", "Sandbox does not exist");
     let old = json!({"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}});
     cluster.api.edit("sandboxclaims", NS, "c", &old);
     cluster.claim_pass("c").await.unwrap();
@@ -241,7 +243,7 @@ async fn a_claim_waits_a_moment_for_members_that_are_coming_and_then_starts_cold
 }
 
 #[tokio::test]
-async fn an_unready_member_is_taken_when_there_is_no_other_and_ready_follows() {
+async fn an_unready_member_is_taken_without_an_alternative_and_ready_follows() {
     let cluster = Cluster::filled(1, json!({})).await;
     let member = cluster.members().remove(0);
     let unready = json!({"status": {"conditions": [
@@ -252,7 +254,7 @@ async fn an_unready_member_is_taken_when_there_is_no_other_and_ready_follows() {
     cluster.claim("c", json!({}));
     cluster.claim_pass("c").await.unwrap();
     assert_eq!(cluster.held_by("c"), Some(member.clone()));
-    cluster.assert_claim_says(
+    cluster.assert_claim_ready(
         "c",
         "False",
         "DependenciesNotReady",
@@ -260,7 +262,7 @@ async fn an_unready_member_is_taken_when_there_is_no_other_and_ready_follows() {
     );
     cluster.api.edit("pods", NS, &member, &ready_at(0));
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[rstest]
@@ -281,10 +283,10 @@ async fn stale_members_are_handed_out_only_under_on_replenish(
     assert_eq!(before.contains(&cluster.held_by("c").unwrap()), handed_out);
 }
 
-// --- somebody else was faster -------------------------------------------------------------------------------------------------------------
+// Races.
 
 #[tokio::test]
-async fn a_member_that_changed_meanwhile_is_looked_at_again_and_taken() {
+async fn a_member_that_changed_meanwhile_is_read_again_and_taken() {
     let cluster = Cluster::filled(1, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.sync();
@@ -293,11 +295,11 @@ async fn a_member_that_changed_meanwhile_is_looked_at_again_and_taken() {
     cluster.api.edit("sandboxes", NS, &member, &note);
     cluster.stale_claim_pass("c").await.unwrap();
     assert_eq!(cluster.held_by("c"), Some(member));
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
-async fn a_member_that_another_controller_gave_away_is_left_to_it() {
+async fn a_member_assigned_by_another_controller_is_left_to_its_claim() {
     let cluster = Cluster::filled(2, json!({})).await;
     let other = cluster.another();
     cluster.claim("c", json!({}));
@@ -320,7 +322,8 @@ async fn two_controllers_give_one_claim_one_sandbox() {
     cluster.claim("c", json!({}));
     cluster.sync();
     other.sync();
-    // The other one prefers another member: the first is not there for it.
+    // The other controller prefers another member, because the first one is reserved in its
+    // process.
     let first = cluster.members().remove(0);
     let taken = other.context.candidates.take_named(
         cluster.get_pool("p")["metadata"]["uid"].as_str().unwrap(),
@@ -343,7 +346,7 @@ async fn two_controllers_give_one_claim_one_sandbox() {
 }
 
 #[tokio::test]
-async fn pools_that_lose_all_their_members_to_others_say_so() {
+async fn a_pool_whose_members_were_all_taken_by_others_is_reported() {
     let cluster = Cluster::filled(4, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.sync();
@@ -356,7 +359,7 @@ async fn pools_that_lose_all_their_members_to_others_say_so() {
     }
     let again = cluster.stale_claim_pass("c").await.unwrap();
     assert_eq!(again.unwrap().as_millis(), 200);
-    cluster.assert_claim_says(
+    cluster.assert_claim_ready(
         "c",
         "False",
         "AdoptionConflict",
@@ -364,10 +367,10 @@ async fn pools_that_lose_all_their_members_to_others_say_so() {
     );
     cluster.api.forget_faults();
     cluster.settle().await;
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
-// --- crashes ------------------------------------------------------------------------------------------------------------------------------
+// Crashes.
 
 #[rstest]
 #[case::before_the_first_write("patch", "sandboxes", FaultAnswer::Refuse(500))]
@@ -376,7 +379,7 @@ async fn pools_that_lose_all_their_members_to_others_say_so() {
 #[case::after_the_second_write("patch status", "sandboxclaims", FaultAnswer::LoseAnswer)]
 #[case::before_the_third_write("patch", "sandboxclaims", FaultAnswer::Refuse(500))]
 #[tokio::test]
-async fn a_controller_that_dies_halfway_is_followed_by_one_that_goes_on(
+async fn a_controller_continues_a_claim_of_a_crashed_one(
     #[case] verb: &'static str,
     #[case] kind: &'static str,
     #[case] answer: FaultAnswer,
@@ -396,13 +399,13 @@ async fn a_controller_that_dies_halfway_is_followed_by_one_that_goes_on(
             assigned.is_empty() || assigned == has,
             "what was assigned stays"
         );
-        follower.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+        follower.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
         assert_eq!(follower.members().len(), 3);
     }
 }
 
 #[tokio::test]
-async fn an_assignment_without_an_answer_is_asked_about_before_another_is_made() {
+async fn an_assignment_without_a_response_is_verified_before_another_is_made() {
     let cluster = Cluster::filled(3, json!({})).await.impatient();
     cluster.claim("c", json!({}));
     cluster.sync();
@@ -413,14 +416,14 @@ async fn an_assignment_without_an_answer_is_asked_about_before_another_is_made()
     });
     let error = cluster.stale_claim_pass("c").await.unwrap_err();
     assert_eq!(error.reason(), "OutcomeUnknown");
-    // The watch has shown nothing yet.
+    // The watch has not shown the assignment yet.
     cluster.stale_claim_pass("c").await.unwrap();
     let held = cluster.held_by("c").unwrap();
     assert_eq!(cluster.controlled_by(&cluster.get_claim("c")), [held]);
 }
 
 #[tokio::test]
-async fn what_upstreams_controller_left_half_assigned_is_finished() {
+async fn an_assignment_begun_by_upstreams_controller_is_completed() {
     let cluster = Cluster::filled(3, json!({})).await;
     let noted = cluster.members().remove(2);
     cluster.claim(
@@ -429,7 +432,7 @@ async fn what_upstreams_controller_left_half_assigned_is_finished() {
     );
     cluster.claim_pass("c").await.unwrap();
     assert_eq!(cluster.held_by("c"), Some(noted));
-    // A note that leads nowhere is passed over, and put right.
+    // An annotation that names a missing Sandbox is ignored and corrected.
     cluster.claim(
         "d",
         json!({"metadata": {"annotations": {"agents.x-k8s.io/sandbox-name": "nowhere"}}}),
@@ -446,7 +449,7 @@ async fn a_surplus_is_deleted_only_once_another_is_committed() {
     let cluster = Cluster::filled(2, json!({})).await;
     cluster.claim("c", json!({}));
     let claim = cluster.get_claim("c");
-    // Two controllers have each assigned one and died.
+    // Two controllers have each assigned a Sandbox and crashed.
     for sandbox in cluster.api.list("sandboxes") {
         let owner = json!({"metadata": {"labels": {POOL: null}, "ownerReferences": [{
             "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
@@ -465,7 +468,7 @@ async fn a_surplus_is_deleted_only_once_another_is_committed() {
 }
 
 #[tokio::test]
-async fn a_claimed_sandbox_that_somebody_deletes_is_replaced_from_the_pool() {
+async fn a_claimed_sandbox_that_a_user_deletes_is_replaced_from_the_pool() {
     let cluster = Cluster::filled(2, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.settle().await;
@@ -483,11 +486,11 @@ async fn a_claimed_sandbox_that_somebody_deletes_is_replaced_from_the_pool() {
         controller(&sandbox).unwrap()["uid"],
         cluster.get_claim("c")["metadata"]["uid"]
     );
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
 }
 
 #[tokio::test]
-async fn a_deleted_claim_takes_its_sandbox_along_and_the_pool_stays() {
+async fn a_deleted_claim_deletes_its_sandbox_and_the_pool_stays() {
     let cluster = Cluster::filled(2, json!({})).await;
     cluster.claim("c", json!({}));
     cluster.settle().await;
@@ -498,10 +501,10 @@ async fn a_deleted_claim_takes_its_sandbox_along_and_the_pool_stays() {
     assert_eq!(cluster.members().len(), 2);
 }
 
-// --- before Ready -------------------------------------------------------------------------------------------------------------------------
+// States before Ready.
 
 #[tokio::test]
-async fn nobody_sees_ready_before_the_name_of_the_pod() {
+async fn ready_never_precedes_the_name_of_the_pod() {
     let cluster = Cluster::filled(1, json!({})).await;
     let member = cluster.members().remove(0);
     cluster.api.edit("sandboxes", NS, &member, &nameless());
@@ -509,10 +512,10 @@ async fn nobody_sees_ready_before_the_name_of_the_pod() {
     let gate = Arc::new(Semaphore::new(0));
     let gated = cluster.gated(&gate);
     gated.sync();
-    // One call after the other, and a look at everything in between.
+    // Releases one call at a time and checks all claims in between.
     let looks = async {
         loop {
-            quiet().await;
+            run_until_blocked().await;
             cluster.check_claims();
             gate.add_permits(1);
         }
@@ -523,7 +526,7 @@ async fn nobody_sees_ready_before_the_name_of_the_pod() {
         never = looks => never,
     }
     cluster.check_claims();
-    cluster.assert_claim_says("c", "True", "DependenciesReady", "Pod is Ready");
+    cluster.assert_claim_ready("c", "True", "DependenciesReady", "Pod is Ready");
     let held = cluster.get_sandbox(&member);
     let named = &held["metadata"]["annotations"]["agents.x-k8s.io/pod-name"];
     assert_eq!(named.as_str(), Some(member.as_str()));

@@ -1,4 +1,5 @@
-//! The whole thing: watches, caches, queues, both reconcilers and the lease, against the apiserver in memory.
+//! Tests of the running controller: watches, caches, queues, reconcilers and the lease, against the
+//! apiserver in memory.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,7 +17,7 @@ use crate::{
     world::World,
 };
 
-/// A controller at work.
+/// Running controller.
 pub(crate) struct Running {
     pub(crate) world: World,
     stop: CancellationToken,
@@ -30,14 +31,14 @@ impl Running {
         Self { world, stop, work }
     }
 
-    pub(crate) async fn says(&self, type_: &str, reason: &str) {
-        let what = format!("{type_} says {reason}");
+    pub(crate) async fn wait_for_condition(&self, type_: &str, reason: &str) {
+        let what = format!("{type_} has the reason {reason}");
         self.world
             .api
             .until(&what, |_| {
                 self.world
                     .condition(type_)
-                    .is_some_and(|said| said.1 == reason)
+                    .is_some_and(|condition| condition.1 == reason)
             })
             .await;
     }
@@ -49,23 +50,24 @@ impl Running {
             .await;
     }
 
-    /// Somebody makes the Sandbox "s", and its Pod becomes ready.
-    pub(crate) async fn comes_up(&self, sandbox: Value) {
+    /// Creates the Sandbox "s" and brings it up.
+    pub(crate) async fn bring_up(&self, sandbox: Value) {
         self.world.api.create("sandboxes", sandbox);
         self.pod_exists().await;
         self.world.pod_becomes_ready();
-        self.says("Ready", "DependenciesReady").await;
+        self.wait_for_condition("Ready", "DependenciesReady").await;
     }
 
-    /// Somebody suspends it: its agent keeps its image, and its kubelet ends its Pod.
-    async fn is_suspended(&self) {
+    /// Suspends the Sandbox up to the end of its Pod: the agent commits the image, the kubelet
+    /// removes the Pod.
+    async fn suspend(&self) {
         let world = &self.world;
         world.edit_sandbox(&mode("Suspended"));
         let made = |_: &Apiserver| world.image_of_suspension().is_some();
         world.api.until("there is a snapshot", made).await;
         let name = world.image_of_suspension().unwrap();
         world.edit_snapshot(&name, &committed("i.1", "n1"));
-        let going = |_: &Apiserver| world.pod_is_going();
+        let going = |_: &Apiserver| world.pod_is_terminating();
         world.api.until("the Pod is being deleted", going).await;
         world.pod_ends();
     }
@@ -81,13 +83,13 @@ impl Running {
 }
 
 #[tokio::test]
-async fn a_sandbox_lives_through_its_watches() {
+async fn a_sandbox_is_reconciled_by_its_watches() {
     let running = Running::start(World::new());
     let api = running.world.api.clone();
     running
-        .comes_up(sandbox(json!({"spec": {"service": true}})))
+        .bring_up(sandbox(json!({"spec": {"service": true}})))
         .await;
-    // What somebody else takes away comes back.
+    // A Service that a user deletes is created again.
     api.remove("services", NS, "s");
     api.until("the Service is back", |api| {
         api.get("services", NS, "s").is_some()
@@ -95,7 +97,9 @@ async fn a_sandbox_lives_through_its_watches() {
     .await;
     api.remove("pods", NS, "s");
     running.pod_exists().await;
-    running.says("Ready", "DependenciesNotReady").await;
+    running
+        .wait_for_condition("Ready", "DependenciesNotReady")
+        .await;
     let world = running.end().await;
     assert!(
         world
@@ -108,7 +112,7 @@ async fn a_sandbox_lives_through_its_watches() {
 }
 
 #[tokio::test]
-async fn what_was_there_before_the_controller_is_taken_up() {
+async fn objects_created_before_the_controller_are_reconciled() {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     let running = Running::start(world);
@@ -120,47 +124,51 @@ async fn what_was_there_before_the_controller_is_taken_up() {
 async fn suspend_and_resume_follow_the_agents_writes() {
     let running = Running::start(World::new());
     let world = &running.world;
-    running.comes_up(torpor_sandbox(json!({}))).await;
-    running.is_suspended().await;
-    running.says("Suspended", "PodTerminated").await;
-    running.says("Hibernated", "Hibernated").await;
+    running.bring_up(torpor_sandbox(json!({}))).await;
+    running.suspend().await;
+    running
+        .wait_for_condition("Suspended", "PodTerminated")
+        .await;
+    running.wait_for_condition("Hibernated", "Hibernated").await;
     world.edit_sandbox(&mode("Running"));
     running.pod_exists().await;
     world.pod_becomes_ready();
-    world.pod_says(condition("torpor.dev/Restored", "True", "Restored", ""));
-    running.says("Restored", "Restored").await;
+    world.set_pod_condition(condition("torpor.dev/Restored", "True", "Restored", ""));
+    running.wait_for_condition("Restored", "Restored").await;
     running.end().await;
 }
 
 #[tokio::test]
-async fn a_node_that_left_the_cluster_and_came_back_is_taken_once_its_agent_is_heard_of() {
+async fn a_node_that_returned_to_the_cluster_is_used_once_its_agent_reports() {
     let world = World::new();
-    let heard = |time: &str| json!({"status": {"heartbeatTime": time}});
-    let long_ago = heard("2020-01-01T00:00:00Z");
+    let heartbeat = |time: &str| json!({"status": {"heartbeatTime": time}});
+    let long_ago = heartbeat("2020-01-01T00:00:00Z");
     world.api.edit("sandboxnodes", "", "n1", &long_ago);
     let running = Running::start(world);
     let (api, world) = (running.world.api.clone(), &running.world);
-    running.comes_up(torpor_sandbox(json!({}))).await;
-    running.is_suspended().await;
-    running.says("Hibernated", "Hibernated").await;
+    running.bring_up(torpor_sandbox(json!({}))).await;
+    running.suspend().await;
+    running.wait_for_condition("Hibernated", "Hibernated").await;
 
-    let is_told = || {
-        let said = world.condition("Hibernated");
-        said.is_some_and(|said| said.2.contains("no agent of Torpor reports"))
+    let agent_is_missing = || {
+        let condition = world.condition("Hibernated");
+        condition.is_some_and(|condition| condition.2.contains("no agent of Torpor reports"))
     };
     api.remove("sandboxnodes", "", "n1");
-    api.until("no agent reports", |_| is_told()).await;
+    api.until("no agent reports", |_| agent_is_missing()).await;
     let mut reports = crate::objects::sandbox_node("n1");
     reports["status"]["heartbeatTime"] = long_ago["status"]["heartbeatTime"].clone();
     api.create("sandboxnodes", reports);
-    api.until("one does again", |_| !is_told()).await;
+    api.until("one does again", |_| !agent_is_missing()).await;
 
     api.remove("nodes", "", "n1");
     world.edit_sandbox(&mode("Running"));
-    running.says("Restored", "NodeUnavailable").await;
+    running
+        .wait_for_condition("Restored", "NodeUnavailable")
+        .await;
     assert_eq!(world.pod(), None);
     api.create("nodes", json!({"metadata": {"name": "n1"}}));
-    api.edit("sandboxnodes", "", "n1", &heard("2046-01-01T00:00:00Z"));
+    api.edit("sandboxnodes", "", "n1", &heartbeat("2046-01-01T00:00:00Z"));
     running.pod_exists().await;
     running.end().await;
 }
@@ -173,16 +181,20 @@ async fn a_waiting_copy_starts_when_its_snapshot_and_its_node_are_there() {
     let api = running.world.api.clone();
     let from = json!({"metadata": {"annotations": {"torpor.dev/restore-from": "golden"}}});
     api.create("sandboxes", torpor_sandbox(from));
-    running.says("Restored", "SnapshotNotFound").await;
+    running
+        .wait_for_condition("Restored", "SnapshotNotFound")
+        .await;
     api.create("sandboxsnapshots", golden());
-    running.says("Restored", "NodeUnavailable").await;
+    running
+        .wait_for_condition("Restored", "NodeUnavailable")
+        .await;
     api.create("sandboxnodes", crate::objects::sandbox_node("n1"));
     running.pod_exists().await;
     running.end().await;
 }
 
 #[tokio::test]
-async fn a_snapshot_of_nobody_says_so_until_somebody_comes() {
+async fn a_snapshot_without_a_sandbox_is_reported_until_the_sandbox_is_created() {
     let running = Running::start(World::new());
     let api = running.world.api.clone();
     let snapshot = json!({
@@ -201,10 +213,10 @@ async fn a_snapshot_of_nobody_says_so_until_somebody_comes() {
 }
 
 #[tokio::test]
-async fn a_trigger_of_a_pod_snapshot_is_followed_to_its_end_and_to_the_next_pod() {
+async fn a_trigger_is_processed_to_its_end_and_named_on_the_next_pod() {
     let running = Running::start(World::new());
     let (api, world) = (running.world.api.clone(), &running.world);
-    running.comes_up(torpor_sandbox(json!({}))).await;
+    running.bring_up(torpor_sandbox(json!({}))).await;
     let trigger = json!({"metadata": {"name": "t", "namespace": NS}, "spec": {"targetPod": "s"}});
     api.create("podsnapshotmanualtriggers", trigger);
     let asked = |api: &Apiserver| api.get("sandboxsnapshots", NS, "t").is_some();
@@ -215,9 +227,11 @@ async fn a_trigger_of_a_pod_snapshot_is_followed_to_its_end_and_to_the_next_pod(
         trigger["status"]["snapshotCreated"]["name"] == "t"
     })
     .await;
-    running.is_suspended().await;
-    running.says("Suspended", "PodTerminated").await;
-    // The next controller makes the Pod: it knows of the PodSnapshot before it does.
+    running.suspend().await;
+    running
+        .wait_for_condition("Suspended", "PodTerminated")
+        .await;
+    // The next controller creates the Pod after it has listed the PodSnapshot.
     let running = Running::start(running.end().await.restarted());
     running.world.edit_sandbox(&mode("Running"));
     running.pod_exists().await;
@@ -230,7 +244,7 @@ async fn a_trigger_of_a_pod_snapshot_is_followed_to_its_end_and_to_the_next_pod(
 }
 
 #[tokio::test]
-async fn a_pass_that_failed_is_tried_again_by_itself() {
+async fn a_failed_pass_is_retried() {
     let world = World::new();
     world.api.fail(Fault {
         verb: "create",
@@ -240,7 +254,9 @@ async fn a_pass_that_failed_is_tried_again_by_itself() {
     let running = Running::start(world);
     running.world.api.create("sandboxes", sandbox(json!({})));
     running.pod_exists().await;
-    running.says("Ready", "DependenciesNotReady").await;
+    running
+        .wait_for_condition("Ready", "DependenciesNotReady")
+        .await;
     let world = running.end().await;
     let text = world.context.metrics.text().unwrap();
     let failure =
@@ -251,7 +267,7 @@ async fn a_pass_that_failed_is_tried_again_by_itself() {
 #[tokio::test]
 async fn an_object_that_cannot_be_read_stops_no_other() {
     let world = World::new();
-    // The apiserver's schema lets such a time through.
+    // The apiserver's schema accepts such a time.
     let odd = json!({
         "metadata": {"name": "a-odd"}, "spec": {"shutdownTime": "2046-01-01T00:00:00.0000000000001Z"},
     });
@@ -264,7 +280,7 @@ async fn an_object_that_cannot_be_read_stops_no_other() {
 }
 
 #[tokio::test]
-async fn many_sandboxes_at_once_all_come_up() {
+async fn many_sandboxes_at_once_all_become_ready() {
     let running = Running::start(World::new());
     let api = running.world.api.clone();
     for number in 0..40 {
@@ -296,7 +312,7 @@ async fn many_sandboxes_at_once_all_come_up() {
 }
 
 #[tokio::test]
-async fn what_tenants_make_is_listed_in_pages() {
+async fn objects_of_tenants_are_listed_in_pages() {
     let world = World::new();
     for number in 0..60 {
         let name = format!("s{number}");
@@ -326,7 +342,7 @@ async fn what_tenants_make_is_listed_in_pages() {
     running.end().await;
 }
 
-// --- lease ------------------------------------------------------------------------------------------------------------------------------
+// Lease.
 
 fn quick() -> Timing {
     Timing {
@@ -365,7 +381,7 @@ async fn the_second_candidate_leads_once_the_first_gives_the_lease_back() {
 }
 
 #[tokio::test]
-async fn a_lease_that_nobody_renews_is_taken_after_its_duration() {
+async fn a_lease_that_is_not_renewed_is_taken_after_its_duration() {
     let api = Apiserver::new();
     let stop = CancellationToken::new();
     candidate(&api, "dead").acquire(&stop).await.unwrap();

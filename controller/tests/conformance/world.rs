@@ -1,4 +1,5 @@
-//! The controller pass by pass: the caches are brought up to date only when a test says so, which makes every stale view reproducible.
+//! World with one Sandbox that tests drive pass by pass. Caches are refreshed only on request, so
+//! every stale view is reproducible.
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,7 +9,7 @@ use torpor_controller::{calls, context::Context, sandbox, settings::Settings};
 
 use crate::{
     apiserver::{Apiserver, Write},
-    cluster::is_going,
+    cluster::is_terminating,
     objects::{NS, ready_pod, running, runtime_class, sandbox_node},
 };
 
@@ -17,8 +18,8 @@ pub(crate) struct World {
     pub(crate) context: Arc<Context>,
 }
 
-/// One condition in short.
-pub(crate) type Said = (String, String, String);
+/// Status, reason and message of a condition, or type, reason and note of an Event.
+pub(crate) type ConditionText = (String, String, String);
 
 /// Reasons of the Events that every Sandbox has.
 const LIFECYCLE: [&str; 7] = [
@@ -31,13 +32,13 @@ const LIFECYCLE: [&str; 7] = [
     "PodFailed",
 ];
 
-/// Whether an Event tells only what happens to every Sandbox.
-pub(crate) fn is_of_life(reason: &str) -> bool {
+/// Reports whether an Event is one that every Sandbox has.
+pub(crate) fn is_lifecycle_event(reason: &str) -> bool {
     LIFECYCLE.contains(&reason)
 }
 
-/// Types, reasons and notes of all Events, in order.
-pub(crate) fn events(api: &Apiserver) -> Vec<Said> {
+/// Returns types, reasons and notes of all Events in order.
+pub(crate) fn events(api: &Apiserver) -> Vec<ConditionText> {
     let mut events = api.list("events");
     events.sort_by_key(|event| event["eventTime"].as_str().unwrap().to_owned());
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -53,11 +54,11 @@ pub(crate) fn events(api: &Apiserver) -> Vec<Said> {
         .collect()
 }
 
-/// A time that no pass takes for now.
+/// Time that no pass writes.
 const LONG_AGO: &str = "2020-01-01T00:00:00Z";
 
 impl World {
-    /// One node "n1" that can hibernate with the RuntimeClass "torpor".
+    /// Returns a world with one node "n1" that can hibernate with the RuntimeClass "torpor".
     pub(crate) fn new() -> Self {
         let api = Apiserver::new();
         api.create("runtimeclasses", runtime_class());
@@ -67,19 +68,19 @@ impl World {
         Self { api, context }
     }
 
-    /// A world in which an answer that does not come is noticed after `timeout`.
+    /// Returns a world whose controller's calls time out after `timeout`.
     pub(crate) fn with_timeout(timeout: Duration) -> Self {
         let world = Self::new();
         let context = context(&world.api, timeout);
         Self { context, ..world }
     }
 
-    /// A world in which an answer that does not come is noticed quickly.
+    /// Returns a world whose controller's calls time out after 200 ms.
     pub(crate) fn impatient() -> Self {
         Self::with_timeout(Duration::from_millis(200))
     }
 
-    /// A world whose controller works with these settings.
+    /// Returns a world whose controller has these settings.
     pub(crate) fn with_settings(settings: Settings) -> Self {
         let world = Self::new();
         let calls = calls::Apiserver::new(world.api.client(), Duration::from_secs(20));
@@ -90,18 +91,18 @@ impl World {
         }
     }
 
-    /// The same cluster with a controller that has seen nothing of it yet.
+    /// Returns the same cluster with a new controller whose caches are empty.
     pub(crate) fn restarted(self) -> Self {
         let context = context(&self.api, Duration::from_secs(20));
         Self { context, ..self }
     }
 
-    /// Brings every cache up to date.
+    /// Refreshes every cache.
     pub(crate) fn sync(&self) {
         crate::sync::all(&self.api, &self.context);
     }
 
-    /// The Sandbox "s" as it is now.
+    /// Returns the Sandbox "s".
     pub(crate) fn sandbox(&self) -> Value {
         self.api
             .get("sandboxes", NS, "s")
@@ -112,9 +113,9 @@ impl World {
         self.api.get("pods", NS, "s")
     }
 
-    /// Whether the Pod is being deleted.
-    pub(crate) fn pod_is_going(&self) -> bool {
-        is_going(&self.pod().expect("the Pod exists"))
+    /// Reports whether the Pod is being deleted.
+    pub(crate) fn pod_is_terminating(&self) -> bool {
+        is_terminating(&self.pod().expect("the Pod exists"))
     }
 
     pub(crate) fn pod_annotation(&self, key: &str) -> Option<String> {
@@ -134,14 +135,14 @@ impl World {
         self.api.list("sandboxsnapshots")
     }
 
-    /// Name of the only snapshot.
+    /// Returns the name of the only snapshot.
     pub(crate) fn snapshot(&self) -> String {
         let all = self.snapshots();
         assert_eq!(all.len(), 1, "{all:#?}");
         all[0]["metadata"]["name"].as_str().unwrap().to_owned()
     }
 
-    /// One pass with the caches as they are, over the Sandbox as it is.
+    /// Runs a pass over the present Sandbox without a refresh of the caches.
     pub(crate) async fn stale_pass(&self) -> Result<Option<Duration>, sandbox::Error> {
         let Some(object) = self.api.get("sandboxes", NS, "s") else {
             return Ok(None);
@@ -150,13 +151,13 @@ impl World {
         sandbox::reconcile(Arc::new(object), Arc::clone(&self.context)).await
     }
 
-    /// One pass with everything up to date.
+    /// Runs a pass with refreshed caches.
     pub(crate) async fn pass(&self) -> Result<Option<Duration>, sandbox::Error> {
         self.sync();
         self.stale_pass().await
     }
 
-    /// Passes until one writes nothing.
+    /// Runs passes until one writes nothing.
     pub(crate) async fn settle(&self) {
         for _ in 0..20 {
             self.api.take_writes();
@@ -169,7 +170,7 @@ impl World {
         panic!("it never settles:\n{:#}", self.sandbox());
     }
 
-    /// As [`Self::settle`], where errors are expected.
+    /// Runs passes until one has no successful write, and returns the last error.
     pub(crate) async fn settle_with_errors(&self) -> Option<sandbox::Error> {
         for _ in 0..20 {
             self.api.take_writes();
@@ -181,7 +182,7 @@ impl World {
         panic!("it never settles:\n{:#}", self.sandbox());
     }
 
-    /// Writes of one pass, as `verb kind`.
+    /// Runs a pass and returns its writes as `verb kind`.
     pub(crate) async fn writes_of_a_pass(&self) -> Vec<String> {
         self.api.take_writes();
         let _ = self.pass().await;
@@ -217,15 +218,18 @@ impl World {
         self.edit_pod(&ready);
     }
 
-    /// The kubelet has ended a Pod that is being deleted.
+    /// Removes a Pod that is being deleted, as its kubelet does.
     pub(crate) fn pod_ends(&self) {
         let pod = self.pod().expect("the Pod exists");
-        assert!(is_going(&pod), "nobody deleted it: {pod:#}");
+        assert!(
+            is_terminating(&pod),
+            "the Pod is not being deleted: {pod:#}"
+        );
         self.api.remove("pods", NS, "s");
     }
 
     /// Adds a condition to the Pod, as the agent does.
-    pub(crate) fn pod_says(&self, condition: Value) {
+    pub(crate) fn set_pod_condition(&self, condition: Value) {
         let pod = self.pod().unwrap();
         let mut all = pod["status"]["conditions"]
             .as_array()
@@ -236,7 +240,7 @@ impl World {
         self.edit_pod(&json!({"status": {"conditions": all}}));
     }
 
-    /// Name of the SandboxSnapshot that a suspension asked for.
+    /// Returns the name of the SandboxSnapshot of a suspension.
     pub(crate) fn image_of_suspension(&self) -> Option<String> {
         let all = self.snapshots();
         let own = all.iter().find(|one| one["spec"]["reason"] == "Suspend")?;
@@ -247,7 +251,7 @@ impl World {
         self.api.edit("sandboxsnapshots", NS, name, patch);
     }
 
-    /// The agent has deleted the bytes of a snapshot that is being deleted.
+    /// Removes the finalizers of a snapshot, as the agent does once it has deleted the bytes.
     pub(crate) fn image_is_gone(&self, name: &str) {
         self.edit_snapshot(name, &json!({"metadata": {"finalizers": []}}));
     }
@@ -266,7 +270,7 @@ impl World {
         );
     }
 
-    /// Which version of its spec the Sandbox has.
+    /// Returns the generation of the Sandbox.
     pub(crate) fn generation(&self) -> u64 {
         self.sandbox()["metadata"]["generation"].as_u64().unwrap()
     }
@@ -278,8 +282,8 @@ impl World {
         Some(found.clone())
     }
 
-    /// Status, reason and message of a condition of the Sandbox.
-    pub(crate) fn condition(&self, type_: &str) -> Option<Said> {
+    /// Returns status, reason and message of a condition of the Sandbox.
+    pub(crate) fn condition(&self, type_: &str) -> Option<ConditionText> {
         let found = self.whole_condition(type_)?;
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         Some((
@@ -289,15 +293,15 @@ impl World {
         ))
     }
 
-    /// A condition says this, of the spec as it is now.
+    /// Checks a condition of the present generation.
     #[track_caller]
-    pub(crate) fn assert_says(&self, type_: &str, status: &str, reason: &str, message: &str) {
-        self.assert_says_of(self.generation(), type_, status, reason, message);
+    pub(crate) fn assert_condition(&self, type_: &str, status: &str, reason: &str, message: &str) {
+        self.assert_condition_of_generation(self.generation(), type_, status, reason, message);
     }
 
-    /// A condition says this, of the spec as it was in this generation: nothing has been found out since.
+    /// Checks a condition of an earlier generation, since which nothing has been observed.
     #[track_caller]
-    pub(crate) fn assert_says_of(
+    pub(crate) fn assert_condition_of_generation(
         &self,
         generation: u64,
         type_: &str,
@@ -305,15 +309,16 @@ impl World {
         reason: &str,
         message: &str,
     ) {
-        let said = self.condition(type_);
+        let found = self.condition(type_);
         let wanted = (status.to_owned(), reason.to_owned(), message.to_owned());
         let shown = &self.sandbox()["status"];
-        assert_eq!(said, Some(wanted), "{shown:#}");
+        assert_eq!(found, Some(wanted), "{shown:#}");
         let observed = &self.whole_condition(type_).unwrap()["observedGeneration"];
         assert_eq!(*observed, generation, "{type_} in {shown:#}");
     }
 
-    /// Makes all conditions of the Sandbox old: from here on [`Self::has_moved`] tells whose status has changed.
+    /// Backdates all conditions of the Sandbox, so that [`Self::has_moved`] detects later changes
+    /// of status.
     pub(crate) fn let_time_pass(&self) {
         let mut all = self.sandbox()["status"]["conditions"].clone();
         for condition in all.as_array_mut().unwrap() {
@@ -323,7 +328,8 @@ impl World {
         self.api.edit("sandboxes", NS, "s", &old);
     }
 
-    /// Whether the `lastTransitionTime` of a condition is one of since [`Self::let_time_pass`].
+    /// Reports whether the `lastTransitionTime` of a condition changed since
+    /// [`Self::let_time_pass`].
     pub(crate) fn has_moved(&self, type_: &str) -> bool {
         self.whole_condition(type_).unwrap()["lastTransitionTime"] != LONG_AGO
     }
@@ -339,12 +345,12 @@ impl World {
             .collect()
     }
 
-    /// Reasons of the Events so far, those of [`LIFECYCLE`] left out.
+    /// Returns the reasons of all Events except those of [`LIFECYCLE`].
     pub(crate) fn events(&self) -> Vec<String> {
         let events = events(&self.api).into_iter();
         events
             .map(|(_, reason, _)| reason)
-            .filter(|reason| !is_of_life(reason))
+            .filter(|reason| !is_lifecycle_event(reason))
             .collect()
     }
 }

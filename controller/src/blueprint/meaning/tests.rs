@@ -10,7 +10,7 @@ fn volume(fields: Value) -> Value {
     json!({"volumes": [fields]})
 }
 
-/// What a user wrote, and what comes out of Go's types.
+/// Pairs of a spec as the user wrote it and as Go's types serialize it.
 #[rstest]
 #[case::an_empty_struct(container(json!({"name": "c"})), container(json!({"name": "c", "resources": {}})))]
 #[case::empty_maps_in_a_struct(container(json!({"resources": {"limits": {}}})), container(json!({"resources": {}})))]
@@ -31,11 +31,11 @@ fn volume(fields: Value) -> Value {
 )]
 #[case::a_toleration(json!({"tolerations": [{"operator": "Exists", "key": "", "effect": ""}]}), json!({"tolerations": [{"operator": "Exists"}]}))]
 #[case::maps_of_drivers(volume(json!({"csi": {"driver": "d", "volumeAttributes": {}}})), volume(json!({"csi": {"driver": "d"}})))]
-fn what_go_has_by_value_means_nothing_when_it_is_zero(#[case] user: Value, #[case] go: Value) {
+fn a_zero_that_go_holds_by_value_equals_an_absent_field(#[case] user: Value, #[case] go: Value) {
     assert!(mean_the_same(&user, &go), "{user} {go}");
 }
 
-/// Two specs of which each means something else.
+/// Pairs of specs with different meanings.
 #[rstest]
 #[case::a_pods_own_resources(json!({"resources": {}}), json!({}))]
 #[case::an_empty_volume(volume(json!({"name": "v", "emptyDir": {}})), volume(json!({"name": "v"})))]
@@ -59,10 +59,7 @@ fn what_go_has_by_value_means_nothing_when_it_is_zero(#[case] user: Value, #[cas
 #[case::a_limit_of_nothing(container(json!({"resources": {"limits": {"cpu": "0"}}})), container(json!({})))]
 #[case::a_divisor_of_its_own(json!({"divisor": "1"}), json!({}))]
 #[case::what_is_not_known(json!({"fieldOfTomorrow": false}), json!({}))]
-fn what_go_has_by_pointer_or_in_a_users_map_means_what_it_says(
-    #[case] one: Value,
-    #[case] other: Value,
-) {
+fn a_zero_behind_a_pointer_or_in_a_users_map_is_a_value(#[case] one: Value, #[case] other: Value) {
     assert!(!mean_the_same(&one, &other), "{one} {other}");
 }
 

@@ -14,7 +14,7 @@ fn claim(added: Value) -> SandboxClaim {
     .unwrap()
 }
 
-/// A member as a pool makes it, Ready.
+/// Returns a Ready member as a pool makes it.
 fn member(change: Value) -> Sandbox {
     let mut whole = json!({
         "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
@@ -48,7 +48,7 @@ fn template() -> PodMetadata {
 }
 
 #[test]
-fn a_member_is_handed_over_in_one_write_that_leaves_the_spec_alone() {
+fn a_member_is_assigned_in_one_write_that_leaves_the_spec_unchanged() {
     let patch = assignment(&claim(json!({})), &member(json!({})), &template(), None);
     insta::assert_json_snapshot!(patch, @r#"
     {
@@ -85,14 +85,14 @@ fn a_member_is_handed_over_in_one_write_that_leaves_the_spec_alone() {
 }
 
 #[test]
-fn who_applied_what_to_a_member_is_not_forgotten() {
+fn the_record_of_server_side_apply_is_kept() {
     for (operation, forgotten) in [("Apply", false), ("Update", true)] {
         let written = member(json!({"metadata": {"managedFields": [
             {"manager": "somebody", "operation": operation, "apiVersion": "agents.x-k8s.io/v1beta1"},
         ]}}));
         let patch = assignment(&claim(json!({})), &written, &template(), None);
-        let said = patch["metadata"].get("managedFields");
-        assert_eq!(said, forgotten.then_some(&json!([{}])), "{operation}");
+        let managed = patch["metadata"].get("managedFields");
+        assert_eq!(managed, forgotten.then_some(&json!([{}])), "{operation}");
     }
 }
 
@@ -107,7 +107,7 @@ fn a_member_without_the_name_of_its_pod_gets_it_with_the_claim() {
 }
 
 #[test]
-fn a_member_that_upstream_made_loses_what_upstream_put_into_its_pod_template() {
+fn a_member_made_by_upstream_loses_the_metadata_that_upstream_put_into_its_pod_template() {
     let theirs = member(json!({"spec": {"podTemplate": {"metadata": {
         "labels": {"agents.x-k8s.io/warm-pool-sandbox": "h"},
         "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"},
@@ -136,7 +136,7 @@ fn the_trace_goes_on_in_the_sandbox() {
 }
 
 #[test]
-fn owners_that_do_not_control_stay() {
+fn owners_that_are_no_controllers_stay() {
     let other = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "o", "uid": "u-o"});
     let mut shared = member(json!({}));
     shared
@@ -150,7 +150,7 @@ fn owners_that_do_not_control_stay() {
     assert_eq!(names, ["o", "c"]);
 }
 
-/// The Sandbox after a merge patch, as the apiserver makes it.
+/// Returns the Sandbox after a merge patch, as the apiserver makes it.
 fn patched(sandbox: &Sandbox, patch: &Value) -> Sandbox {
     let mut whole = json!(sandbox);
     merge_patch::apply(&mut whole, patch);
@@ -166,7 +166,7 @@ fn edits_of_a_claim_are_added_changed_and_taken_away() {
         &member(json!({})),
         &assignment(&first, &member(json!({})), &wanted, None),
     );
-    assert_eq!(propagation(&first, &held).unwrap(), None, "nothing to do");
+    assert_eq!(propagation(&first, &held).unwrap(), None, "no change");
     let edited = claim(added(json!({"u.io/y": "2"})));
     let patch = propagation(&edited, &held).unwrap().unwrap();
     let held = patched(&held, &patch);

@@ -38,23 +38,23 @@ fn replacing(gone: &str) -> Value {
     json!({"metadata": {"annotations": {"torpor.dev/replaces": gone}}})
 }
 
-fn owned(sandboxes: &[(&str, Value)]) -> Known {
-    Known {
+fn owned(sandboxes: &[(&str, Value)]) -> ClaimSandboxes {
+    ClaimSandboxes {
         owned: sandboxes
             .iter()
             .map(|(name, change)| ((*name).to_owned(), sandbox(name, change.clone())))
             .collect(),
-        ..Known::default()
+        ..ClaimSandboxes::default()
     }
 }
 
-fn asked(mut known: Known, name: &str) -> Known {
-    known.not_ours.insert(name.to_owned());
-    known
+fn looked_up(mut sandboxes: ClaimSandboxes, name: &str) -> ClaimSandboxes {
+    sandboxes.not_owned.insert(name.to_owned());
+    sandboxes
 }
 
-/// A binding in short.
-fn told(binding: &Binding) -> String {
+/// Returns a binding as short text.
+fn summary(binding: &Binding) -> String {
     let names = |all: &[Arc<Sandbox>]| {
         let names: Vec<String> = all.iter().map(|sandbox| sandbox.name_any()).collect();
         names.join(",")
@@ -66,10 +66,10 @@ fn told(binding: &Binding) -> String {
         Binding::Bound { sandbox, surplus } => {
             format!("bound {}, surplus {}", sandbox.name_any(), names(surplus))
         }
-        Binding::ToMark { sandbox, replaces } => {
+        Binding::Mark { sandbox, replaces } => {
             format!("mark {} for {replaces}", sandbox.name_any())
         }
-        Binding::ToAsk(name) => format!("ask {name}"),
+        Binding::Lookup(name) => format!("ask {name}"),
         Binding::Unbound { replaces: None } => "unbound".to_owned(),
         Binding::Unbound {
             replaces: Some(gone),
@@ -84,38 +84,38 @@ fn told(binding: &Binding) -> String {
 #[case::the_noted_one_first(claim(json!({"metadata": {"annotations": {"agents.x-k8s.io/sandbox-name": "y"}}})), owned(&[("x", json!({})), ("y", json!({}))]), "bound y")]
 #[case::the_legacy_note_counts(claim(json!({"metadata": {"labels": {"agents.x-k8s.io/sandbox-name": "y"}}})), owned(&[("x", json!({})), ("y", json!({}))]), "bound y")]
 #[case::its_own_name_next(claim(json!({})), owned(&[("a", json!({})), ("c", json!({}))]), "bound c")]
-#[case::one_that_goes_last(claim(json!({})), owned(&[("a", going()), ("x", json!({}))]), "bound x")]
+#[case::a_deleted_one_last(claim(json!({})), owned(&[("a", going()), ("x", json!({}))]), "bound x")]
 #[case::committed(holding("x"), owned(&[("x", json!({}))]), "bound x")]
 #[case::committed_beside_a_surplus(holding("y"), owned(&[("x", json!({})), ("y", json!({})), ("z", json!({}))]), "bound y, surplus x,z")]
-#[case::a_surplus_that_goes_is_left(holding("y"), owned(&[("x", going()), ("y", json!({}))]), "bound y")]
-#[case::somebody_knows_better(holding("y"), owned(&[("x", replacing("y")), ("y", json!({}))]), "bound y")]
+#[case::a_surplus_being_deleted_is_left(holding("y"), owned(&[("x", going()), ("y", json!({}))]), "bound y")]
+#[case::a_replacement_is_no_surplus(holding("y"), owned(&[("x", replacing("y")), ("y", json!({}))]), "bound y")]
 #[case::a_mark_for_another_is_none(holding("y"), owned(&[("x", replacing("w")), ("y", json!({}))]), "bound y, surplus x")]
 #[case::committed_and_not_seen(holding("x"), owned(&[]), "ask x")]
 #[case::committed_not_seen_another_assigned(holding("x"), owned(&[("y", json!({}))]), "ask x")]
-#[case::committed_and_gone(holding("x"), asked(owned(&[]), "x"), "unbound for x")]
-#[case::gone_and_another_assigned(holding("x"), asked(owned(&[("y", json!({}))]), "x"), "mark y for x")]
-#[case::gone_and_replaced(holding("x"), asked(owned(&[("a", json!({})), ("y", replacing("x"))]), "x"), "bound y")]
-#[case::its_own_name_gone_and_another_assigned(holding("c"), asked(owned(&[("y", json!({}))]), "c"), "unbound for c")]
+#[case::committed_and_gone(holding("x"), looked_up(owned(&[]), "x"), "unbound for x")]
+#[case::gone_and_another_assigned(holding("x"), looked_up(owned(&[("y", json!({}))]), "x"), "mark y for x")]
+#[case::gone_and_replaced(holding("x"), looked_up(owned(&[("a", json!({})), ("y", replacing("x"))]), "x"), "bound y")]
+#[case::its_own_name_gone_and_another_assigned(holding("c"), looked_up(owned(&[("y", json!({}))]), "c"), "unbound for c")]
 #[case::its_own_name_back_and_another_assigned(holding("c"), owned(&[("c", replacing("c")), ("y", json!({}))]), "bound c, surplus y")]
-#[case::gone_and_the_other_goes(holding("x"), asked(owned(&[("y", going())]), "x"), "unbound for x")]
-fn one_claim_one_sandbox(
+#[case::gone_and_the_other_being_deleted(holding("x"), looked_up(owned(&[("y", going())]), "x"), "unbound for x")]
+fn a_claim_is_bound_to_one_sandbox(
     #[case] claim: SandboxClaim,
-    #[case] known: Known,
+    #[case] sandboxes: ClaimSandboxes,
     #[case] expected: &str,
 ) {
-    assert_eq!(told(&bind(&claim, &known)), expected);
+    assert_eq!(summary(&bind(&claim, &sandboxes)), expected);
 }
 
 #[test]
-fn a_write_without_an_answer_is_asked_about_before_anything_else() {
-    let mut known = owned(&[]);
-    known.unsettled = Some("x".to_owned());
-    assert_eq!(told(&bind(&claim(json!({})), &known)), "ask x");
-    let known = asked(known, "x");
-    assert_eq!(told(&bind(&claim(json!({})), &known)), "unbound");
-    let mut known = owned(&[("x", json!({}))]);
-    known.unsettled = Some("x".to_owned());
-    assert_eq!(told(&bind(&claim(json!({})), &known)), "bound x");
+fn a_write_with_an_unknown_outcome_is_looked_up_first() {
+    let mut sandboxes = owned(&[]);
+    sandboxes.unsettled = Some("x".to_owned());
+    assert_eq!(summary(&bind(&claim(json!({})), &sandboxes)), "ask x");
+    let sandboxes = looked_up(sandboxes, "x");
+    assert_eq!(summary(&bind(&claim(json!({})), &sandboxes)), "unbound");
+    let mut sandboxes = owned(&[("x", json!({}))]);
+    sandboxes.unsettled = Some("x".to_owned());
+    assert_eq!(summary(&bind(&claim(json!({})), &sandboxes)), "bound x");
 }
 
 #[test]
@@ -128,9 +128,9 @@ fn a_claim_of_the_same_name_is_another_claim() {
     assert_eq!(
         bind(
             &claim(json!({})),
-            &Known {
-                not_ours: BTreeSet::new(),
-                ..Known::default()
+            &ClaimSandboxes {
+                not_owned: BTreeSet::new(),
+                ..ClaimSandboxes::default()
             }
         ),
         Binding::Unbound { replaces: None }

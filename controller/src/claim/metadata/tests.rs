@@ -23,12 +23,12 @@ fn domains() -> Vec<String> {
 #[case::allowed_domain(json!({"sandbox.users.io/team": "a"}), None)]
 #[case::below_an_allowed_domain(json!({"x.example.com/team": "a"}), None)]
 #[case::empty_value(json!({"example.com/team": ""}), None)]
-#[case::only_looks_below(json!({"evilexample.com/team": "a"}), Some("label \"evilexample.com/team\" is not allowed: its domain is none of sandbox.users.io, example.com"))]
-#[case::no_domain(json!({"team": "a"}), Some("label \"team\" is not allowed: its domain is none of sandbox.users.io, example.com"))]
-#[case::the_routers(json!({"app": "sandbox-router"}), Some("label app=sandbox-router is reserved for the router"))]
-#[case::a_system_label(json!({"agents.x-k8s.io/sandbox-name-hash": "x"}), Some("label \"agents.x-k8s.io/sandbox-name-hash\" is not allowed: its domain is none of sandbox.users.io, example.com"))]
+#[case::only_looks_below(json!({"evilexample.com/team": "a"}), Some("label \"evilexample.com/team\" is not allowed: its domain is not one of sandbox.users.io, example.com"))]
+#[case::no_domain(json!({"team": "a"}), Some("label \"team\" is not allowed: its domain is not one of sandbox.users.io, example.com"))]
+#[case::the_routers_label(json!({"app": "sandbox-router"}), Some("label app=sandbox-router is reserved for the router"))]
+#[case::a_system_label(json!({"agents.x-k8s.io/sandbox-name-hash": "x"}), Some("label \"agents.x-k8s.io/sandbox-name-hash\" is not allowed: its domain is not one of sandbox.users.io, example.com"))]
 #[case::malformed_name(json!({"example.com/-a": "a"}), Some("label \"example.com/-a\" is not well-formed: a name has 1 to 63 letters, digits, '-', '_' or '.', and begins and ends with a letter or digit"))]
-#[case::malformed_domain(json!({"Example.com/a": "a"}), Some("label \"Example.com/a\" is not well-formed: the part before the slash is no domain"))]
+#[case::malformed_domain(json!({"Example.com/a": "a"}), Some("label \"Example.com/a\" is not well-formed: the part before the slash is not a domain"))]
 #[case::malformed_value(json!({"example.com/a": "a b"}), Some("value of label \"example.com/a\" is not well-formed: a value has at most 63 letters, digits, '-', '_' or '.', and begins and ends with a letter or digit"))]
 fn labels_need_an_allowed_domain(#[case] labels: Value, #[case] error: Option<&str>) {
     let checked = check(&claim(labels, Value::Null), &domains());
@@ -51,30 +51,30 @@ fn annotations_must_not_be_of_a_reserved_domain(#[case] key: &str, #[case] allow
 }
 
 #[rstest]
-#[case::how_it_sleeps("torpor.dev/suspension-strategy", "Freeze", None)]
-#[case::that_it_sleeps("torpor.dev/hibernate", "true", None)]
-#[case::when_it_cannot_be_restored("torpor.dev/on-restore-failure", "ColdStart", None)]
-#[case::who_wakes_it("torpor.dev/resume-on-request", "true", None)]
+#[case::suspension_strategy("torpor.dev/suspension-strategy", "Freeze", None)]
+#[case::hibernation("torpor.dev/hibernate", "true", None)]
+#[case::restore_failure("torpor.dev/on-restore-failure", "ColdStart", None)]
+#[case::resume_on_request("torpor.dev/resume-on-request", "true", None)]
 #[case::a_wrong_value(
     "torpor.dev/hibernate",
     "yes",
     Some("annotation torpor.dev/hibernate: value \"yes\" is not allowed; allowed: true, false")
 )]
-#[case::somebody_elses_memory("torpor.dev/restore-from", "theirs", Some(""))]
-#[case::where_memory_is_kept("torpor.dev/snapshot-class", "c", Some(""))]
-#[case::what_the_controller_writes("torpor.dev/restore-image", "i", Some(""))]
-#[case::of_the_sandbox_only("torpor.dev/claim-annotations", "a", Some(""))]
-#[case::what_nobody_knows("torpor.dev/new", "", Some(""))]
+#[case::memory_of_another_sandbox("torpor.dev/restore-from", "theirs", Some(""))]
+#[case::snapshot_class("torpor.dev/snapshot-class", "c", Some(""))]
+#[case::set_by_the_controller("torpor.dev/restore-image", "i", Some(""))]
+#[case::for_sandboxes_only("torpor.dev/claim-annotations", "a", Some(""))]
+#[case::unknown("torpor.dev/new", "", Some(""))]
 #[case::below_the_domain("x.torpor.dev/hibernate", "true", Some(""))]
 #[case::another_domain("nottorpor.dev/restore-from", "x", None)]
-fn of_torpors_annotations_a_claim_brings_those_about_its_own_life(
+fn a_claim_sets_only_torpors_annotations_for_its_own_lifecycle(
     #[case] key: &str,
     #[case] value: &str,
     #[case] error: Option<&str>,
 ) {
     let checked = check(&claim(Value::Null, json!({key: value})), &domains());
     let refusal = format!(
-        "annotation {key:?} is not allowed on a SandboxClaim: the SandboxTemplate decides about it; allowed of torpor.dev: \
+        "annotation {key:?} is not allowed on a SandboxClaim: only the SandboxTemplate can set it; allowed annotations of torpor.dev: \
          torpor.dev/suspension-strategy, torpor.dev/hibernate, torpor.dev/on-restore-failure, torpor.dev/resume-on-request"
     );
     let error = error.map(|words| if words.is_empty() { &refusal } else { words });
@@ -82,7 +82,7 @@ fn of_torpors_annotations_a_claim_brings_those_about_its_own_life(
 }
 
 #[test]
-fn every_setting_is_a_claims_or_the_templates() {
+fn every_setting_belongs_to_claims_or_to_templates() {
     for key in annotations::USER_SETTINGS {
         let refused = check(&claim(Value::Null, json!({key: "x"})), &domains()).unwrap_err();
         let claims = annotations::CLAIM_SETTINGS.contains(&key);
@@ -122,7 +122,7 @@ fn the_claim_adds_to_the_template_and_replaces_nothing() {
 }
 
 #[test]
-fn what_came_from_the_claim_can_be_told_apart_again() {
+fn metadata_of_the_claim_can_be_separated_again() {
     let template = metadata(json!({"a": "1"}), json!({"m": "1"}));
     let claim = claim(json!({"b": "2", "c": "3"}), json!({"n": "3"}));
     let mut sandbox = Sandbox::default();

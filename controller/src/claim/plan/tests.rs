@@ -22,7 +22,7 @@ fn claim(change: Value) -> Arc<SandboxClaim> {
     Arc::new(serde_json::from_value(whole).unwrap())
 }
 
-/// A claim that says which Sandbox it gets.
+/// Returns a claim with the name of its Sandbox noted.
 fn noted(sandbox: &str, mut change: Value) -> Arc<SandboxClaim> {
     change["metadata"] = json!({"annotations": {annotations::SANDBOX_NAME: sandbox}});
     claim(change)
@@ -67,7 +67,7 @@ fn observed(claim: Arc<SandboxClaim>) -> Observed {
 
 fn owning(mut observed: Observed, sandboxes: &[Arc<Sandbox>]) -> Observed {
     for sandbox in sandboxes {
-        let owned = &mut observed.known.owned;
+        let owned = &mut observed.sandboxes.owned;
         owned.insert(sandbox.name_any(), Arc::clone(sandbox));
     }
     observed
@@ -78,12 +78,12 @@ fn offering(mut observed: Observed, offer: Offered) -> Observed {
     observed
 }
 
-/// Steps in short.
+/// Returns the steps as short texts.
 fn steps(plan: &Plan) -> Vec<String> {
     plan.steps
         .iter()
         .map(|step| match step {
-            Action::Ask(name) => format!("ask {name}"),
+            Action::Lookup(name) => format!("ask {name}"),
             Action::Refresh => "refresh".to_owned(),
             Action::Note(name) => format!("note {name}"),
             Action::Assign { name, .. } => format!("assign {name}"),
@@ -109,7 +109,7 @@ fn reason(plan: &Plan) -> &'static str {
     }
 }
 
-// --- how a claim gets its Sandbox ---------------------------------------------------------------------------------------------------------
+// --- how a claim gets its Sandbox ---
 
 #[test]
 fn the_pool_is_asked_first() {
@@ -120,8 +120,8 @@ fn the_pool_is_asked_first() {
 #[rstest]
 #[case::a_member(Offered::Sandbox(sandbox("m", json!({}))), &["assign m"], None)]
 #[case::none(Offered::Nothing, &["create c"], None)]
-#[case::some_are_coming(Offered::Pending, &[], Some(Duration::from_millis(500)))]
-fn what_the_pool_offers_decides(
+#[case::some_are_pending(Offered::Pending, &[], Some(Duration::from_millis(500)))]
+fn the_pools_offer_decides(
     #[case] offer: Offered,
     #[case] expected: &[&str],
     #[case] requeue: Option<Duration>,
@@ -132,7 +132,7 @@ fn what_the_pool_offers_decides(
 }
 
 #[test]
-fn a_claim_waits_two_seconds_for_members_that_are_coming() {
+fn a_claim_waits_two_seconds_for_pending_members() {
     let old = json!({"metadata": {"creationTimestamp": "2025-12-31T23:59:58Z"}});
     let plan = plan(&offering(observed(claim(old)), Offered::Pending), now());
     assert_eq!(steps(&plan), ["create c"]);
@@ -141,7 +141,7 @@ fn a_claim_waits_two_seconds_for_members_that_are_coming() {
 #[rstest]
 #[case::variables(json!({"env": [{"name": "A", "value": "1"}]}), "EnvVarsInjectionRejected")]
 #[case::volumes(json!({"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {}}]}), "VolumeClaimTemplatesError")]
-fn what_only_a_new_pod_can_have_starts_cold(#[case] spec: Value, #[case] refused: &str) {
+fn a_claim_with_variables_or_volumes_starts_cold(#[case] spec: Value, #[case] refused: &str) {
     let mut observed = offering(
         observed(claim(json!({"spec": spec}))),
         Offered::Sandbox(sandbox("m", json!({}))),
@@ -160,11 +160,11 @@ fn what_only_a_new_pod_can_have_starts_cold(#[case] spec: Value, #[case] refused
 #[rstest]
 #[case::no_pool(json!({}), |o: &mut Observed| o.pool = None, "WarmPoolNotFound", "SandboxWarmPool \"p\" not found", Some(60_000))]
 #[case::no_template(json!({}), |o: &mut Observed| o.template = None, "TemplateNotFound", "SandboxTemplate \"t\" not found", Some(60_000))]
-#[case::bad_label(json!({"spec": {"additionalPodMetadata": {"labels": {"team": "x"}}}}), |_: &mut Observed| {}, "InvalidMetadata", "label \"team\" is not allowed: its domain is none of sandbox.users.io", None)]
+#[case::bad_label(json!({"spec": {"additionalPodMetadata": {"labels": {"team": "x"}}}}), |_: &mut Observed| {}, "InvalidMetadata", "label \"team\" is not allowed: its domain is not one of sandbox.users.io", None)]
 #[case::conflict(json!({"spec": {"additionalPodMetadata": {"labels": {"sandbox.users.io/tier": "b"}}}}), |_: &mut Observed| {}, "InvalidMetadata", "label \"sandbox.users.io/tier\" conflicts with the template: it has the value \"a\", the claim wants \"b\"", None)]
 #[case::name_taken(json!({}), |o: &mut Observed| o.namesake = Some(sandbox("c", json!({}))), "ReconcilerError", "Sandbox \"c\" exists and is not controlled by this claim. Please use a different claim name or delete the sandbox manually", Some(60_000))]
 #[case::all_taken(json!({}), |o: &mut Observed| o.lost = 3, "AdoptionConflict", "3 pool members were taken by others; the next pass retries from a converged view", Some(200))]
-fn why_a_claim_has_no_sandbox(
+fn a_claim_without_a_sandbox_has_a_reason(
     #[case] change: Value,
     #[case] edit: fn(&mut Observed),
     #[case] expected: &str,
@@ -188,7 +188,7 @@ fn why_a_claim_has_no_sandbox(
 #[case::no_pool(json!({}), |o: &mut Observed| o.pool = None)]
 #[case::no_template(json!({}), |o: &mut Observed| o.template = None)]
 #[case::conflict(json!({"spec": {"additionalPodMetadata": {"labels": {"sandbox.users.io/tier": "b"}}}}), |_: &mut Observed| {})]
-fn what_clients_give_up_on_is_not_told_on_the_word_of_a_cache(
+fn a_final_reason_is_checked_against_the_apiserver_first(
     #[case] change: Value,
     #[case] edit: fn(&mut Observed),
 ) {
@@ -212,7 +212,7 @@ fn a_stale_member_is_handed_out_only_under_on_replenish(
     assert_eq!(is_acceptable(&member, &pool, &blueprint), expected);
 }
 
-// --- a claim that has one -----------------------------------------------------------------------------------------------------------------
+// --- a claim that has a Sandbox ---
 
 #[test]
 fn a_claim_that_has_a_sandbox_needs_neither_pool_nor_template() {
@@ -224,7 +224,7 @@ fn a_claim_that_has_a_sandbox_needs_neither_pool_nor_template() {
 }
 
 #[test]
-fn a_surplus_is_deleted_as_it_was_seen() {
+fn a_surplus_is_deleted_only_in_the_version_that_was_read() {
     let held = noted("y", json!({"status": {"sandbox": {"name": "y"}}}));
     let observed = owning(
         observed(held),
@@ -236,11 +236,11 @@ fn a_surplus_is_deleted_as_it_was_seen() {
 }
 
 #[test]
-fn the_one_that_takes_the_place_of_another_carries_its_name() {
+fn a_replacement_carries_the_name_of_the_lost_sandbox() {
     let held = claim(json!({"status": {"sandbox": {"name": "x"}}}));
     let mut observed = offering(observed(held), Offered::Sandbox(sandbox("m", json!({}))));
     assert_eq!(steps(&plan(&observed, now())), ["ask x"]);
-    observed.known.not_ours.insert("x".to_owned());
+    observed.sandboxes.not_owned.insert("x".to_owned());
     let warm = plan(&observed, now());
     let [Action::Assign { patch, .. }] = &warm.steps[..] else {
         panic!("{warm:?}")
@@ -258,12 +258,12 @@ fn the_one_that_takes_the_place_of_another_carries_its_name() {
 fn a_sandbox_with_the_claims_own_name_is_replaced_by_one_of_that_name() {
     let held = claim(json!({"status": {"sandbox": {"name": "c"}}}));
     let mut observed = offering(observed(held), Offered::Sandbox(sandbox("m", json!({}))));
-    observed.known.not_ours.insert("c".to_owned());
+    observed.sandboxes.not_owned.insert("c".to_owned());
     assert_eq!(steps(&plan(&observed, now())), ["create c"]);
 }
 
 #[test]
-fn an_edit_that_is_not_allowed_is_told_and_the_sandbox_stays() {
+fn a_forbidden_edit_is_reported_and_the_sandbox_stays() {
     let bad = noted(
         "x",
         json!({"spec": {"additionalPodMetadata": {"labels": {"team": "x"}}}}),
@@ -280,7 +280,7 @@ fn an_edit_that_is_not_allowed_is_told_and_the_sandbox_stays() {
 }
 
 #[test]
-fn what_upstream_made_for_each_claim_once_is_removed() {
+fn the_network_policy_of_an_old_upstream_is_deleted() {
     let mut observed = owning(observed(noted("x", json!({}))), &[sandbox("x", json!({}))]);
     observed.legacy_policy = Some(("c-network-policy".to_owned(), "u".to_owned()));
     assert_eq!(
@@ -289,7 +289,7 @@ fn what_upstream_made_for_each_claim_once_is_removed() {
     );
 }
 
-// --- expiry -------------------------------------------------------------------------------------------------------------------------------
+// --- expiry ---
 
 fn finished(second: u8) -> Value {
     json!({"conditions": [{
@@ -333,7 +333,7 @@ fn expired(policy: Value, marked: bool) -> Arc<SandboxClaim> {
 #[case::retain(json!("Retain"), &["delete x at None"])]
 #[case::delete(json!("Delete"), &["delete claim, Delete"])]
 #[case::foreground(json!("DeleteForeground"), &["delete claim, DeleteForeground"])]
-fn an_expired_claim_is_marked_before_anything_goes(
+fn an_expired_claim_is_marked_before_any_deletion(
     #[case] policy: Value,
     #[case] expected: &[&str],
 ) {
@@ -348,7 +348,7 @@ fn an_expired_claim_is_marked_before_anything_goes(
 }
 
 #[test]
-fn a_claim_is_looked_at_again_when_it_expires() {
+fn a_claim_is_reconciled_again_when_it_expires() {
     let later = json!({"spec": {"lifecycle": {"shutdownTime": "2026-01-01T01:00:00Z"}}});
     let plan = plan(
         &owning(observed(claim(later)), &[sandbox("x", json!({}))]),
@@ -358,10 +358,10 @@ fn a_claim_is_looked_at_again_when_it_expires() {
 }
 
 #[test]
-fn an_expired_claim_takes_nothing_and_deletes_nothing_of_others() {
+fn an_expired_claim_takes_no_member_and_deletes_no_foreign_sandbox() {
     let mut observed = observed(expired(Value::Null, true));
     assert_eq!(steps(&plan(&observed, now())), ["ask x"]);
-    observed.known.not_ours.insert("x".to_owned());
+    observed.sandboxes.not_owned.insert("x".to_owned());
     observed.foreign = Some("x".to_owned());
     let plan = plan(&observed, now());
     assert!(plan.steps.is_empty());
@@ -391,7 +391,7 @@ fn refusal(plan: Plan) -> (Refusal, Option<Duration>) {
 }
 
 #[test]
-fn a_claim_that_starts_cold_waits_for_the_templates_network_policy_and_says_so() {
+fn a_cold_start_waits_for_the_templates_network_policy_and_reports_it() {
     let mut observed = offering(observed(claim(json!({}))), Offered::Nothing);
     assert!(matches!(
         plan(&observed, now()).steps[..],
@@ -417,7 +417,7 @@ fn a_claim_that_starts_cold_waits_for_the_templates_network_policy_and_says_so()
     );
 }
 
-/// Its policy may have been deleted since it was made.
+/// The policy may have been deleted since the member was made.
 #[test]
 fn a_member_of_a_pool_is_handed_out_only_while_its_templates_network_policy_is_there() {
     let member = sandbox("m", json!({}));
@@ -428,9 +428,9 @@ fn a_member_of_a_pool_is_handed_out_only_while_its_templates_network_policy_is_t
     assert_eq!(why.reason(), "NetworkPolicyPending");
 }
 
-/// Clients read it when the claim becomes Ready.
+/// Clients read the annotation when the claim becomes Ready.
 #[test]
-fn a_claim_that_is_not_ready_says_first_which_sandbox_it_gets() {
+fn a_claim_is_annotated_with_its_sandbox_before_it_is_ready() {
     let of = |claim| {
         steps(&plan(
             &owning(observed(claim), &[sandbox("x", json!({}))]),
@@ -445,6 +445,6 @@ fn a_claim_that_is_not_ready_says_first_which_sandbox_it_gets() {
     }]}});
     assert!(
         of(claim(ready)).is_empty(),
-        "it is noted when its turn comes"
+        "the annotation of a Ready claim is no step"
     );
 }

@@ -48,7 +48,7 @@ fn made(policy: &str, spec: Value) -> Result<Value, String> {
     env("", "B"),
     "environment variables are not allowed: the template's envVarsInjectionPolicy is Disallowed"
 )]
-#[case::there_already(
+#[case::variable_exists(
     "Allowed",
     env("", "A"),
     "environment variable \"A\" is in container \"c\" already; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only"
@@ -56,19 +56,19 @@ fn made(policy: &str, spec: Value) -> Result<Value, String> {
 #[case::opaque(
     "Allowed",
     env("from", "B"),
-    "container \"from\" uses envFrom, so that nobody can tell whether \"B\" is new; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only"
+    "container \"from\" uses envFrom, so that it is unknown whether \"B\" is new; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only"
 )]
-#[case::nowhere(
+#[case::no_such_container(
     "Overrides",
     env("x", "B"),
     "environment variable \"B\" is for container \"x\", which the template does not have"
 )]
 #[case::twice("Allowed", json!({"env": [{"name": "B", "value": "1"}, {"name": "B", "value": "2"}]}), "environment variable \"B\" is in container \"c\" already; the template's envVarsInjectionPolicy Allowed lets a claim add new ones only")]
 #[case::volumes_disallowed("Disallowed", json!({"volumeClaimTemplates": [{"metadata": {"name": "w"}, "spec": {}}]}), "volumeClaimTemplates are not allowed: the template's volumeClaimTemplatesPolicy is Disallowed")]
-#[case::volume_there_already("Allowed", json!({"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {}}]}), "volumeClaimTemplate \"v\" is in the template already; the template's volumeClaimTemplatesPolicy Allowed lets a claim add new ones only")]
+#[case::volume_exists("Allowed", json!({"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {}}]}), "volumeClaimTemplate \"v\" is in the template already; the template's volumeClaimTemplatesPolicy Allowed lets a claim add new ones only")]
 #[case::volume_without_name("Allowed", json!({"volumeClaimTemplates": [{"spec": {}}]}), "volumeClaimTemplate number 1 of the claim has no name")]
 #[case::volume_twice("Overrides", json!({"volumeClaimTemplates": [{"metadata": {"name": "w"}, "spec": {}}, {"metadata": {"name": "w"}, "spec": {}}]}), "volumeClaimTemplate \"w\" is in the claim twice")]
-fn what_the_template_does_not_allow_is_named(
+fn additions_that_the_template_forbids_are_named(
     #[case] policy: &str,
     #[case] spec: Value,
     #[case] error: &str,
@@ -80,7 +80,7 @@ fn what_the_template_does_not_allow_is_named(
 #[rstest]
 #[case::without_name(json!([{"metadata": {"name": "v"}, "spec": {}}, {"spec": {}}]), "volumeClaimTemplate number 2 of the template has no name")]
 #[case::twice(json!([{"metadata": {"name": "v"}, "spec": {}}, {"metadata": {"name": "v"}, "spec": {}}]), "volumeClaimTemplate \"v\" is in the template twice")]
-fn volumes_of_the_template_have_to_be_right(
+fn volumes_of_the_template_have_to_be_valid(
     #[values("Disallowed", "Allowed", "Overrides")] policy: &str,
     #[values(json!({}), json!({"volumeClaimTemplates": [{"metadata": {"name": "v"}, "spec": {}}]}))]
     spec: Value,
@@ -96,7 +96,7 @@ fn volumes_of_the_template_have_to_be_right(
 
 #[rstest]
 #[case::new("Allowed", env("", "B"), 0, 1, json!({"name": "B", "value": "1"}))]
-#[case::over("Overrides", env("c", "A"), 0, 0, json!({"name": "A", "value": "1"}))]
+#[case::replaced("Overrides", env("c", "A"), 0, 0, json!({"name": "A", "value": "1"}))]
 #[case::beside_a_source("Overrides", env("from", "B"), 1, 0, json!({"name": "B", "value": "1"}))]
 fn variables_reach_their_container(
     #[case] policy: &str,

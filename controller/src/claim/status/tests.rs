@@ -44,8 +44,8 @@ fn ready() -> Value {
     condition("Ready", "True", "DependenciesReady", "Pod is Ready")
 }
 
-/// Ready in short.
-fn said(status: &SandboxClaimStatus) -> (String, String, String) {
+/// Returns status, reason and message of Ready.
+fn ready_of(status: &SandboxClaimStatus) -> (String, String, String) {
     let ready = conditions::find(&status.conditions, "Ready").unwrap();
     assert_eq!(ready.observed_generation, Some(3));
     (
@@ -57,8 +57,8 @@ fn said(status: &SandboxClaimStatus) -> (String, String, String) {
 
 #[rstest]
 #[case::as_the_sandbox(Outlook::Sandbox(sandbox(json!([ready()]))), "True", "DependenciesReady", "Pod is Ready")]
-#[case::as_the_sandbox_that_is_not(Outlook::Sandbox(sandbox(json!([condition("Ready", "False", "SandboxSuspended", "Sandbox is suspended")]))), "False", "SandboxSuspended", "Sandbox is suspended")]
-#[case::nothing_said_yet(Outlook::Sandbox(sandbox(json!([]))), "False", "SandboxNotReady", "Sandbox is not ready")]
+#[case::as_a_sandbox_that_is_not_ready(Outlook::Sandbox(sandbox(json!([condition("Ready", "False", "SandboxSuspended", "Sandbox is suspended")]))), "False", "SandboxSuspended", "Sandbox is suspended")]
+#[case::no_condition_yet(Outlook::Sandbox(sandbox(json!([]))), "False", "SandboxNotReady", "Sandbox is not ready")]
 #[case::no_name_of_the_pod(Outlook::Sandbox(sandbox_with(json!([ready()]), json!({"metadata": {"annotations": null}}))), "False", "SandboxNotReady", "Sandbox is not ready")]
 #[case::sandbox_expired(Outlook::Sandbox(sandbox_with(json!([ready()]), json!({"spec": {"shutdownTime": "2025-12-31T00:00:00Z"}}))), "False", "SandboxExpired", "Underlying Sandbox resource has expired independently of the Claim.")]
 #[case::none(
@@ -81,7 +81,7 @@ fn ready_is_upstreams(
 ) {
     let after = next(&claim(Value::Null), &outlook, now());
     let expected = (status.to_owned(), reason.to_owned(), message.to_owned());
-    assert_eq!(said(&after), expected);
+    assert_eq!(ready_of(&after), expected);
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn ready_name_and_addresses_are_one_write_on_the_version_that_was_seen() {
 }
 
 #[test]
-fn what_says_the_same_is_not_written() {
+fn an_unchanged_status_is_not_written() {
     let outlook = Outlook::Sandbox(sandbox(json!([ready()])));
     let first = next(&claim(Value::Null), &outlook, now());
     let claim = claim(json!(first));
@@ -106,7 +106,7 @@ fn what_says_the_same_is_not_written() {
 }
 
 #[test]
-fn finished_is_copied_taken_away_with_the_sandboxs_and_kept_when_that_is_gone() {
+fn finished_is_copied_removed_with_the_sandboxs_and_kept_when_the_sandbox_is_gone() {
     let finished = condition(
         "Finished",
         "True",
@@ -129,7 +129,7 @@ fn finished_is_copied_taken_away_with_the_sandboxs_and_kept_when_that_is_gone() 
 }
 
 #[test]
-fn the_name_of_a_sandbox_that_is_gone_stays_without_its_addresses() {
+fn the_name_of_a_lost_sandbox_stays_without_its_addresses() {
     let held = claim(json!({"sandbox": {"name": "x", "podIPs": ["10.0.0.1"]}}));
     let after = next(&held, &Outlook::NoSandbox, now());
     assert_eq!(json!(after.sandbox), json!({"name": "x"}));

@@ -14,7 +14,7 @@ fn sandbox(change: Value) -> Sandbox {
     serde_json::from_value(whole).unwrap()
 }
 
-fn says(value: &str) -> Value {
+fn annotated(value: &str) -> Value {
     json!({"metadata": {"annotations": {"torpor.dev/network-policy": value}}})
 }
 
@@ -30,22 +30,22 @@ fn of_claim() -> Value {
 
 #[rstest]
 #[case::plain(json!({}), Isolation::Strict)]
-#[case::asks_for_the_default(says("default"), Isolation::Strict)]
-#[case::a_wrong_value_opens_nothing(says("None"), Isolation::Strict)]
-#[case::asks_to_be_left_out(says("none"), Isolation::LeftOut)]
-#[case::in_its_pod_template(json!({"spec": {"podTemplate": {"metadata": says("none")["metadata"].clone()}}}), Isolation::LeftOut)]
+#[case::asks_for_the_default(annotated("default"), Isolation::Strict)]
+#[case::a_wrong_value_opens_nothing(annotated("None"), Isolation::Strict)]
+#[case::asks_to_be_left_out(annotated("none"), Isolation::LeftOut)]
+#[case::in_its_pod_template(json!({"spec": {"podTemplate": {"metadata": annotated("none")["metadata"].clone()}}}), Isolation::LeftOut)]
 #[case::of_a_claim(of_claim(), Isolation::OfTemplate)]
 #[case::of_a_pool(
     owned_by("extensions.agents.x-k8s.io/v1beta1", "SandboxWarmPool"),
     Isolation::OfTemplate
 )]
-#[case::of_somebody_else(owned_by("apps/v1", "ReplicaSet"), Isolation::Strict)]
-// The label of a template opens nothing: it reaches the Pod only of a claim's or a pool's Sandbox.
-#[case::says_that_it_has_a_template(
+#[case::of_another_controller(owned_by("apps/v1", "ReplicaSet"), Isolation::Strict)]
+// The label of a template opens nothing: only Sandboxes of a claim or a pool pass it to their Pods.
+#[case::labelled_as_if_it_had_a_template(
     json!({"metadata": {"labels": {"agents.x-k8s.io/sandbox-template-ref-hash": "0"}}}),
     Isolation::Strict
 )]
-fn a_sandbox_without_a_template_is_isolated_unless_it_says_otherwise(
+fn a_sandbox_without_a_template_is_isolated_unless_it_opts_out(
     #[case] change: Value,
     #[case] expected: Isolation,
 ) {
@@ -83,7 +83,7 @@ fn made(plan: &Plan) -> Option<&Value> {
 #[case::left_out(Isolation::LeftOut, Some("none"), false)]
 #[case::off(Isolation::Off, None, false)]
 #[case::of_a_template(Isolation::OfTemplate, None, false)]
-fn a_pod_that_is_made_carries_what_the_policy_selects(
+fn a_new_pod_has_the_label_that_the_policy_selects(
     #[case] isolation: Isolation,
     #[case] label: Option<&str>,
     #[case] own_dns: bool,
@@ -93,8 +93,8 @@ fn a_pod_that_is_made_carries_what_the_policy_selects(
     amend(&mut plan, &sandbox(json!({})), isolation, Ok(()));
     let pod = made(&plan).unwrap();
     assert_eq!(pod["metadata"]["labels"].get("a"), Some(&json!("b")));
-    let said = pod["metadata"]["labels"].get("torpor.dev/network-policy");
-    assert_eq!(said.and_then(Value::as_str), label);
+    let found = pod["metadata"]["labels"].get("torpor.dev/network-policy");
+    assert_eq!(found.and_then(Value::as_str), label);
     let dns = pod["spec"].get("dnsPolicy");
     assert_eq!(dns.and_then(Value::as_str), own_dns.then_some("None"));
     assert_eq!(plan.steps.len(), 5);
@@ -103,7 +103,7 @@ fn a_pod_that_is_made_carries_what_the_policy_selects(
 #[rstest]
 #[case::a_choice_of_its_own(json!({"dnsPolicy": "ClusterFirst"}))]
 #[case::in_the_hosts_network(json!({"hostNetwork": true}))]
-fn name_servers_are_named_only_where_the_cluster_s_are_out_of_reach(#[case] spec: Value) {
+fn public_dns_servers_are_set_only_where_the_cluster_dns_is_blocked(#[case] spec: Value) {
     let mut plan = making(spec.clone());
     amend(&mut plan, &sandbox(json!({})), Isolation::Strict, Ok(()));
     assert_eq!(made(&plan).unwrap()["spec"], spec);
@@ -149,7 +149,7 @@ fn running(label: Option<&str>, owner: &str) -> Plan {
 #[case::closed_again(Some("none"), Isolation::Strict, Some(json!("default")))]
 #[case::the_flag_was_taken_away(Some("default"), Isolation::Off, Some(json!("none")))]
 #[case::a_pool_has_taken_it_in(Some("default"), Isolation::OfTemplate, Some(json!(null)))]
-fn a_pod_that_runs_follows_its_sandbox_once_it_has_the_label(
+fn the_label_of_a_running_pod_follows_its_sandbox(
     #[case] label: Option<&str>,
     #[case] isolation: Isolation,
     #[case] expected: Option<Value>,
@@ -167,7 +167,7 @@ fn a_pod_that_runs_follows_its_sandbox_once_it_has_the_label(
 }
 
 #[test]
-fn the_label_goes_into_the_patch_that_is_planned_already_and_never_on_a_foreign_pod() {
+fn the_label_joins_a_planned_patch_and_never_goes_on_a_foreign_pod() {
     let mut plan = running(Some("default"), "u-s");
     let patch = json!({"metadata": {"uid": "u-p", "labels": {"a": "b"}}});
     plan.steps.push(Step {
@@ -210,7 +210,7 @@ fn a_running_pod_stays_as_it_is_when_the_policy_cannot_be_brought_back() {
 }
 
 fn existing() -> NetworkPolicy {
-    let Ok(Todo::Create(policy)) = decide("ns", None, &[]) else {
+    let Ok(NextWrite::Create(policy)) = decide("ns", None, &[]) else {
         panic!("nothing is there")
     };
     serde_json::from_value(policy).unwrap()
@@ -225,14 +225,14 @@ fn the_policy_selects_by_the_label_and_has_the_strict_rules() {
     assert_eq!(policy["spec"]["ingress"], rules::ingress());
     assert_eq!(policy["spec"]["egress"], rules::egress(&[]));
     assert_eq!(policy["spec"]["policyTypes"], json!(["Ingress", "Egress"]));
-    assert_eq!(decide("ns", Some(&existing()), &[]), Ok(Todo::Nothing));
+    assert_eq!(decide("ns", Some(&existing()), &[]), Ok(NextWrite::Nothing));
 }
 
 #[test]
 fn a_policy_that_was_loosened_is_brought_back_and_a_foreign_one_is_named() {
     let mut loosened = existing();
     loosened.spec.as_mut().unwrap().egress = None;
-    let Ok(Todo::Patch(patch)) = decide("ns", Some(&loosened), &[]) else {
+    let Ok(NextWrite::Patch(patch)) = decide("ns", Some(&loosened), &[]) else {
         panic!("it was loosened")
     };
     assert_eq!(patch["spec"], json!({"egress": rules::egress(&[])}));

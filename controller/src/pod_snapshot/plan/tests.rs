@@ -16,7 +16,7 @@ fn pod_snapshot(name: &str, created: &str, ready: &str) -> Arc<PodSnapshot> {
 }
 
 #[test]
-fn the_newest_that_can_be_had_is_the_one_that_the_sdk_asks_for() {
+fn the_newest_ready_pod_snapshot_is_the_one_that_the_sdk_asks_for() {
     let all = [
         pod_snapshot("old", "2026-01-01T00:00:00Z", "True"),
         pod_snapshot("newest", "2026-01-02T00:00:00Z", "True"),
@@ -28,7 +28,7 @@ fn the_newest_that_can_be_had_is_the_one_that_the_sdk_asks_for() {
 }
 
 #[test]
-fn what_came_of_a_trigger_is_final() {
+fn the_outcome_of_a_trigger_is_final() {
     let mut asked = PodSnapshotManualTrigger::default();
     asked.metadata.uid = Some("t".into());
     asked.status = serde_json::from_value(json!({"conditions": [{
@@ -42,21 +42,21 @@ fn what_came_of_a_trigger_is_final() {
         }]},
         "spec": {"sandboxName": "s"},
     }));
-    let around = Around {
+    let observed = Observed {
         image: Some(image),
-        ..Around::default()
+        ..Observed::default()
     };
-    assert_eq!(trigger(&asked, &around, |_| Ok(())), None);
-    let said = &mut asked.status.as_mut().unwrap().conditions[0];
-    (said.status, said.reason) = ("False".into(), "Failed".into());
+    assert_eq!(trigger(&asked, &observed, |_| Ok(())), None);
+    let condition = &mut asked.status.as_mut().unwrap().conditions[0];
+    (condition.status, condition.reason) = ("False".into(), "Failed".into());
     let drop = Step::DropImage {
         uid: "i".into(),
         resource_version: None,
     };
-    assert_eq!(trigger(&asked, &around, |_| Ok(())), Some(drop));
+    assert_eq!(trigger(&asked, &observed, |_| Ok(())), Some(drop));
 }
 
-/// The image of a suspension, which the Sandbox itself owns.
+/// Image of a suspension, which the Sandbox owns.
 fn image_of_a_suspension() -> Arc<SandboxSnapshot> {
     object(json!({
         "metadata": {"name": "s", "uid": "i", "ownerReferences": [{
@@ -68,7 +68,7 @@ fn image_of_a_suspension() -> Arc<SandboxSnapshot> {
 }
 
 #[test]
-fn nobody_gets_the_memory_of_a_suspension_by_naming_its_owner() {
+fn a_forged_pod_snapshot_cannot_take_over_the_image_of_a_suspension() {
     let mut forged = PodSnapshot::default();
     forged.metadata.name = Some("s".into());
     forged.spec.trigger_uid = "sb".into();
@@ -86,9 +86,9 @@ fn an_image_that_is_kept_already_is_waited_for() {
         }]},
         "spec": {"sandboxName": "s"},
     }));
-    let around = Around {
+    let observed = Observed {
         image: Some(kept),
-        ..Around::default()
+        ..Observed::default()
     };
-    assert_eq!(trigger(&asked, &around, |_| Ok(())), None);
+    assert_eq!(trigger(&asked, &observed, |_| Ok(())), None);
 }

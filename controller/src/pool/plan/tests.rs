@@ -31,7 +31,7 @@ fn template(change: Value) -> Arc<SandboxTemplate> {
     Arc::new(serde_json::from_value(whole).unwrap())
 }
 
-/// A member that was made just now and is Ready.
+/// Returns a Ready member that was created just now.
 fn member(name: &str, change: Value) -> Arc<Sandbox> {
     let mut whole = member::sandbox(&pool(json!({})), &template(json!({})), name, true);
     let rest = json!({
@@ -86,17 +86,17 @@ fn observed(members: &[Arc<Sandbox>]) -> Observed {
 }
 
 #[rstest]
-#[case::nobody_waits(false, 3600.0, false)]
+#[case::no_other_pool_waits(false, 3600.0, false)]
 #[case::a_short_pass(true, 0.9, false)]
 #[case::a_long_one(true, 1.0, true)]
-fn a_pass_gives_way_once_it_has_had_its_turn(
+fn a_pass_yields_after_its_longest_time(
     #[case] others_wait: bool,
     #[case] worked: f64,
     #[case] expected: bool,
 ) {
     let worked = Duration::from_secs_f64(worked);
     let settings = PoolSettings::default();
-    assert_eq!(gives_way(others_wait, worked, &settings), expected);
+    assert_eq!(yields(others_wait, worked, &settings), expected);
 }
 
 fn steps(plan: &Plan) -> Vec<String> {
@@ -112,7 +112,7 @@ fn steps(plan: &Plan) -> Vec<String> {
                 assert_eq!(
                     resource_version.as_deref(),
                     Some("5"),
-                    "every delete is fenced"
+                    "every delete has a precondition"
                 );
                 format!("delete {name}")
             }
@@ -131,15 +131,19 @@ fn asked_for(names: &[&str]) -> Remembered {
     }
 }
 
-// --- how many -----------------------------------------------------------------------------------------------------------------------------
+// --- number of members ---
 
 #[rstest]
 #[case::empty(&[], &[], 3)]
 #[case::some(&["a"], &[], 2)]
 #[case::full(&["a", "b", "c"], &[], 0)]
-#[case::asked_for(&["a"], &["x", "y"], 0)]
-#[case::asked_for_and_seen(&["a"], &["a"], 2)]
-fn what_is_missing_is_made(#[case] there: &[&str], #[case] coming: &[&str], #[case] made: usize) {
+#[case::requested(&["a"], &["x", "y"], 0)]
+#[case::requested_and_seen(&["a"], &["a"], 2)]
+fn missing_members_are_created(
+    #[case] there: &[&str],
+    #[case] coming: &[&str],
+    #[case] made: usize,
+) {
     let mut observed = observed(&ready(there));
     observed.remembered = asked_for(coming);
     let plan = plan(&observed, now());
@@ -148,7 +152,7 @@ fn what_is_missing_is_made(#[case] there: &[&str], #[case] coming: &[&str], #[ca
 }
 
 #[test]
-fn what_is_going_counts_until_it_is_gone() {
+fn a_deleted_member_counts_until_it_is_gone() {
     let mut view = observed(&[member("a", going()), member("b", json!({}))]);
     assert_eq!(plan(&view, now()).create.len(), 1);
     view.remembered.deleting.insert("u-b".to_owned());
@@ -160,7 +164,7 @@ fn what_is_going_counts_until_it_is_gone() {
 }
 
 #[test]
-fn of_too_many_the_unready_go_first_and_then_the_newest() {
+fn excess_members_are_deleted_unready_first_then_newest() {
     let members = [
         member("a", old(json!({}))),
         member("b", json!({})),
@@ -204,7 +208,7 @@ fn names_differ_from_pass_to_pass() {
     assert!(first.iter().all(|name| !second.contains(name)));
 }
 
-// --- when ---------------------------------------------------------------------------------------------------------------------------------
+// --- timing ---
 
 #[rstest]
 #[case::no_template(|o: &mut Observed| o.template = None, 0, Some(60_000))]
@@ -213,7 +217,7 @@ fn names_differ_from_pass_to_pass() {
 #[case::batch(|o: &mut Observed| o.settings.max_batch = 2, 2, Some(1))]
 #[case::rate(|o: &mut Observed| { o.remembered.allowance = Some(1); o.remembered.next_token = Some(Duration::from_millis(300)); }, 1, Some(300))]
 #[case::no_token(|o: &mut Observed| { o.remembered.allowance = Some(0); o.remembered.next_token = Some(Duration::from_millis(300)); }, 0, Some(300))]
-fn refills_wait_where_they_have_to(
+fn refills_wait_for_template_load_delay_batch_and_rate(
     #[case] edit: fn(&mut Observed),
     #[case] made: usize,
     #[case] requeue: Option<u64>,
@@ -225,7 +229,7 @@ fn refills_wait_where_they_have_to(
     assert_eq!(plan.requeue, requeue.map(Duration::from_millis));
 }
 
-// --- staleness ----------------------------------------------------------------------------------------------------------------------------
+// --- staleness ---
 
 fn strategy(type_: &str) -> Value {
     json!({"spec": {"updateStrategy": {"type": type_}}})
@@ -241,7 +245,7 @@ fn image(name: &str) -> Value {
 #[case::recreate(strategy("Recreate"), image("new"), &["delete a", "delete b"])]
 #[case::recreate_and_metadata_only(strategy("Recreate"), json!({"spec": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}), &[])]
 #[case::recreate_and_another_template(strategy("Recreate"), json!({"metadata": {"name": "u"}}), &["delete a", "delete b"])]
-fn stale_members_go_at_once_only_under_recreate(
+fn stale_members_are_deleted_at_once_only_under_recreate(
     #[case] of_pool: Value,
     #[case] of_template: Value,
     #[case] expected: &[&str],
@@ -253,22 +257,22 @@ fn stale_members_go_at_once_only_under_recreate(
     view.template = Some(template);
     let plan = plan(&view, now());
     assert_eq!(steps(&plan), expected);
-    // Those that go still count.
+    // Members being deleted still count.
     assert_eq!(plan.create.len(), 1);
 }
 
 #[test]
-fn without_its_template_a_pool_keeps_what_it_has() {
+fn a_pool_without_its_template_keeps_its_members() {
     let mut view = observed(&ready(&["a"]));
     view.pool = pool(strategy("Recreate"));
     view.template = None;
     assert!(plan(&view, now()).steps.is_empty());
 }
 
-// --- orphans ------------------------------------------------------------------------------------------------------------------------------
+// --- orphans ---
 
 #[test]
-fn orphans_that_are_as_the_template_says_come_back_and_others_go() {
+fn orphans_that_match_the_template_return_and_others_are_deleted() {
     let nobodys = |name: &str, change: Value| {
         let mut change = change;
         change["metadata"]["ownerReferences"] = Value::Null;
@@ -279,7 +283,7 @@ fn orphans_that_are_as_the_template_says_come_back_and_others_go() {
         "metadata": {"labels": {"agents.x-k8s.io/sandbox-template-hash": "old"}},
         "spec": {"service": true},
     });
-    // Its labels, the hash among them, are those of a member.
+    // The labels, the hash among them, are those of a member.
     let copied = image("another");
     view.orphans = vec![
         nobodys("good", json!({})),
@@ -294,20 +298,20 @@ fn orphans_that_are_as_the_template_says_come_back_and_others_go() {
     );
     assert_eq!(plan.create.len(), 1);
     let Action::Adopt { patch, .. } = &plan.steps[0] else {
-        unreachable!("it is the first")
+        unreachable!("the first step adopts")
     };
     assert_eq!(patch["metadata"]["ownerReferences"][0]["uid"], "u-p");
     assert_eq!(patch["metadata"]["resourceVersion"], "5");
 }
 
 #[test]
-fn an_orphan_that_finds_no_room_goes() {
+fn an_orphan_without_room_is_deleted() {
     let mut view = observed(&ready(&["a", "b", "c"]));
     view.orphans = vec![member("o", json!({"metadata": {"ownerReferences": null}}))];
     assert_eq!(steps(&plan(&view, now())), ["delete o"]);
 }
 
-// --- members that do not become ready -----------------------------------------------------------------------------------------------------
+// --- members that do not become ready ---
 
 fn unschedulable() -> Value {
     json!({"status": {"conditions": [
@@ -322,13 +326,13 @@ fn a_member_that_does_not_become_ready_in_time_is_replaced() {
     let plan = plan(&view, now());
     assert_eq!(steps(&plan), ["delete stuck"]);
     let wait = plan.requeue.unwrap().as_secs();
-    // Four minutes are left, and two seconds, and up to half as long again.
+    // Four minutes are left, plus two seconds, plus up to half of that.
     assert!((242..=363).contains(&wait), "{wait}");
 }
 
-/// The young one is a minute old.
+/// The member is one minute old.
 #[test]
-fn a_pool_may_say_by_itself_how_long_its_members_may_take() {
+fn a_pool_may_set_the_grace_period_of_its_members() {
     let mut view = observed(&[member("young", unready())]);
     view.pool = pool(json!({"spec": {"readinessGracePeriodSeconds": 30}}));
     assert_eq!(steps(&plan(&view, now())), [] as [&str; 0]);
@@ -337,7 +341,7 @@ fn a_pool_may_say_by_itself_how_long_its_members_may_take() {
 }
 
 #[test]
-fn a_member_that_was_ready_has_its_time_anew() {
+fn a_member_that_was_ready_gets_a_new_grace_period() {
     let mut change = old(unready());
     change["status"]["conditions"][0]["lastTransitionTime"] = "2026-01-01T00:58:00Z".into();
     assert!(
@@ -348,13 +352,13 @@ fn a_member_that_was_ready_has_its_time_anew() {
 }
 
 #[test]
-fn a_member_that_no_node_has_room_for_is_kept_and_told_of() {
+fn an_unschedulable_member_is_kept_and_reported() {
     let held = observed(&[member("a", old(unschedulable()))]);
-    let told = plan(&held, now());
-    assert!(told.steps.is_empty());
-    assert_eq!(told.requeue, Some(Duration::from_secs(60)));
+    let planned = plan(&held, now());
+    assert!(planned.steps.is_empty());
+    assert_eq!(planned.requeue, Some(Duration::from_secs(60)));
     assert_eq!(
-        told.stalled.as_deref(),
+        planned.stalled.as_deref(),
         Some(
             "Members are not scheduled after 300s and are kept waiting. Add nodes that have room for them, or lower spec.replicas. The scheduler says: 0/3 nodes"
         )
@@ -363,7 +367,7 @@ fn a_member_that_no_node_has_room_for_is_kept_and_told_of() {
     assert_eq!(plan(&young, now()).stalled, None);
 }
 
-/// Somebody's scheduling gates are on its Pod.
+/// Returns a member whose Pod has scheduling gates.
 fn gated() -> Value {
     let scheduled = condition("PodScheduled", "False", "SchedulingGated");
     let ready = condition("Ready", "False", "DependenciesNotReady");
@@ -371,16 +375,16 @@ fn gated() -> Value {
 }
 
 #[test]
-fn a_member_that_is_held_by_scheduling_gates_is_kept_and_told_of() {
+fn a_member_with_scheduling_gates_is_kept_and_reported() {
     let held = observed(&[member("a", old(gated()))]);
-    let told = plan(&held, now());
+    let planned = plan(&held, now());
     assert!(
-        told.steps.is_empty(),
-        "another would wait at the end of the line"
+        planned.steps.is_empty(),
+        "a replacement would wait at the end of the queue"
     );
-    assert_eq!(told.held, ["u-a".to_owned()].into());
-    assert_eq!(told.requeue, Some(Duration::from_secs(60)));
-    let why = told.stalled.unwrap();
+    assert_eq!(planned.held, ["u-a".to_owned()].into());
+    assert_eq!(planned.requeue, Some(Duration::from_secs(60)));
+    let why = planned.stalled.unwrap();
     for words in [
         "Members are held by scheduling gates",
         "spec.replicas",
@@ -392,7 +396,7 @@ fn a_member_that_is_held_by_scheduling_gates_is_kept_and_told_of() {
     assert_eq!(plan(&young, now()).stalled, None);
 }
 
-/// The Sandbox controller cannot make the Pod.
+/// Returns a member whose Pod the Sandbox controller cannot create.
 fn refused(why: &str) -> Value {
     let mut ready = condition("Ready", "False", "ReconcilerError");
     ready["message"] = format!("Error seen: {why}").into();
@@ -404,16 +408,19 @@ const QUOTA: &str =
     "pods \"a\" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2";
 
 #[test]
-fn a_member_whose_pod_is_refused_is_kept_and_told_of() {
+fn a_member_with_a_refused_pod_is_kept_and_reported() {
     let held = observed(&[
         member("a", old(refused(QUOTA))),
         member("b", old(unschedulable())),
     ]);
-    let told = plan(&held, now());
-    assert!(told.steps.is_empty(), "another would be refused as well");
-    assert_eq!(told.requeue, Some(Duration::from_secs(60)));
-    assert_eq!(told.held.len(), 2);
-    let why = told.stalled.unwrap();
+    let planned = plan(&held, now());
+    assert!(
+        planned.steps.is_empty(),
+        "a replacement would be refused as well"
+    );
+    assert_eq!(planned.requeue, Some(Duration::from_secs(60)));
+    assert_eq!(planned.held.len(), 2);
+    let why = planned.stalled.unwrap();
     let (no_pod, no_node) = why.split_once('\n').unwrap();
     for words in ["Members have no Pod", "lower spec.replicas", QUOTA] {
         assert!(no_pod.contains(words), "{no_pod}");
@@ -426,20 +433,21 @@ fn a_member_whose_pod_is_refused_is_kept_and_told_of() {
 #[rstest]
 #[case::just_now(60, &[])]
 #[case::long_ago(301, &["delete a"])]
-fn a_member_that_was_held_has_its_time_anew(#[case] ago: u64, #[case] expected: &[&str]) {
+fn a_member_that_was_held_gets_a_new_grace_period(#[case] ago: u64, #[case] expected: &[&str]) {
     let mut view = observed(&[member("a", old(unready()))]);
     let ago = Duration::from_secs(ago);
     view.remembered.held.insert("u-a".to_owned(), ago);
     let plan = plan(&view, now());
     assert_eq!(steps(&plan), expected);
-    assert_eq!(plan.stalled, None, "it comes on");
+    assert_eq!(plan.stalled, None, "the pool makes progress");
     if expected.is_empty() {
         let wait = plan.requeue.unwrap().as_secs();
         assert!((242..=363).contains(&wait), "{wait}");
     }
 }
 
-/// A member that found its node two minutes ago, or has waited for one since then by what its status says.
+/// Returns a pool whose member found its node two minutes ago, or has had this condition since
+/// then.
 fn since_two_minutes(scheduled: &str, reason: &str) -> Observed {
     let mut change = old(unschedulable());
     change["status"]["conditions"][1] = condition("PodScheduled", scheduled, reason);
@@ -447,21 +455,21 @@ fn since_two_minutes(scheduled: &str, reason: &str) -> Observed {
     observed(&[member("a", change)])
 }
 
-/// Nothing is remembered of its wait, as after a change of the controller that leads.
+/// The wait is not remembered, as after a change of the leading controller.
 #[test]
-fn a_member_that_found_its_node_late_has_its_time_from_then_whoever_leads() {
+fn the_grace_period_starts_with_the_node_for_any_leading_controller() {
     let plan = plan(&since_two_minutes("True", "PodScheduled"), now());
-    assert!(plan.steps.is_empty(), "its image is being pulled");
+    assert!(plan.steps.is_empty(), "the image is being pulled");
     assert_eq!(plan.stalled, None);
     let wait = plan.requeue.unwrap().as_secs();
-    // Three minutes are left, and two seconds, and up to half as long again.
+    // Three minutes are left, plus two seconds, plus up to half of that.
     assert!((182..=273).contains(&wait), "{wait}");
 }
 
 #[test]
-fn that_a_member_waits_for_another_reason_is_no_new_beginning() {
-    let told = plan(&since_two_minutes("False", "Unschedulable"), now());
-    assert!(told.stalled.is_some() && told.steps.is_empty());
+fn another_reason_for_the_wait_starts_no_new_grace_period() {
+    let planned = plan(&since_two_minutes("False", "Unschedulable"), now());
+    assert!(planned.stalled.is_some() && planned.steps.is_empty());
     let stuck = plan(&since_two_minutes("Unknown", "PodSchedulingUnknown"), now());
     assert_eq!(steps(&stuck), ["delete a"]);
 }
@@ -469,16 +477,13 @@ fn that_a_member_waits_for_another_reason_is_no_new_beginning() {
 #[rstest]
 #[case::all_are_ready(Some(json!({})), true)]
 #[case::one_is_just_starting(Some(on_a_node()), true)]
-#[case::one_finds_no_node_so_far(Some(unschedulable()), false)]
-#[case::the_pod_of_one_is_refused_so_far(Some(refused(QUOTA)), false)]
-#[case::one_is_held_by_gates_so_far(Some(gated()), false)]
-#[case::nothing_is_known_of_one(Some(json!({"status": null})), false)]
-#[case::one_is_going(Some(going()), false)]
+#[case::one_unschedulable_so_far(Some(unschedulable()), false)]
+#[case::one_pod_refused_so_far(Some(refused(QUOTA)), false)]
+#[case::one_gated_so_far(Some(gated()), false)]
+#[case::one_without_a_status(Some(json!({"status": null})), false)]
+#[case::one_being_deleted(Some(going()), false)]
 #[case::one_is_missing(None, false)]
-fn a_pool_comes_on_once_none_of_its_members_waits(
-    #[case] third: Option<Value>,
-    #[case] expected: bool,
-) {
+fn a_pool_is_placed_once_no_member_waits(#[case] third: Option<Value>, #[case] expected: bool) {
     let mut members = ready(&["a", "b"]);
     members.extend(third.map(|change| member("c", change)));
     let plan = plan(&observed(&members), now());
@@ -493,12 +498,12 @@ fn on_a_node() -> Value {
 }
 
 #[rstest]
-#[case::a_pod_is_there(condition("PodScheduled", "True", "PodScheduled"), QUOTA)]
+#[case::the_pod_exists(condition("PodScheduled", "True", "PodScheduled"), QUOTA)]
 #[case::the_name_is_taken(
     Value::Null,
     "cannot adopt unowned pod \"a\": missing required pool authorization label"
 )]
-fn a_member_that_another_may_do_better_than_is_replaced(
+fn a_member_that_a_replacement_may_improve_on_is_replaced(
     #[case] scheduled: Value,
     #[case] why: &str,
 ) {
@@ -514,25 +519,25 @@ fn a_member_that_another_may_do_better_than_is_replaced(
 #[rstest]
 #[case::of_its_spec(image("new"))]
 #[case::of_its_metadata(json!({"spec": {"podTemplate": {"metadata": {"labels": {"team": "a"}}}}}))]
-fn a_member_whose_pod_is_refused_goes_when_its_template_has_changed(#[case] change: Value) {
+fn a_member_with_a_refused_pod_is_deleted_when_its_template_changes(#[case] change: Value) {
     let mut view = observed(&[member("a", old(refused(QUOTA))), member("b", json!({}))]);
     view.template = Some(template(change));
     assert_eq!(steps(&plan(&view, now())), ["delete a"]);
 }
 
-/// What the template itself asks is on the member, and not in what tells its versions apart.
+/// The template's own annotations are on the member and not part of the template's hash.
 #[test]
-fn a_member_whose_pod_is_refused_goes_when_its_template_asks_for_something_else() {
+fn a_member_with_a_refused_pod_is_deleted_when_its_templates_annotations_change() {
     let mut asked = old(refused(QUOTA));
     asked["metadata"]["annotations"] = json!({"torpor.dev/inject-runtime": "true"});
     let view = observed(&[member("a", asked), member("b", json!({}))]);
     assert_eq!(steps(&plan(&view, now())), ["delete a"]);
 }
 
-// --- status -------------------------------------------------------------------------------------------------------------------------------
+// --- status ---
 
 #[test]
-fn the_status_counts_what_stays() {
+fn the_status_counts_members_that_are_kept() {
     let mut view = observed(&[
         member("a", json!({})),
         member("b", unready()),
@@ -540,10 +545,10 @@ fn the_status_counts_what_stays() {
     ]);
     view.remembered = asked_for(&["d"]);
     let next = |view: &Observed| status::next(view, &Plan::default(), now());
-    let mut said = json!(next(&view));
-    said.as_object_mut().unwrap().remove("conditions");
+    let mut actual = json!(next(&view));
+    actual.as_object_mut().unwrap().remove("conditions");
     assert_eq!(
-        said,
+        actual,
         json!({
             "observedGeneration": 4, "replicas": 3, "readyReplicas": 1,
             "selector": format!("agents.x-k8s.io/warm-pool-sandbox={}", name_hash("p")),
@@ -555,14 +560,14 @@ fn the_status_counts_what_stays() {
 }
 
 #[test]
-fn a_pool_that_goes_leaves_its_members_to_garbage_collection() {
+fn a_deleted_pool_leaves_its_members_to_garbage_collection() {
     let mut view = observed(&[]);
     view.pool = pool(going());
     assert_eq!(plan(&view, now()), Plan::default());
 }
 
 #[test]
-fn no_member_is_made_before_the_templates_network_policy_is_in_place() {
+fn no_member_is_created_before_the_templates_network_policy_is_in_place() {
     let mut observed = observed(&[]);
     observed.remembered.uncertain.insert("p-x".to_owned());
     observed.template_policy = None;
@@ -570,7 +575,7 @@ fn no_member_is_made_before_the_templates_network_policy_is_in_place() {
     assert_eq!((waits.create.len(), waits.missing), (0, 3));
     assert!(
         waits.unisolated && waits.stalled.is_none(),
-        "it is about to come"
+        "the policy is about to be written"
     );
     assert_eq!(waits.requeue, Some(POLICY_GRACE));
     observed.remembered.unisolated = POLICY_GRACE;
@@ -583,7 +588,7 @@ fn no_member_is_made_before_the_templates_network_policy_is_in_place() {
 }
 
 #[test]
-fn a_pool_tells_at_once_that_somebody_else_has_the_name_of_the_network_policy() {
+fn a_foreign_network_policy_with_the_templates_name_is_reported_at_once() {
     let mut foreign = (*policy()).clone();
     foreign.metadata.owner_references = None;
     let mut observed = observed(&[]);

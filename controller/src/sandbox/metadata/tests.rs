@@ -33,7 +33,7 @@ const TEMPLATE: &str = "agents.x-k8s.io/sandbox-template-ref-hash";
 const EXTENSIONS: &str = "extensions.agents.x-k8s.io/v1beta1";
 
 #[test]
-fn a_new_pod_carries_what_the_template_may_set_and_a_list_of_it() {
+fn a_new_pod_has_the_metadata_of_the_template_and_a_list_of_its_keys() {
     let sandbox = sandbox(template(
         json!({"b": "2", "a": "1", HASH: "evil"}),
         json!({"z": "1", "opentelemetry.io/trace-context": "{}", "torpor.dev/hibernate": "true"}),
@@ -57,16 +57,16 @@ fn a_new_pod_carries_what_the_template_may_set_and_a_list_of_it() {
 #[case::of_a_pool(owned_by("SandboxWarmPool", EXTENSIONS, json!({POOL: "p", TEMPLATE: "t"})), json!({POOL: "p", TEMPLATE: "t"}))]
 #[case::of_a_pool_of_another_version(owned_by("SandboxWarmPool", "extensions.agents.x-k8s.io/v1alpha1", json!({POOL: "p"})), json!({POOL: "p"}))]
 #[case::of_a_claim(owned_by("SandboxClaim", EXTENSIONS, json!({POOL: "p", TEMPLATE: "t"})), json!({TEMPLATE: "t"}))]
-#[case::of_somebody_else(owned_by("SandboxWarmPool", "example.com/v1", json!({POOL: "p", TEMPLATE: "t"})), json!({}))]
-#[case::of_nobody(sandbox(json!({"metadata": {"labels": {POOL: "p", TEMPLATE: "t"}}})), json!({}))]
-#[case::who_made_it_is_normalised(sandbox(json!({"metadata": {"labels": {"agents.x-k8s.io/created-by": "curl"}}})), json!({"agents.x-k8s.io/created-by": "unknown"}))]
+#[case::of_another_controller(owned_by("SandboxWarmPool", "example.com/v1", json!({POOL: "p", TEMPLATE: "t"})), json!({}))]
+#[case::without_a_controller(sandbox(json!({"metadata": {"labels": {POOL: "p", TEMPLATE: "t"}}})), json!({}))]
+#[case::the_creator_is_normalised(sandbox(json!({"metadata": {"labels": {"agents.x-k8s.io/created-by": "curl"}}})), json!({"agents.x-k8s.io/created-by": "unknown"}))]
 fn extension_labels_follow_the_owner(#[case] sandbox: Sandbox, #[case] mut expected: Value) {
     expected[HASH] = name_hash("s").into();
     assert_eq!(json!(for_new_pod(&sandbox).0), expected);
 }
 
 #[test]
-fn a_pod_as_it_was_made_needs_no_patch() {
+fn a_new_pod_needs_no_patch() {
     let sandbox = sandbox(template(json!({"a": "1"}), json!({"n": "1"})));
     let (labels, annotations) = for_new_pod(&sandbox);
     assert_eq!(
@@ -113,7 +113,7 @@ fn system_keys_that_an_older_controller_listed_are_scrubbed() {
 }
 
 #[test]
-fn what_others_put_on_the_pod_stays() {
+fn metadata_of_other_writers_stays_on_the_pod() {
     let pod = pod(
         json!({HASH: name_hash("s"), "team": "x"}),
         json!({"cni.example.com/ip": "10.0.0.1", "torpor.dev/restore-image": "i.1"}),
@@ -122,7 +122,7 @@ fn what_others_put_on_the_pod_stays() {
 }
 
 #[test]
-fn torpors_wishes_are_set_and_taken_off() {
+fn torpors_annotations_are_set_and_removed() {
     let pod = pod(
         json!({HASH: name_hash("s")}),
         json!({"torpor.dev/freeze": "true"}),

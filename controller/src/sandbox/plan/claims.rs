@@ -1,4 +1,5 @@
-//! Claims of the volume claim templates: made once, never changed, gone with the Sandbox.
+//! Plans the PersistentVolumeClaims of the volume claim templates. They are created once, never
+//! changed, and deleted with the Sandbox.
 
 use kube::ResourceExt;
 use serde_json::json;
@@ -10,7 +11,7 @@ use crate::sandbox::{
     validate::{Desired, Ownership, may_adopt, owner_reference, ownership},
 };
 
-/// Plans the claims; the first one that cannot be had ends it, as upstream.
+/// Plans the claims. The first failure ends it, as upstream.
 pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
     for template in &desired.sandbox.spec.volume_claim_templates {
         let name = claim_name(&template.metadata.name, &desired.name);
@@ -51,7 +52,7 @@ pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) 
     }
 }
 
-/// Upstream's words for an object of the right name that somebody else controls.
+/// Returns upstream's message for an object of the right name with another controller.
 pub(super) fn owned_by_other(
     kind: &str,
     name: &str,
@@ -64,7 +65,8 @@ pub(super) fn owned_by_other(
     )
 }
 
-/// Upstream's words for an object of the right name that nobody controls and nobody released.
+/// Returns upstream's message for an object of the right name that has no controller and may not be
+/// adopted.
 pub(super) fn not_adoptable(kind: &str, name: &str) -> String {
     let (adoptable, tracking) = (labels::ADOPTABLE, labels::SANDBOX_NAME_HASH);
     format!(
@@ -72,7 +74,8 @@ pub(super) fn not_adoptable(kind: &str, name: &str) -> String {
     )
 }
 
-/// Whether a condition's message has the words of one of the two: a Sandbox of another name would not meet with it.
+/// Reports whether a condition's message is one of these two, which a Sandbox of another name would
+/// not have.
 pub(crate) fn is_name_taken(message: &str) -> bool {
     message.contains(", not by sandbox ") || message.contains("cannot adopt unowned ")
 }
@@ -82,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_is_taken_is_told_from_a_pod_that_is_refused() {
+    fn a_taken_name_is_distinguished_from_a_refused_pod() {
         let owned = owned_by_other("pod", "a", &Default::default(), "a");
         let unowned = not_adoptable("pod", "a");
         for taken in [owned, unowned] {

@@ -1,9 +1,15 @@
-//! Torpor's part: memory that outlives the Pod.
+//! Plans Torpor's part: memory that outlives the Pod.
 //!
-//! Suspend with strategy Hibernate: make a SandboxSnapshot for exactly this Pod → the agent saves and writes Committed=True → only then the Pod is deleted.
-//! Resume: a new Pod on the node of the image, once per image. The rules, each with a fence that is checked at the apiserver when the step is taken:
-//! a Pod is deleted for its image only while that image is committed and not consumed; an image is deleted only when its Pod lives, or the sandbox has gone on
-//! from it, or nobody committed it; a Pod continues only from an image that is committed and not consumed.
+//! Suspend with strategy Hibernate: the controller creates a SandboxSnapshot for exactly this
+//! Pod → the agent saves and writes Committed=True → the controller deletes the Pod. Resume:
+//! the controller creates a Pod on the node of the image, once per image.
+//!
+//! Three rules apply. Each has a fence that is checked at the apiserver when the step is taken.
+//!
+//! - A Pod is deleted for its image only while that image is committed and not consumed.
+//! - An image is deleted only when its Pod lives, or the sandbox has continued from the image, or
+//!   no agent committed it.
+//! - A Pod continues only from an image that is committed and not consumed.
 
 use std::{cmp::Reverse, sync::Arc};
 
@@ -19,35 +25,35 @@ use torpor_api::{
     snapshot::NODE_PROVISIONER,
 };
 
-use super::{Action, ImageFence, ImageUse, Plan, Shown, SnapshotFence};
+use super::{Action, ConditionChange, ImageFence, ImageUse, Plan, SnapshotFence};
 use crate::sandbox::{
     dereference::Observed,
     validate::{Desired, Ownership, ownership},
 };
 
 mod evicted;
+mod location;
 mod origin;
 mod record;
 mod resume;
 mod suspend;
 mod unclaimed;
-mod whereabouts;
 
 pub(in crate::sandbox) use self::evicted::{disruption, is_evicted};
 use self::{
+    location::{LOOK_FOR_NODE, hibernated_kept, image_missing},
     origin::node_of_image,
-    unclaimed::Left,
-    whereabouts::{LOOK_FOR_NODE, image_missing, kept_in},
+    unclaimed::LeftMemory,
 };
 pub(super) use self::{
     record::{forget_record, record},
-    resume::{awake, start, wishes_for_pod},
+    resume::{annotations_for_pod, awake, start},
     suspend::suspend,
 };
 
-// --- what is seen -----------------------------------------------------------------------------------------------------------------------
+// --- observed state ---
 
-/// Suspend snapshots of this very Sandbox (not of an earlier one of its name), by name.
+/// Returns the suspend snapshots of this Sandbox, not of an earlier one of its name, by name.
 fn own_snapshots<'a>(
     desired: &'a Desired<'_>,
     observed: &'a Observed,
@@ -72,15 +78,16 @@ fn is_deleting(snapshot: &SandboxSnapshot) -> bool {
     snapshot.metadata.deletion_timestamp.is_some()
 }
 
-/// Whether the sandbox' memory is in its image, be that missing at the moment.
+/// Reports whether the sandbox's memory is in its image, even if the image is missing at the
+/// moment.
 fn is_resumable(snapshot: &SandboxSnapshot) -> bool {
     (snapshot.is_committed() || snapshot.is_missing())
         && !snapshot.is_consumed()
         && !is_deleting(snapshot)
 }
 
-/// Whether it is of no use to anybody: a save that did not come to its end.
-fn is_half_made(snapshot: &SandboxSnapshot) -> bool {
+/// Reports whether the snapshot's save has not completed, so that no Pod can continue from it.
+fn is_incomplete(snapshot: &SandboxSnapshot) -> bool {
     !snapshot.is_committed() && !snapshot.is_missing() && !is_deleting(snapshot)
 }
 
@@ -99,7 +106,7 @@ fn newest_resumable<'a>(
         })
 }
 
-/// Whether an image is seen that the sandbox may go on from.
+/// Reports whether there is an image that the sandbox can continue from.
 pub(super) fn has_image(desired: &Desired<'_>, observed: &Observed) -> bool {
     newest_resumable(desired, observed).is_some()
 }
@@ -123,7 +130,7 @@ fn node_of(pod: &Pod) -> Option<&str> {
         .filter(|name| !name.is_empty())
 }
 
-/// What the node can do with this Pod's runtime, and the runtime's name for messages.
+/// Returns the node's capabilities for this Pod's runtime, and the runtime's name for messages.
 fn capabilities(observed: &Observed, pod: &Pod) -> (RuntimeCapabilities, String) {
     let class = pod
         .spec
@@ -156,25 +163,39 @@ fn pod_condition(pod: &Pod, pod_type: &str, shown_as: &'static str) -> Option<Dr
     })
 }
 
-/// Whether the sandbox' memory is in an image that its Pod holds, be it on its way out of that. Its node has been able to save it, whatever that can say of itself at the moment: an agent
-/// whose SandboxNode was deleted, or that could not ask the runtime when it began, says that it can do nothing.
+/// Reports whether the sandbox's memory is in an image that its Pod holds, or is being restored
+/// from it.
+///
+/// The node could save it then, whatever capabilities it reports now. An agent reports none when
+/// its SandboxNode was deleted or when it could not ask the runtime at its start.
 fn sleeps_in_place(pod: &Pod) -> bool {
-    let said = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
-    said.is_some_and(|said| said.status == "True" || said.reason == hibernated::WAKING)
+    let condition = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    condition.is_some_and(|condition| {
+        condition.status == "True" || condition.reason == hibernated::WAKING
+    })
 }
 
-fn shown_before<'a>(sandbox: &'a Sandbox, type_: &str) -> Option<&'a Condition> {
+fn previous_condition<'a>(sandbox: &'a Sandbox, type_: &str) -> Option<&'a Condition> {
     conditions::find(&sandbox.status.as_ref()?.conditions, type_)
 }
 
-fn says(type_: &'static str, reason: &'static str, message: impl Into<String>) -> Shown {
-    Shown::Set(Draft::new(type_, Status::False, reason, message.into()))
+fn condition_false(
+    type_: &'static str,
+    reason: &'static str,
+    message: impl Into<String>,
+) -> ConditionChange {
+    ConditionChange::Set(Draft::new(type_, Status::False, reason, message.into()))
 }
 
-// --- conditions -------------------------------------------------------------------------------------------------------------------------
+// --- conditions ---
 
-/// Sets Hibernated, unless a wrong annotation has to be shown instead.
-fn show_hibernated(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, shown: Shown) {
+/// Sets Hibernated, unless an invalid annotation has to be shown instead.
+fn show_hibernated(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    change: ConditionChange,
+) {
     let problems: Vec<String> = desired
         .settings
         .problems
@@ -182,19 +203,19 @@ fn show_hibernated(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, 
         .map(ToString::to_string)
         .collect();
     plan.memory.hibernated = if !problems.is_empty() {
-        says(
+        condition_false(
             conditions::HIBERNATED,
             hibernated::INVALID_ANNOTATION,
             problems.join("; "),
         )
     } else if let Some(message) = class_problem(desired, observed) {
-        says(
+        condition_false(
             conditions::HIBERNATED,
             hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED,
             message,
         )
     } else {
-        shown
+        change
     };
 }
 
@@ -219,67 +240,72 @@ fn class_problem(desired: &Desired<'_>, observed: &Observed) -> Option<String> {
 
 const NOT_KEPT: &str = "memory was not kept";
 
-/// The Pod is gone: what is left of its memory.
+/// Plans for a suspended Sandbox whose Pod is gone.
 pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
-    let shown = if let Some(snapshot) = newest_resumable(desired, observed) {
+    let change = if let Some(snapshot) = newest_resumable(desired, observed) {
         match snapshot.is_missing() {
             true => {
-                plan.look_again(LOOK_FOR_NODE);
-                says_missing(observed, snapshot)
+                plan.requeue_after(LOOK_FOR_NODE);
+                hibernated_missing(observed, snapshot)
             }
-            false => kept_in(observed, snapshot),
+            false => hibernated_kept(observed, snapshot),
         }
     } else {
         let left = unclaimed::settle(plan, desired, observed, now);
         without_image(plan, desired, observed, left)
     };
-    show_hibernated(plan, desired, observed, shown);
+    show_hibernated(plan, desired, observed, change);
 }
 
-/// What Hibernated says of a suspended Sandbox that has neither Pod nor image.
-fn without_image(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, left: Left) -> Shown {
-    let is_half_made = own_snapshots(desired, observed).any(|snapshot| is_half_made(snapshot));
+/// Returns Hibernated for a suspended Sandbox that has neither Pod nor image.
+fn without_image(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    left: LeftMemory,
+) -> ConditionChange {
+    let is_incomplete = own_snapshots(desired, observed).any(|snapshot| is_incomplete(snapshot));
     match left {
-        Left::Awaited(shown) => shown,
-        Left::GivenUp(why) if !is_half_made => {
+        LeftMemory::Awaited(change) => change,
+        LeftMemory::GivenUp(why) if !is_incomplete => {
             unclaimed::forget(plan, desired);
-            says(conditions::HIBERNATED, hibernated::SAVE_FAILED, why)
+            condition_false(conditions::HIBERNATED, hibernated::SAVE_FAILED, why)
         }
-        _ if is_half_made => says(
+        _ if is_incomplete => condition_false(
             conditions::HIBERNATED,
             hibernated::SAVE_FAILED,
             format!("The Pod ended before its memory was saved; {NOT_KEPT}"),
         ),
-        // Why memory was not kept can no longer be seen once the Pod is gone.
-        _ => match shown_before(desired.sandbox, conditions::HIBERNATED) {
+        // The reason why memory was not kept cannot be observed once the Pod is gone.
+        _ => match previous_condition(desired.sandbox, conditions::HIBERNATED) {
             Some(before)
                 if before.reason == hibernated::RUNTIME_NOT_CAPABLE
                     || before.reason == hibernated::SAVE_FAILED =>
             {
-                Shown::Keep
+                ConditionChange::Keep
             }
-            _ => Shown::Remove,
+            _ => ConditionChange::Remove,
         },
     }
 }
 
-/// The memory is on its way into an image.
-fn says_saving(message: impl Into<String>) -> Shown {
-    says(conditions::HIBERNATED, hibernated::SAVING, message)
+/// Returns Hibernated for memory that is being saved.
+fn hibernated_saving(message: impl Into<String>) -> ConditionChange {
+    condition_false(conditions::HIBERNATED, hibernated::SAVING, message)
 }
 
-/// A snapshot of this Pod goes, and the next one has its name.
-fn says_earlier_goes(snapshot: &SandboxSnapshot) -> Shown {
-    says_saving(format!(
+/// Returns Hibernated while an earlier snapshot with the needed name is being deleted.
+fn hibernated_waiting(snapshot: &SandboxSnapshot) -> ConditionChange {
+    hibernated_saving(format!(
         "Waiting for the earlier SandboxSnapshot {:?} to be removed",
         snapshot.name_any()
     ))
 }
 
-/// The memory was saved, and its image cannot be found.
-fn says_missing(observed: &Observed, snapshot: &SandboxSnapshot) -> Shown {
+/// Returns Hibernated for saved memory whose image is missing.
+fn hibernated_missing(observed: &Observed, snapshot: &SandboxSnapshot) -> ConditionChange {
     let message = image_missing(observed, snapshot);
-    says(conditions::HIBERNATED, hibernated::IMAGE_MISSING, message)
+    condition_false(conditions::HIBERNATED, hibernated::IMAGE_MISSING, message)
 }
 
 fn fence(observed: &Observed, snapshot: &SandboxSnapshot, use_of: ImageUse) -> ImageFence {

@@ -1,4 +1,4 @@
-//! The Pod: exactly one, ours by owner UID; foreign ones are never touched.
+//! Plans the Pod. A Sandbox has exactly one, which it owns by UID. Foreign Pods are never changed.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, 
         return;
     }
     let annotated = desired.sandbox.annotations().get(annotations::POD_NAME);
-    // A name that is about to be written again need not be taken off first.
+    // A name that this pass writes again need not be removed first.
     let forget = desired.pod_name_is_stale
         && (desired.suspended
             || !matches!(desired.pod, PodState::Absent)
@@ -93,7 +93,7 @@ fn running(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Tim
         }
         PodState::Ours(pod) => {
             plan.pod = Some(Arc::clone(pod));
-            let torpor = memory::wishes_for_pod(desired, pod);
+            let torpor = memory::annotations_for_pod(desired, pod);
             if let Some(patch) = metadata::patch_for(pod, desired.sandbox, &torpor) {
                 patch_pod(plan, pod, patch);
             }
@@ -115,7 +115,7 @@ fn running(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Tim
     }
 }
 
-/// The uid makes the apiserver refuse when another Pod has taken the name.
+/// Plans a patch of the Pod. With the UID the apiserver refuses it if another Pod has the name.
 pub(super) fn patch_pod(plan: &mut Plan, pod: &Pod, mut patch: serde_json::Value) {
     patch["metadata"]["uid"] = json!(pod.uid());
     plan.step(

@@ -1,4 +1,5 @@
-//! The headless Service. `spec.service` unset keeps one that is ours, true makes one, false takes it away.
+//! Plans the headless Service. With `spec.service` unset an own Service stays; true creates one;
+//! false deletes it.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -64,7 +65,7 @@ fn existing(
             let mut owners = service.owner_references().to_vec();
             owners.push(owner_reference(desired.sandbox));
             let mut patch = drift(service, desired, true).unwrap_or_else(|| json!({}));
-            // The resourceVersion makes it an update of exactly what was judged.
+            // The resourceVersion limits the update to the examined version.
             patch["metadata"]["resourceVersion"] = json!(service.resource_version());
             patch["metadata"]["ownerReferences"] = json!(owners);
             plan.step(
@@ -110,7 +111,7 @@ fn adoptable(service: &Service, desired: &Desired<'_>) -> Result<(), String> {
     ))
 }
 
-/// Patch that brings a Service of ours back to what it should be.
+/// Returns the patch that restores the wanted fields of an own Service.
 fn drift(service: &Service, desired: &Desired<'_>, asked_for: bool) -> Option<serde_json::Value> {
     let spec = service.spec.as_ref();
     let mut patch = json!({});
@@ -129,7 +130,7 @@ fn drift(service: &Service, desired: &Desired<'_>, asked_for: bool) -> Option<se
     (patch != json!({})).then_some(patch)
 }
 
-/// What turns the Service's selector into the name hash alone; null when it is that.
+/// Returns the patch that reduces the selector to the name hash, or null if it is that.
 fn selector_patch(service: &Service, desired: &Desired<'_>) -> serde_json::Value {
     let have = service
         .spec
@@ -177,8 +178,11 @@ fn ports(desired: &Desired<'_>) -> Vec<ServicePort> {
         .map_or_else(|_| Vec::new(), service_ports)
 }
 
-/// Ports of the Service: one per (port, protocol) of the containers and of the init containers that keep running, ordered by port, then protocol. The first
-/// explicit name of a port is kept; a name that another port took, or none, becomes `p-<port>-<protocol>`.
+/// Returns the ports of the Service, ordered by port, then protocol.
+///
+/// There is one for each (port, protocol) of the containers and of the init containers that keep
+/// running. The first explicit name of a port is kept. A port without a name, or with a taken one,
+/// is named `p-<port>-<protocol>`.
 pub(super) fn service_ports(spec: &PodSpec) -> Vec<ServicePort> {
     let sidecars = spec
         .init_containers

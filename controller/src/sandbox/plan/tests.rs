@@ -44,7 +44,7 @@ fn pod(change: Value) -> Arc<Pod> {
     Arc::new(serde_json::from_value(whole).unwrap())
 }
 
-/// A snapshot of the Pod above.
+/// Snapshot of the Pod above.
 fn snapshot(committed: &str, change: Value) -> Arc<SandboxSnapshot> {
     let mut whole = json!({
         "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
@@ -72,7 +72,7 @@ fn node() -> Arc<SandboxNode> {
     )
 }
 
-/// Everything as it should be, on a node that can hibernate.
+/// Complete observation, on a node that can hibernate.
 fn observed(
     sandbox: Sandbox,
     pod: Option<Arc<Pod>>,
@@ -103,7 +103,7 @@ fn running() -> Sandbox {
     sandbox(json!({"metadata": {"annotations": {RECORDED: "s"}}}))
 }
 
-/// Names of the actions, with the fence where there is one.
+/// Returns the names of the actions, with the fence where there is one.
 fn actions(plan: &Plan) -> Vec<String> {
     plan.steps
         .iter()
@@ -195,32 +195,32 @@ fn start_without_a_pod(#[case] snapshot: Option<Arc<SandboxSnapshot>>, #[case] e
 #[case::a_moment_ago(Some("2025-12-31T23:59:00Z"), &[])]
 #[case::long_ago(Some("2025-12-31T23:58:00Z"), &["n1"])]
 #[case::never(None, &["n1"])]
-fn whether_its_node_is_there_is_asked_when_nothing_is_heard_of_it(
-    #[case] heard: Option<&str>,
+fn a_silent_node_of_an_image_is_looked_up(
+    #[case] heartbeat: Option<&str>,
     #[case] expected: &[&str],
 ) {
-    let mut seen = observed(running(), None, Some(snapshot("True", json!({}))));
-    seen.nodes.clear();
-    if let Some(heard) = heard {
+    let mut view = observed(running(), None, Some(snapshot("True", json!({}))));
+    view.nodes.clear();
+    if let Some(heartbeat) = heartbeat {
         let mut node = SandboxNode::clone(&node());
         let status = node.status.get_or_insert_default();
-        status.heartbeat_time = serde_json::from_value(json!(heard)).unwrap();
-        seen.nodes.insert("n1".to_owned(), Arc::new(node));
+        status.heartbeat_time = serde_json::from_value(json!(heartbeat)).unwrap();
+        view.nodes.insert("n1".to_owned(), Arc::new(node));
     }
-    assert_eq!(asks_for_nodes(&seen, now()), expected);
-    // A stranger with the Sandbox' label runs somewhere else.
+    assert_eq!(nodes_to_confirm(&view, now()), expected);
+    // A foreign Pod with the Sandbox's label runs on another node.
     let others = pod(json!({"metadata": {"name": "x", "ownerReferences": null}}));
-    seen.pods.insert("x".to_owned(), others);
-    assert_eq!(asks_for_nodes(&seen, now()), expected);
-    let mut asked = seen.clone();
+    view.pods.insert("x".to_owned(), others);
+    assert_eq!(nodes_to_confirm(&view, now()), expected);
+    let mut asked = view.clone();
     asked.gone_nodes.insert("n1".to_owned());
-    assert!(asks_for_nodes(&asked, now()).is_empty());
-    seen.pods.insert("s".to_owned(), pod(json!({})));
-    assert!(asks_for_nodes(&seen, now()).is_empty());
+    assert!(nodes_to_confirm(&asked, now()).is_empty());
+    view.pods.insert("s".to_owned(), pod(json!({})));
+    assert!(nodes_to_confirm(&view, now()).is_empty());
 }
 
 #[test]
-fn a_pod_that_runs_again_has_its_snapshot_deleted_only_while_it_lives() {
+fn the_snapshot_of_a_resumed_pod_is_deleted_only_while_the_pod_lives() {
     let alive = plan(
         &observed(
             running(),
@@ -241,7 +241,7 @@ fn a_pod_that_runs_again_has_its_snapshot_deleted_only_while_it_lives() {
     assert!(actions(&going).is_empty());
 }
 
-/// A Pod that its kubelet ended, and what its agent says of its sleep.
+/// Pod that its kubelet ended, with its agent's condition Hibernated.
 fn ended(status: &str, reason: &str) -> Arc<Pod> {
     pod(
         json!({"status": {"phase": "Failed", "reason": "Terminated", "conditions": [
@@ -255,23 +255,24 @@ fn ended_asleep() -> Arc<Pod> {
     ended("True", "Hibernated")
 }
 
-/// A snapshot of which this is said; by the agent, once it has adopted it.
+/// Snapshot with Committed=False, reason SandboxNotFound; from the agent if it has the finalizer.
 fn denied(finalizers: &[&str]) -> Arc<SandboxSnapshot> {
-    let said = json!([{
+    let conditions = json!([{
         "type": "Committed", "status": "False", "reason": "SandboxNotFound", "message": "",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }]);
-    let change = json!({"metadata": {"finalizers": finalizers}, "status": {"conditions": said}});
+    let change =
+        json!({"metadata": {"finalizers": finalizers}, "status": {"conditions": conditions}});
     snapshot("False", change)
 }
 
 fn finished() -> Sandbox {
-    let said = json!([{
+    let conditions = json!([{
         "type": "Finished", "status": "True", "reason": "PodFailed", "message": "",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }]);
     sandbox(json!({
-        "metadata": {"annotations": {RECORDED: "s"}}, "status": {"conditions": said},
+        "metadata": {"annotations": {RECORDED: "s"}}, "status": {"conditions": conditions},
     }))
 }
 
@@ -294,7 +295,7 @@ const ADOPTED: &str = "torpor.dev/image";
 #[case::the_agent_has_nothing_to_keep(
     running(), ended_asleep(), Some(denied(&[ADOPTED])), &[], false
 )]
-#[case::the_agent_has_not_spoken_yet(running(), ended_asleep(), Some(denied(&[])), &[], true)]
+#[case::the_agent_has_not_reported_yet(running(), ended_asleep(), Some(denied(&[])), &[], true)]
 #[case::the_snapshot_is_going(
     running(), ended_asleep(),
     Some(snapshot("True", json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))),
@@ -370,7 +371,7 @@ fn the_same_view_gives_the_same_plan() {
     assert_eq!(plan(&view, now()), plan(&view, now()));
 }
 
-/// The snapshot of a Pod in which these containers had ended.
+/// Snapshot of a Pod in which these containers had ended.
 fn with_completed(names: &[&str]) -> Arc<SandboxSnapshot> {
     let completed: Vec<Value> = names
         .iter()
@@ -384,7 +385,8 @@ fn with_completed(names: &[&str]) -> Arc<SandboxSnapshot> {
 
 const RUNTIME: &str = "torpor-runtime";
 
-/// What was saved decides over what is asked for now: it could not be restored otherwise.
+/// The saved Pod decides rather than the annotation, because the image could not be restored
+/// otherwise.
 #[rstest]
 #[case::asked_for(Some("true"), None, true)]
 #[case::not_asked_for(None, None, false)]
@@ -418,7 +420,7 @@ fn the_runtime_is_in_a_new_pod(
 }
 
 #[test]
-fn without_an_image_of_the_runtime_no_pod_is_made() {
+fn without_an_image_of_the_runtime_no_pod_is_created() {
     let asked = json!({"metadata": {"annotations": {"torpor.dev/inject-runtime": "true"}}});
     let plan = plan(&observed(sandbox(asked), None, None), now());
     assert!(actions(&plan).is_empty(), "{plan:?}");
@@ -427,7 +429,7 @@ fn without_an_image_of_the_runtime_no_pod_is_made() {
     assert!(why.contains("--runtime-image"), "{why}");
 }
 
-/// A Pod that is to continue from an image, made so many seconds ago, of which the kubelet has not said yet that it runs.
+/// Pod that is to continue from an image, created so many seconds ago, not yet reported as running.
 fn coming_back(seconds: i64, change: Value) -> Arc<Pod> {
     let made = now().as_second() - seconds;
     let all = json!({
@@ -440,22 +442,22 @@ fn coming_back(seconds: i64, change: Value) -> Arc<Pod> {
     Arc::new(changed(&*pod(all), &change))
 }
 
-/// The change may take something away.
+/// Applies a change, which may remove fields.
 fn changed<K: Serialize + DeserializeOwned>(object: &K, change: &Value) -> K {
     let mut whole = serde_json::to_value(object).unwrap();
     merge_patch::apply(&mut whole, change);
     serde_json::from_value(whole).unwrap()
 }
 
-fn said(type_: &str, status: &str, reason: &str) -> Value {
+fn with_condition(type_: &str, status: &str, reason: &str) -> Value {
     json!({"status": {"conditions": [{"type": type_, "status": status, "reason": reason}]}})
 }
 
 fn restored(status: &str, reason: &str) -> Value {
-    said("torpor.dev/Restored", status, reason)
+    with_condition("torpor.dev/Restored", status, reason)
 }
 
-/// To the kubelet a Pod runs whose containers it has tried to start.
+/// Change of a refused Pod. For the kubelet a Pod runs once it has tried to start its containers.
 fn refused(container: Value) -> Value {
     let mut all = restored("False", "SpecMismatch");
     let tried = json!({"status": {
@@ -468,7 +470,7 @@ fn refused(container: Value) -> Value {
     all
 }
 
-/// Its memory may be in this Pod alone: who suspends it a moment after it was resumed does not lose that.
+/// Only this Pod may have the memory, so a suspend just after a resume must not lose it.
 #[rstest]
 #[case::a_moment_ago(coming_back(10, json!({})), None, &["CreateSnapshot"], Some(50))]
 #[case::being_saved(
@@ -480,11 +482,11 @@ fn refused(container: Value) -> Value {
     coming_back(60, json!({})), Some(snapshot("False", json!({}))), &["delete pod"], None
 )]
 #[case::it_takes_long(
-    coming_back(540, said("torpor.dev/Hibernated", "False", "Waking")), None,
+    coming_back(540, with_condition("torpor.dev/Hibernated", "False", "Waking")), None,
     &["CreateSnapshot"], Some(60)
 )]
 #[case::it_takes_too_long(
-    coming_back(600, said("torpor.dev/Hibernated", "False", "Waking")), None,
+    coming_back(600, with_condition("torpor.dev/Hibernated", "False", "Waking")), None,
     &["delete pod"], None
 )]
 #[case::it_is_back(
@@ -511,7 +513,7 @@ fn refused(container: Value) -> Value {
 #[case::it_has_no_node_yet(
     coming_back(10, json!({"spec": {"nodeName": null}})), None, &["delete pod"], None
 )]
-fn a_sandbox_that_is_suspended_as_it_comes_back_is_saved(
+fn a_sandbox_that_is_suspended_during_its_restore_is_saved(
     #[case] pod: Arc<Pod>,
     #[case] snapshot: Option<Arc<SandboxSnapshot>>,
     #[case] expected: &[&str],
@@ -523,34 +525,35 @@ fn a_sandbox_that_is_suspended_as_it_comes_back_is_saved(
 }
 
 #[test]
-fn a_sandbox_that_is_frozen_as_it_comes_back_is_not_stopped() {
+fn a_sandbox_that_is_frozen_during_its_restore_is_not_stopped() {
     let freezes = || suspended(strategy("Freeze"));
     let of = |pod| plan(&observed(freezes(), Some(pod), None), now());
     assert_eq!(actions(&of(coming_back(10, json!({})))), ["PatchPod"]);
     assert_eq!(actions(&of(coming_back(60, json!({})))), ["delete pod"]);
 }
 
-/// What sleeps or stands still could do so: what its node says of itself may be missing, or nothing, at the moment.
+/// A sleeping or frozen sandbox shows that its node has the capability, whatever the node reports
+/// now.
 #[rstest]
 #[case::frozen("Freeze", "False", "Frozen", &["PatchPod"])]
 #[case::asleep("Hibernate", "True", "Hibernated", &["CreateSnapshot"])]
 #[case::on_its_way_out_of_that("Hibernate", "False", "Waking", &["CreateSnapshot"])]
 #[case::awake_and_to_be_frozen("Freeze", "False", "Awake", &["delete pod"])]
 #[case::awake("Hibernate", "False", "Awake", &["delete pod"])]
-fn a_node_that_can_do_nothing_for_a_moment_costs_no_memory_that_is_kept_already(
+fn a_node_without_reported_capabilities_does_not_cost_saved_memory(
     #[case] how: &str,
     #[case] status: &str,
     #[case] reason: &str,
     #[case] expected: &[&str],
 ) {
-    let pod = pod(said("torpor.dev/Hibernated", status, reason));
-    let mut seen = observed(suspended(strategy(how)), Some(pod), None);
-    seen.nodes.clear();
-    assert_eq!(actions(&plan(&seen, now())), expected);
+    let pod = pod(with_condition("torpor.dev/Hibernated", status, reason));
+    let mut view = observed(suspended(strategy(how)), Some(pod), None);
+    view.nodes.clear();
+    assert_eq!(actions(&plan(&view, now())), expected);
 }
 
 #[test]
-fn an_eviction_costs_no_memory_that_is_kept_already_though_the_node_can_do_nothing_for_a_moment() {
+fn an_eviction_does_not_cost_saved_memory_on_a_node_without_reported_capabilities() {
     let evicted = pod(json!({
         "metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"},
         "status": {"conditions": [
@@ -558,17 +561,18 @@ fn an_eviction_costs_no_memory_that_is_kept_already_though_the_node_can_do_nothi
             {"type": "torpor.dev/Hibernated", "status": "True", "reason": "Hibernated"},
         ]},
     }));
-    let mut seen = observed(running(), Some(evicted), None);
-    seen.nodes.clear();
-    assert_eq!(actions(&plan(&seen, now())), ["CreateSnapshot"]);
+    let mut view = observed(running(), Some(evicted), None);
+    view.nodes.clear();
+    assert_eq!(actions(&plan(&view, now())), ["CreateSnapshot"]);
 }
 
-/// The policy is about Pods that are made. This one has its memory in an image of its own, and the agent wakes it again.
+/// The policy applies to new Pods. This Pod has its memory in its own image, and the agent retries
+/// the wake.
 #[rstest]
 #[case::it_could_not("True", "Hibernated", "RestoreFailed")]
 #[case::it_is_tried_again("False", "Waking", "RestoreFailed")]
-#[case::who_has_used_the_image_cannot_be_read("True", "Hibernated", "ImageStale")]
-fn a_wake_in_place_that_failed_costs_no_memory_whatever_the_policy(
+#[case::the_use_of_the_image_cannot_be_read("True", "Hibernated", "ImageStale")]
+fn a_failed_wake_in_place_costs_no_memory_under_any_policy(
     #[case] status: &str,
     #[case] sleep: &str,
     #[case] why: &str,
@@ -597,7 +601,7 @@ fn a_wake_in_place_that_failed_costs_no_memory_whatever_the_policy(
 #[case::its_runtime_keeps_nothing(
     "Suspended", "True", json!({"spec": {"podTemplate": {"spec": {"runtimeClassName": null}}}}), false
 )]
-fn that_there_is_no_image_is_made_certain_before_one_that_slept_starts_without(
+fn the_absence_of_an_image_is_confirmed_before_a_cold_start(
     #[case] type_: &str,
     #[case] status: &str,
     #[case] change: Value,
@@ -608,12 +612,12 @@ fn that_there_is_no_image_is_made_certain_before_one_that_slept_starts_without(
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }]}}));
     let slept = changed(&slept, &change);
-    let seen = |pod, snapshot| observed(slept.clone(), pod, snapshot);
-    assert_eq!(asks_for_snapshots(&seen(None, None)), asks);
-    let mut asked = seen(None, None);
+    let view = |pod, snapshot| observed(slept.clone(), pod, snapshot);
+    assert_eq!(must_confirm_snapshots(&view(None, None)), asks);
+    let mut asked = view(None, None);
     asked.snapshots_are_certain = true;
-    let image = seen(None, Some(snapshot("True", json!({}))));
-    for enough in [asked, image, seen(Some(pod(json!({}))), None)] {
-        assert!(!asks_for_snapshots(&enough));
+    let image = view(None, Some(snapshot("True", json!({}))));
+    for enough in [asked, image, view(Some(pod(json!({}))), None)] {
+        assert!(!must_confirm_snapshots(&enough));
     }
 }

@@ -1,7 +1,9 @@
-//! `agents.x-k8s.io/next-wakeup`: a time at which the Sandbox is awake.
+//! Plans the wake-up of a Sandbox at the time in `agents.x-k8s.io/next-wakeup`.
 //!
-//! A Sandbox that is suspended is resumed then, as KEP-968 of upstream proposes it. One that sleeps in place is woken by its node's agent, which has the time from the Pod's
-//! annotation. Once it is awake the time is taken off, so that it does not resume a Sandbox that is suspended later.
+//! At that time the controller resumes a suspended Sandbox, as KEP-968 of upstream proposes it. The
+//! node's agent, which has the time from the Pod's annotation, wakes a Sandbox that sleeps in
+//! place. The controller removes the time from an awake Sandbox, so that it does not resume a
+//! Sandbox that is suspended later.
 
 use std::time::Duration;
 
@@ -12,10 +14,10 @@ use torpor_api::{conditions, reasons::hibernated};
 use super::{Action, Area, Plan};
 use crate::sandbox::validate::{Desired, PodState};
 
-/// The agent needs a moment to see that the time has come, and to say that the sandbox is awake.
+/// Time that the agent needs to wake the sandbox and report it.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Plans the change of the Sandbox itself, with which everything is planned anew.
+/// Plans the change of the Sandbox, after which the pass plans again.
 pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, now: Timestamp) {
     let Some(time) = desired.settings.next_wakeup else {
         return;
@@ -23,12 +25,12 @@ pub(super) fn plan(plan: &mut Plan, desired: &Desired<'_>, now: Timestamp) {
     let (resume, due) = match &desired.pod {
         _ if desired.suspended => (true, time),
         PodState::Ours(pod) if !sleeps(pod) => (false, later(time, GRACE)),
-        // It is told when it has woken.
+        // The Pod's condition changes when the sandbox has woken.
         _ => return,
     };
     match Duration::try_from(due.duration_since(now)) {
         Ok(left) if !left.is_zero() => {
-            plan.look_again(left);
+            plan.requeue_after(left);
         }
         _ => plan.step(Area::Pod, Action::WakeUp { resume }),
     }
@@ -38,7 +40,7 @@ fn later(time: Timestamp, wait: Duration) -> Timestamp {
     time.checked_add(wait).unwrap_or(Timestamp::MAX)
 }
 
-/// Whether the sandbox sleeps in place, or is on its way out of that.
+/// Reports whether the sandbox sleeps in place, or is falling asleep or waking.
 fn sleeps(pod: &Pod) -> bool {
     let conditions = pod
         .status

@@ -1,28 +1,32 @@
-//! No client required. Puts the sandbox runtime into the first container of a Pod, whatever its image: an init container copies the binary into an emptyDir, the container has that read-only, and the runtime goes around its command.
+//! No client required. Injects the sandbox runtime into the first container of a Pod, whatever its
+//! image. An init container copies the binary into an emptyDir, the container mounts that
+//! read-only, and the runtime wraps its command.
 //!
-//! What the container itself gets (command, mount) is part of every image that is saved of it: a resumed Pod must have it exactly so. To change it is to make those images useless; see docs/decisions/2026-11-21-runtime-around-the-command.md.
+//! Every saved image contains the container's command and mount, and a resumed Pod must have
+//! exactly the same. A change of them makes existing images useless; see
+//! docs/decisions/2026-11-21-injected-runtime-wraps-the-command.md.
 
 use serde_json::{Map, Value, json};
 use torpor_api::annotations::INJECT_RUNTIME;
 
 /// Name of the init container and of the volume.
 pub const NAME: &str = "torpor-runtime";
-/// Where the runtime lies in the container.
+/// Directory of the runtime in the container.
 const DIRECTORY: &str = "/.torpor";
 const BINARY: &str = "/.torpor/sandbox-runtime";
-/// The runtime in its own image.
-const IN_ITS_IMAGE: &str = "/sandbox-runtime";
-/// One of the runtime's APIs.
+/// Path of the runtime in its own image.
+const IMAGE_BINARY: &str = "/sandbox-runtime";
+/// API that the runtime serves.
 struct ServedApi {
-    /// Where SDKs look for it.
+    /// Port that SDKs expect.
     port: u16,
-    /// Keeps it from being served: the user's program may want the same port.
+    /// Flag that disables the API, for a user's program that needs the same port.
     off: &'static str,
-    /// What answers when it is served. gRPC has nothing that the kubelet could ask.
+    /// HTTP path of its health check; `None` for gRPC, which has none for the kubelet.
     health: Option<&'static str>,
 }
 
-/// The one that most SDKs use comes first.
+/// APIs of the runtime. The one that most SDKs use comes first.
 const APIS: [ServedApi; 3] = [
     ServedApi {
         port: 8888,
@@ -40,37 +44,39 @@ const APIS: [ServedApi; 3] = [
         health: None,
     },
 ];
-/// The init container writes one file into an emptyDir, which anybody may. No user is it for whom that must be allowed.
+/// User of the init container, which writes one file into an emptyDir. Any user may do so.
 const USER: u32 = 65532;
-/// What decides about the Pod's quality of service, and what quotas may ask of every container.
+/// Resources that decide about the Pod's quality of service, and that quotas may require of every
+/// container.
 const RESOURCES: [&str; 3] = ["cpu", "memory", "ephemeral-storage"];
 
-/// The runtime cannot be put into this Pod.
+/// Reason why the runtime cannot be injected into a Pod.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error(
-        "annotation {INJECT_RUNTIME}: this controller knows no image of the runtime; start it with --runtime-image"
+        "annotation {INJECT_RUNTIME}: the controller has no image of the runtime; start it with --runtime-image"
     )]
     NoImage,
-    #[error(
-        "annotation {INJECT_RUNTIME}: podTemplate.spec has no container to put the runtime into"
-    )]
+    #[error("annotation {INJECT_RUNTIME}: podTemplate.spec has no container for the runtime")]
     NoContainer,
     #[error(
-        "annotation {INJECT_RUNTIME}: container {0:?} has args for its image's entrypoint, which the runtime would take the place of; set command to the entrypoint"
+        "annotation {INJECT_RUNTIME}: container {0:?} has args for its image's entrypoint, which the runtime would replace; set command to the entrypoint"
     )]
     ArgsAlone(String),
     #[error(
-        "annotation {INJECT_RUNTIME}: {what} {name:?} of podTemplate.spec is in the way; rename it"
+        "annotation {INJECT_RUNTIME}: {what} {name:?} of podTemplate.spec is reserved for the runtime; rename it"
     )]
     Taken { what: &'static str, name: String },
     #[error(
-        "annotation {INJECT_RUNTIME}: containers of podTemplate.spec declare the ports 8888, 8080 and 9090, so that none is left for the runtime; take one of them out of ports"
+        "annotation {INJECT_RUNTIME}: containers of podTemplate.spec declare the ports 8888, 8080 and 9090, so that none is left for the runtime; remove one of them from ports"
     )]
     NoPort,
 }
 
-/// Puts the runtime of `image` into `spec`. `starts_cold`: its container begins anew, and is started when the runtime answers; one that is restored answers from its first moment.
+/// Injects the runtime of `image` into `spec`.
+///
+/// With `starts_cold` a startup probe waits until the runtime answers. A restored runtime answers
+/// from its first moment.
 pub(super) fn inject(
     spec: &mut Map<String, Value>,
     image: &str,
@@ -84,9 +90,9 @@ pub(super) fn inject(
     let asked = served.first().ok_or(Error::NoPort)?;
     let container = first_container(spec).ok_or(Error::NoContainer)?;
     let resources = resources(container);
-    go_around(container, &taken)?;
+    wrap_command(container, &taken)?;
     if starts_cold {
-        wait_for_it(container, asked);
+        add_startup_probe(container, asked);
     }
     push(
         container,
@@ -94,7 +100,8 @@ pub(super) fn inject(
         json!({"name": NAME, "mountPath": DIRECTORY, "readOnly": true}),
     );
     push(spec, "volumes", json!({"name": NAME, "emptyDir": {}}));
-    // Before all others, so that it is there when any of them wants it, and beside no sidecar that counts against the Pod's requests.
+    // It comes first, so that every other container finds the runtime, and so that no sidecar runs
+    // beside it and counts against the Pod's requests.
     list(spec, "initContainers").insert(0, installer(image, resources));
     Ok(())
 }
@@ -103,7 +110,7 @@ fn first_container(spec: &mut Map<String, Value>) -> Option<&mut Map<String, Val
     spec.get_mut("containers")?.get_mut(0)?.as_object_mut()
 }
 
-/// Nothing may have the names that are needed, nor be mounted over the runtime.
+/// Checks that the runtime's names and its mount path are free.
 fn check(spec: &Map<String, Value>) -> Result<(), Error> {
     let named = |what| items(spec, what).any(|item| item["name"] == NAME);
     for (key, what) in [
@@ -135,7 +142,10 @@ fn items<'a>(map: &'a Map<String, Value>, key: &str) -> impl Iterator<Item = &'a
     map.get(key).and_then(Value::as_array).into_iter().flatten()
 }
 
-/// The ports that programs of the Pod say are theirs. Where the first container has no command, the runtime is its program.
+/// Returns the ports that the Pod's programs declare.
+///
+/// The runtime is the program of a first container without a command, so the ports of such a
+/// container are the runtime's.
 fn declared_ports(spec: &Map<String, Value>) -> Vec<u64> {
     let first = items(spec, "containers").next().and_then(Value::as_object);
     let has_program = first.is_some_and(|first| items(first, "command").next().is_some());
@@ -148,8 +158,11 @@ fn declared_ports(spec: &Map<String, Value>) -> Vec<u64> {
         .collect()
 }
 
-/// The runtime as the container's program, and the user's command behind it; the kubelet appends the args. Without a command the runtime is alone: nobody here knows what the image would run. APIs whose ports are taken are not served.
-fn go_around(container: &mut Map<String, Value>, taken: &[&ServedApi]) -> Result<(), Error> {
+/// Makes the runtime the container's program, with the user's command as its arguments.
+///
+/// The kubelet appends the args. Without a command the runtime runs alone, because the controller
+/// does not know the image's entrypoint. APIs with taken ports are disabled.
+fn wrap_command(container: &mut Map<String, Value>, taken: &[&ServedApi]) -> Result<(), Error> {
     let words: Vec<Value> = items(container, "command").cloned().collect();
     if words.is_empty() && items(container, "args").next().is_some() {
         let name = container.get("name").and_then(Value::as_str);
@@ -166,8 +179,11 @@ fn go_around(container: &mut Map<String, Value>, taken: &[&ServedApi]) -> Result
     Ok(())
 }
 
-/// Ready is to mean that the runtime answers. Only where the user has no probe of their own that says what Ready means; and no readiness probe, which would fail while the sandbox sleeps.
-fn wait_for_it(container: &mut Map<String, Value>, asked: &ServedApi) {
+/// Adds a startup probe, so that Ready means that the runtime answers.
+///
+/// It adds none if the user has a startup or readiness probe. It adds no readiness probe, which
+/// would fail while the sandbox sleeps.
+fn add_startup_probe(container: &mut Map<String, Value>, asked: &ServedApi) {
     let probed = |key| container.get(key).is_some_and(|probe| !probe.is_null());
     if probed("startupProbe") || probed("readinessProbe") {
         return;
@@ -180,7 +196,9 @@ fn wait_for_it(container: &mut Map<String, Value>, asked: &ServedApi) {
     container.insert("startupProbe".to_owned(), probe);
 }
 
-/// The same for the init container as for the container: it raises no request of the Pod, and leaves its quality of service.
+/// Returns the init container's resources, which are the container's.
+///
+/// They raise no request of the Pod, and keep its quality of service.
 fn resources(container: &Map<String, Value>) -> Value {
     let side = |name: &str| -> Option<(String, Value)> {
         let all = container.get("resources")?.get(name)?.as_object()?;
@@ -204,7 +222,7 @@ fn installer(image: &str, resources: Value) -> Value {
     json!({
         "name": NAME,
         "image": image,
-        "command": [IN_ITS_IMAGE, "install", DIRECTORY],
+        "command": [IMAGE_BINARY, "install", DIRECTORY],
         "resources": resources,
         "volumeMounts": [{"name": NAME, "mountPath": DIRECTORY}],
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -1,10 +1,10 @@
-//! Containers of a pod spec that add the capability NET_RAW. The node cannot tell: containerd gives
-//! it to each container by default.
+//! Finds the containers of a Pod spec that add the capability NET_RAW. The node cannot tell,
+//! because containerd gives it to each container by default.
 
 use serde_json::{Map, Value};
 
-/// Names of the containers that add NET_RAW or are privileged, separated by commas. None if no
-/// container does.
+/// Returns the comma-separated names of the containers that add NET_RAW or are privileged, or
+/// `None` if there are none.
 pub(super) fn containers(spec: &Map<String, Value>) -> Option<String> {
     let lists = ["initContainers", "containers"].map(|list| spec.get(list)?.as_array());
     let all = lists.into_iter().flatten().flatten();
@@ -20,7 +20,7 @@ fn adds_net_raw(container: &Value) -> bool {
     context["privileged"] == true || added.any(is_net_raw)
 }
 
-/// containerd takes names in any case, and with or without their prefix.
+/// Compares the name as containerd does: in any case, with or without the prefix.
 fn is_net_raw(name: &str) -> bool {
     let name = name.to_ascii_uppercase();
     matches!(
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_spec_that_adds_nothing_names_nobody() {
+    fn a_pod_spec_without_net_raw_names_no_container() {
         for spec in [json!({}), json!({ "containers": [{ "name": "c" }] })] {
             assert_eq!(containers(spec.as_object().expect("an object")), None);
         }

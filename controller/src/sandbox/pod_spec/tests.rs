@@ -11,7 +11,7 @@ fn sandbox(spec: Value) -> Sandbox {
     .unwrap()
 }
 
-/// The Pod without the runtime.
+/// Pod without the injected runtime.
 fn pod(sandbox: &Sandbox, wishes: &[(&str, String)], memory: Option<&Memory>) -> Value {
     super::pod(sandbox, wishes, memory, None).unwrap()
 }
@@ -30,7 +30,7 @@ fn memory() -> Memory {
 }
 
 #[test]
-fn without_memory_the_spec_is_the_templates_word_for_word() {
+fn without_memory_the_spec_is_exactly_the_templates() {
     let spec = json!({
         "containers": [{"name": "c", "image": "img", "tomorrow": 1}], "alsoTomorrow": {"x": []},
     });
@@ -69,7 +69,7 @@ const RULE: &str = r#"{"key":"metadata.name","operator":"In","values":["n1"]}"#;
         {"matchFields": [{"key": "x"}, 0]},
     ])
 )]
-fn the_node_is_asked_for_beside_what_the_template_asks(
+fn the_node_is_added_to_the_affinity_of_the_template(
     #[case] affinity: Value,
     #[case] mut terms: Value,
 ) {
@@ -119,7 +119,7 @@ fn container_images_are_those_of_the_image(#[case] saved: &str, #[case] used: &s
 #[case::it_would_be_pulled(json!("Always"), "IfNotPresent")]
 #[case::latest_would_be_pulled(Value::Null, "IfNotPresent")]
 #[case::it_never_is(json!("Never"), "Never")]
-fn a_container_that_had_ended_waits_for_no_registry(#[case] policy: Value, #[case] kept: &str) {
+fn the_image_of_an_ended_container_is_not_pulled(#[case] policy: Value, #[case] kept: &str) {
     let container =
         |name: &str| json!({"name": name, "image": "img:latest", "imagePullPolicy": policy});
     let memory = Memory {
@@ -138,7 +138,7 @@ fn a_container_that_had_ended_waits_for_no_registry(#[case] policy: Value, #[cas
 }
 
 #[test]
-fn what_was_done_at_the_start_of_a_saved_container_is_not_done_again() {
+fn start_hooks_of_a_saved_container_are_removed() {
     let container = |name: &str| {
         json!({
             "name": name, "image": "img", "startupProbe": {"tcpSocket": {"port": 1}}, "livenessProbe": {"tcpSocket": {"port": 2}},
@@ -166,15 +166,15 @@ fn what_was_done_at_the_start_of_a_saved_container_is_not_done_again() {
     }
     assert!(
         !has("/initContainers/0/startupProbe"),
-        "main containers would wait for it"
+        "main containers would wait for the probe"
     );
     assert!(
         has("/containers/0/startupProbe"),
-        "it may not have passed yet"
+        "the probe may not have passed yet"
     );
     assert!(
         has("/initContainers/1/lifecycle/postStart"),
-        "it is not in the image"
+        "the container is not in the image"
     );
 }
 
@@ -204,7 +204,7 @@ fn the_hostname_stays_what_it_was_unless_it_is_a_copy(
 }
 
 #[test]
-fn a_copy_says_that_it_is_one() {
+fn a_copy_has_its_annotation() {
     let pod = pod(
         &sandbox(json!({})),
         &[],
@@ -233,7 +233,7 @@ fn a_copy_says_that_it_is_one() {
     json!([{"conditionType": "torpor.dev/RestoreSettled"}]),
     json!([{"conditionType": "torpor.dev/RestoreSettled"}])
 )]
-fn who_is_asked_for_a_pod_snapshot_is_not_ready_before_it_was_told(
+fn a_pod_that_restores_a_pod_snapshot_waits_for_the_report_of_its_agent(
     #[case] gates: Value,
     #[case] wanted: Value,
 ) {
@@ -242,12 +242,12 @@ fn who_is_asked_for_a_pod_snapshot_is_not_ready_before_it_was_told(
         ..memory()
     };
     let sandbox = sandbox(json!({"containers": [{"name": "c"}], "readinessGates": gates}));
-    let told = pod(&sandbox, &[], Some(&asked));
+    let gated = pod(&sandbox, &[], Some(&asked));
     assert_eq!(
-        told["metadata"]["annotations"]["torpor.dev/pod-snapshot"],
+        gated["metadata"]["annotations"]["torpor.dev/pod-snapshot"],
         "t-1"
     );
-    assert_eq!(told["spec"]["readinessGates"], wanted);
+    assert_eq!(gated["spec"]["readinessGates"], wanted);
     let plain = pod(&sandbox, &[], Some(&memory()));
     assert_eq!(plain["spec"]["readinessGates"], gates);
 }
@@ -269,7 +269,7 @@ fn claims_replace_volumes_of_their_name_and_keep_the_others() {
 }
 
 #[test]
-fn a_snapshot_that_does_not_say_where_its_image_lies_is_no_memory() {
+fn a_snapshot_without_image_or_node_is_no_memory() {
     let snapshot = |status: Value| -> SandboxSnapshot {
         serde_json::from_value(json!({
             "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",

@@ -25,12 +25,12 @@ fn ready(status: &str) -> Value {
     json!({"conditions": ready("True"), "nodeName": "n"}),
     Some(json!({"status": {"nodeName": "n"}}))
 )]
-#[case::the_node_rides_along(
+#[case::the_node_with_another_change(
     json!({"conditions": ready("False")}),
     json!({"conditions": ready("False"), "nodeName": "n", "podIPs": ["1"]}),
     Some(json!({"status": {"nodeName": "n", "podIPs": ["1"]}}))
 )]
-#[case::what_went_is_set_to_null(
+#[case::a_removed_field_is_set_to_null(
     json!({"podIPs": ["1"], "service": "s"}),
     json!({"service": "s"}),
     Some(json!({"status": {"podIPs": null}}))
@@ -68,14 +68,14 @@ fn member(owner: &str) -> Sandbox {
 }
 
 #[rstest]
-#[case::on_its_way("SandboxWarmPool", json!({}), json!({"conditions": ready("False")}), 1, Some(4))]
-#[case::not_seen_so_far_for_long("SandboxWarmPool", json!({}), json!({"conditions": ready("False")}), 5, None)]
+#[case::starting("SandboxWarmPool", json!({}), json!({"conditions": ready("False")}), 1, Some(4))]
+#[case::starting_for_long("SandboxWarmPool", json!({}), json!({"conditions": ready("False")}), 5, None)]
 #[case::ready("SandboxWarmPool", json!({}), json!({"conditions": ready("True")}), 1, None)]
 #[case::no_longer_ready("SandboxWarmPool", json!({"conditions": ready("True")}), json!({"conditions": ready("False")}), 1, None)]
 #[case::an_address("SandboxWarmPool", json!({}), json!({"conditions": ready("False"), "podIPs": ["1"]}), 1, None)]
-#[case::nothing_to_say("SandboxWarmPool", json!({}), json!({"nodeName": "n"}), 1, None)]
-#[case::somebody_waits_for_it("SandboxClaim", json!({}), json!({"conditions": ready("False")}), 1, None)]
-fn a_member_on_its_way_is_not_described(
+#[case::nothing_to_write("SandboxWarmPool", json!({}), json!({"nodeName": "n"}), 1, None)]
+#[case::claimed("SandboxClaim", json!({}), json!({"conditions": ready("False")}), 1, None)]
+fn the_status_of_a_starting_member_may_wait(
     #[case] owner: &str,
     #[case] before: Value,
     #[case] after: Value,
@@ -83,7 +83,7 @@ fn a_member_on_its_way_is_not_described(
     #[case] expected: Option<u64>,
 ) {
     let now = Timestamp::from_second(1_767_225_600 + age).unwrap();
-    let wait = may_wait(&member(owner), &status(before), &status(after), now);
+    let wait = write_delay(&member(owner), &status(before), &status(after), now);
     assert_eq!(wait, expected.map(Duration::from_secs));
 }
 

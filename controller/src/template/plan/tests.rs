@@ -113,8 +113,8 @@ fn a_template_gets_its_label_and_the_strict_default() {
 }
 
 #[rstest]
-#[case::no_rules_let_nothing_through(json!({}), json!([]), json!([]))]
-#[case::rules_of_ones_own(
+#[case::no_rules_allow_nothing(json!({}), json!([]), json!([]))]
+#[case::own_rules(
     json!({"egress": [{"ports": [{"port": 53, "protocol": "UDP"}, {"port": 443}]}]}),
     json!([]),
     json!([{"ports": [{"port": 53, "protocol": "UDP"}, {"port": 443, "protocol": "TCP"}]}])
@@ -134,7 +134,7 @@ fn rules_of_the_template_are_the_only_ones(
 }
 
 #[test]
-fn a_policy_that_says_it_is_left_and_another_is_brought_back() {
+fn a_correct_policy_is_kept_and_a_changed_one_is_restored() {
     let template = template(json!({}));
     let policy = policy_of(&template);
     assert_eq!(planned(&template, Some(Arc::clone(&policy))), Ok(vec![]));
@@ -152,7 +152,7 @@ fn a_policy_that_says_it_is_left_and_another_is_brought_back() {
 }
 
 #[test]
-fn unmanaged_deletes_its_own_and_leaves_others() {
+fn an_unmanaged_template_deletes_its_own_policy_only() {
     let own = policy_of(&template(json!({})));
     let unmanaged = template(unmanaged());
     let uid = "u-n".to_owned();
@@ -174,7 +174,7 @@ fn unmanaged_deletes_its_own_and_leaves_others() {
 }
 
 #[test]
-fn a_template_that_goes_takes_its_policy_along_by_itself() {
+fn a_deleted_template_leaves_its_policy_to_garbage_collection() {
     let going = template(
         json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z", "labels": null}}),
     );
@@ -186,7 +186,7 @@ fn state(template: &SandboxTemplate, policy: Option<&NetworkPolicy>) -> Result<(
 }
 
 #[test]
-fn no_sandbox_is_made_before_the_policy_is_there_and_the_templates_own() {
+fn no_sandbox_is_created_before_the_templates_own_policy_exists() {
     let template = template(json!({}));
     let name = || "t-network-policy".to_owned();
     let own = policy_of(&template);
@@ -211,7 +211,7 @@ fn no_sandbox_is_made_before_the_policy_is_there_and_the_templates_own() {
 }
 
 #[test]
-fn no_sandbox_is_made_with_rules_that_the_template_had_before() {
+fn no_sandbox_is_created_with_outdated_rules() {
     let own = policy_of(&template(json!({})));
     let edited = template(json!({"spec": {"networkPolicy": {"egress": []}}}));
     let outdated = Err(Unisolated::Outdated("t-network-policy".to_owned()));
@@ -219,12 +219,12 @@ fn no_sandbox_is_made_with_rules_that_the_template_had_before() {
     let except = ["198.51.100.0/24".parse().unwrap()];
     let unedited = template(json!({}));
     assert_eq!(isolation(&unedited, Some(&own), &except), outdated);
-    // Rules that the template has of its own are all that it has.
+    // The template's own rules replace the default ones entirely.
     let own = policy_of(&edited);
     assert_eq!(isolation(&edited, Some(&own), &except), Ok(()));
 }
 
 #[test]
-fn of_an_unmanaged_template_nothing_is_waited_for() {
+fn an_unmanaged_template_waits_for_no_policy() {
     assert_eq!(state(&template(unmanaged()), None), Ok(()));
 }

@@ -2,21 +2,21 @@
 
 use super::*;
 
-/// Type, status and reason of each condition of the pool.
+/// Returns type, status and reason of each condition of the pool.
 fn conditions_of(view: &Observed) -> Vec<String> {
     let plan = plan(view, now());
     let status = status::next(view, &plan, now());
-    let said = |c: &Condition| format!("{}={} {}", c.type_, c.status, c.reason);
-    status.conditions.iter().map(said).collect()
+    let shown = |c: &Condition| format!("{}={} {}", c.type_, c.status, c.reason);
+    status.conditions.iter().map(shown).collect()
 }
 
 #[rstest]
 #[case::all_are_ready(&["a", "b", "c"], json!({}), "True MinimumReplicasAvailable", "True WarmPoolProgressing")]
-#[case::one_is_made(&["a", "b"], json!({}), "False MinimumReplicasUnavailable", "True WarmPoolProgressing")]
+#[case::one_is_created(&["a", "b"], json!({}), "False MinimumReplicasUnavailable", "True WarmPoolProgressing")]
 #[case::one_starts(&["a", "b"], on_a_node(), "False MinimumReplicasUnavailable", "True WarmPoolProgressing")]
-#[case::one_finds_no_node(&["a", "b"], old(unschedulable()), "False MinimumReplicasUnavailable", "False WarmPoolNotProgressing")]
-#[case::one_is_too_many_and_finds_no_node(&["a", "b", "c"], old(unschedulable()), "True MinimumReplicasAvailable", "True WarmPoolProgressing")]
-fn the_conditions_say_whether_all_are_ready_and_whether_the_pool_comes_on(
+#[case::one_is_unschedulable(&["a", "b"], old(unschedulable()), "False MinimumReplicasUnavailable", "False WarmPoolNotProgressing")]
+#[case::one_in_excess_is_unschedulable(&["a", "b", "c"], old(unschedulable()), "True MinimumReplicasAvailable", "True WarmPoolProgressing")]
+fn the_conditions_show_availability_and_progress(
     #[case] names: &[&str],
     #[case] last: Value,
     #[case] available: &str,
@@ -26,11 +26,11 @@ fn the_conditions_say_whether_all_are_ready_and_whether_the_pool_comes_on(
     if last != json!({}) {
         members.push(member("z", last));
     }
-    let said = [
+    let shown = [
         format!("Available={available}"),
         format!("Progressing={progressing}"),
     ];
-    assert_eq!(conditions_of(&observed(&members)), said);
+    assert_eq!(conditions_of(&observed(&members)), shown);
 }
 
 fn stalled(why: &str) -> Plan {
@@ -40,30 +40,30 @@ fn stalled(why: &str) -> Plan {
     }
 }
 
-/// The condition Progressing after each of the plans.
+/// Returns the condition Progressing after each of the plans.
 fn progress_after(template: bool, plans: &[Plan]) -> Vec<String> {
     let mut view = observed(&[]);
     view.template = view.template.filter(|_| template);
     let says = |plan: &Plan| {
         let status = status::next(&view, plan, now());
-        let said = status.conditions[1].clone();
+        let shown = status.conditions[1].clone();
         let mut pool = (*view.pool).clone();
         pool.status = Some(status);
         view.pool = Arc::new(pool);
-        format!("{}: {}", said.reason, said.message)
+        format!("{}: {}", shown.reason, shown.message)
     };
     plans.iter().map(says).collect()
 }
 
 #[test]
-fn that_a_pool_does_not_come_on_stays_in_its_conditions_until_no_member_waits() {
+fn a_stall_stays_in_the_conditions_until_no_member_waits() {
     let placed = Plan {
         placed: true,
         ..Plan::default()
     };
     let plans = [stalled("full"), Plan::default(), placed, Plan::default()];
     let stalls = "WarmPoolNotProgressing: full";
-    let goes_on = "WarmPoolProgressing: Nothing keeps the pool from its members";
+    let goes_on = "WarmPoolProgressing: Nothing prevents the pool from creating its members";
     assert_eq!(
         progress_after(true, &plans),
         [stalls, stalls, goes_on, goes_on]
@@ -73,7 +73,7 @@ fn that_a_pool_does_not_come_on_stays_in_its_conditions_until_no_member_waits() 
 }
 
 #[test]
-fn other_numbers_change_no_words_of_the_conditions() {
+fn a_message_that_differs_only_in_numbers_is_kept() {
     let plans = ["0/3 nodes", "0/4 nodes", "no nodes"].map(stalled);
     let words =
         ["0/3 nodes", "0/3 nodes", "no nodes"].map(|w| format!("WarmPoolNotProgressing: {w}"));
@@ -81,7 +81,7 @@ fn other_numbers_change_no_words_of_the_conditions() {
 }
 
 #[test]
-fn the_conditions_of_a_pool_keep_their_time_while_they_say_the_same() {
+fn unchanged_conditions_keep_their_transition_time() {
     let mut view = observed(&ready(&["a", "b", "c"]));
     let first = status::next(&view, &Plan::default(), now());
     let mut same = (*view.pool).clone();
@@ -98,29 +98,29 @@ fn the_conditions_of_a_pool_keep_their_time_while_they_say_the_same() {
 #[rstest]
 #[case::some_are_missing(&["a"], 3)]
 #[case::none_is_missing(&["a", "b", "c"], 3)]
-fn a_pool_says_at_once_that_its_template_is_missing(#[case] there: &[&str], #[case] replicas: u32) {
+fn a_missing_template_is_reported_at_once(#[case] there: &[&str], #[case] replicas: u32) {
     let mut view = observed(&ready(there));
     view.pool = pool(json!({"spec": {"replicas": replicas}}));
     view.template = None;
-    let told = plan(&view, now());
-    assert!(told.steps.is_empty() && told.create.is_empty());
-    assert_eq!(told.requeue, Some(TEMPLATE_RETRY));
-    let why = told.stalled.unwrap();
+    let planned = plan(&view, now());
+    assert!(planned.steps.is_empty() && planned.create.is_empty());
+    assert_eq!(planned.requeue, Some(TEMPLATE_RETRY));
+    let why = planned.stalled.unwrap();
     assert!(why.starts_with("SandboxTemplate \"t\" not found"), "{why}");
     assert!(conditions_of(&view).contains(&"Progressing=False SandboxTemplateError".to_owned()));
 }
 
 #[test]
-fn a_pool_of_none_misses_no_template() {
+fn a_pool_with_no_replicas_needs_no_template() {
     let mut view = observed(&[]);
     view.pool = pool(json!({"spec": {"replicas": 0}}));
     view.template = None;
-    let told = plan(&view, now());
-    assert_eq!((told.stalled, told.requeue), (None, None));
+    let planned = plan(&view, now());
+    assert_eq!((planned.stalled, planned.requeue), (None, None));
 }
 
 #[test]
-fn why_nothing_is_made_is_told_before_why_a_member_waits() {
+fn a_missing_template_is_reported_before_waiting_members() {
     let mut view = observed(&[member("a", old(unschedulable()))]);
     view.template = None;
     let why = plan(&view, now()).stalled.unwrap();

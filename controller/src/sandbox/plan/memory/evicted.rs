@@ -1,10 +1,15 @@
-//! A Pod that is taken away from a Sandbox that is to run: a drain of its node, a taint, a preemption, or the kubelet itself.
+//! Keeps the memory of an evicted Pod of a running Sandbox. Causes are a drain of its node, a
+//! taint, a preemption, or the kubelet itself.
 //!
-//! A sandbox that sleeps in place, hibernated or dozing, has its memory in an image already. The image gets a snapshot while the Pod goes, as in a suspension, and the next Pod continues
-//! from it, on that node. One that is awake cannot be saved in time: the kubelet ends its programs while it is being asked. That is said.
+//! A sandbox that sleeps in place, hibernated or dozing, has its memory in an image. The image gets
+//! a snapshot while the Pod terminates, as in a suspension, and the next Pod continues from it on
+//! that node. An awake sandbox cannot be saved in time, because the kubelet ends its programs
+//! meanwhile. A condition reports that.
 //!
-//! A kubelet whose node shuts down, or is short of memory or disk, ends Pods and deletes none. A Pod that ended so while its sandbox slept stays until its image is kept: one that has
-//! ended is gone at once when it is deleted. One that was awake has failed, as upstream.
+//! A kubelet whose node shuts down, or is short of memory or disk, ends Pods without deleting them.
+//! A Pod that ended so while its sandbox slept stays until its image has a snapshot, because the
+//! deletion of an ended Pod removes it at once. A Pod whose sandbox was awake has failed, as
+//! upstream.
 
 use k8s_openapi::api::core::v1::{Pod, PodCondition};
 use kube::ResourceExt;
@@ -16,16 +21,16 @@ use torpor_api::{
 };
 
 use super::{
-    super::{Area, ImageUse, Plan, Shown, delete_pod},
-    NOT_KEPT, capabilities, fence, is_deleting, is_terminating, kept_in, node_of,
+    super::{Area, ConditionChange, ImageUse, Plan, delete_pod},
+    NOT_KEPT, capabilities, condition_false, fence, hibernated_kept, hibernated_missing,
+    hibernated_saving, hibernated_waiting, is_deleting, is_terminating, node_of,
     origin::mismatch,
-    phase, pod_condition, says, says_earlier_goes, says_missing, says_saving, shown_before,
-    sleeps_in_place, snapshot_of_pod,
+    phase, pod_condition, previous_condition, sleeps_in_place, snapshot_of_pod,
     suspend::make_snapshot,
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
 
-/// What whoever disrupts the Pod said of it, if somebody does.
+/// Returns the Pod's condition DisruptionTarget if it is True.
 pub(in crate::sandbox) fn disruption(pod: &Pod) -> Option<&PodCondition> {
     let all = pod.status.as_ref()?.conditions.as_ref()?;
     all.iter().find(|condition| {
@@ -33,78 +38,95 @@ pub(in crate::sandbox) fn disruption(pod: &Pod) -> Option<&PodCondition> {
     })
 }
 
-/// Why a Pod is disrupted, or has failed, where it is its kubelet's doing (Kubernetes, `pkg/kubelet/nodeshutdown` and `pkg/kubelet/eviction`).
+/// Reason of DisruptionTarget when the kubelet ended the Pod (Kubernetes,
+/// `pkg/kubelet/nodeshutdown` and `pkg/kubelet/eviction`).
 const BY_KUBELET: &str = "TerminationByKubelet";
+/// Reason in the status of a Pod that failed in a node shutdown (same source).
 const NODE_SHUTDOWN: &str = "NodeShutdown";
 
-/// Whether the Pod goes because it was evicted, and not because somebody deleted it to be rid of it.
+/// Reports whether the Pod ends because it was evicted, rather than deleted by a user.
 pub(in crate::sandbox) fn is_evicted(pod: &Pod) -> bool {
     is_ended_by_kubelet(pod) || is_terminating(pod) && disruption(pod).is_some()
 }
 
-/// Whether the kubelet has ended the Pod for the node's sake. It writes so once all containers have ended, and leaves the Pod where it is. Pods that exceed their own limits it ends
-/// without such a word: those have failed.
+/// Reports whether the kubelet has ended the Pod for the node's sake.
+///
+/// The kubelet writes the reason once all containers have ended, and does not delete the Pod. It
+/// writes no such reason on Pods that exceed their own limits, which have failed.
 fn is_ended_by_kubelet(pod: &Pod) -> bool {
     let reason = pod
         .status
         .as_ref()
         .and_then(|status| status.reason.as_deref());
-    let disrupted = disruption(pod).is_some_and(|said| said.reason.as_deref() == Some(BY_KUBELET));
+    let disrupted =
+        disruption(pod).is_some_and(|condition| condition.reason.as_deref() == Some(BY_KUBELET));
     phase(pod) == "Failed" && (disrupted || reason == Some(NODE_SHUTDOWN))
 }
 
-/// Whether the kubelet ended the Pod in its sleep, as far as the Pod says. What was dozing, or waking, may have been awake when it ended: the node's agent knows.
+/// Reports whether the kubelet ended the Pod while its sandbox slept, according to the Pod's
+/// condition.
+///
+/// A dozing or waking sandbox may have been awake at the end. The node's agent knows.
 pub(super) fn ended_asleep(pod: &Pod) -> bool {
     const MAY_SLEEP: [&str; 2] = [hibernated::DOZING, hibernated::WAKING];
-    let said = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    let condition = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
     is_ended_by_kubelet(pod)
-        && said.is_some_and(|said| said.status == "True" || MAY_SLEEP.contains(&&*said.reason))
+        && condition.is_some_and(|condition| {
+            condition.status == "True" || MAY_SLEEP.contains(&&*condition.reason)
+        })
 }
 
-/// Whether the agent has found that the Pod left no memory.
+/// Reports whether the agent has found that the Pod left no memory.
 pub(super) fn is_denied(snapshot: &SandboxSnapshot) -> bool {
-    let said = conditions::find(snapshot.conditions(), conditions::COMMITTED);
+    let condition = conditions::find(snapshot.conditions(), conditions::COMMITTED);
     snapshot.is_told_by_agent()
-        && said.is_some_and(|said| said.reason == snapshot_reasons::SANDBOX_NOT_FOUND)
+        && condition
+            .is_some_and(|condition| condition.reason == snapshot_reasons::SANDBOX_NOT_FOUND)
 }
 
-/// Keeps the image of a Pod that is evicted; answers what is said of the sandbox' memory, if that is ours to say.
+/// Keeps the image of an evicted Pod. Returns the condition Hibernated, if it is the controller's
+/// to set.
 pub(super) fn keep(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
-) -> Option<Shown> {
+) -> Option<ConditionChange> {
     let keeps = desired.settings.strategy() == SuspensionStrategy::Hibernate;
     let node = node_of(pod).filter(|_| keeps && is_evicted(pod))?;
     match is_terminating(pod) {
-        true => keep_going(plan, desired, observed, pod, node),
+        true => keep_terminating(plan, desired, observed, pod, node),
         false => keep_ended(plan, desired, observed, pod, node),
     }
 }
 
-/// Where the Pod's image is, or that it is not whole yet.
-fn says_how_far(observed: &Observed, snapshot: &SandboxSnapshot, until_whole: String) -> Shown {
+/// Returns Hibernated with the location of the Pod's image, or with `until_whole` while it is
+/// incomplete.
+fn hibernated_progress(
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    until_whole: String,
+) -> ConditionChange {
     if let Some(why) = mismatch(observed, snapshot) {
-        return says(conditions::HIBERNATED, hibernated::SAVE_FAILED, why);
+        return condition_false(conditions::HIBERNATED, hibernated::SAVE_FAILED, why);
     }
     if snapshot.is_missing() {
-        return says_missing(observed, snapshot);
+        return hibernated_missing(observed, snapshot);
     }
     match snapshot.is_committed() && !snapshot.is_consumed() {
-        true => kept_in(observed, snapshot),
-        false => says_saving(until_whole),
+        true => hibernated_kept(observed, snapshot),
+        false => hibernated_saving(until_whole),
     }
 }
 
-/// It is being deleted: its image gets a snapshot while it goes.
-fn keep_going(
+/// Keeps the image of a Pod that is being deleted: the image gets a snapshot meanwhile.
+fn keep_terminating(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
     node: &str,
-) -> Option<Shown> {
+) -> Option<ConditionChange> {
     let (can, _) = capabilities(observed, pod);
     if !can.hibernate && !sleeps_in_place(pod) {
         return None;
@@ -114,9 +136,9 @@ fn keep_going(
         let name = snapshot.name_any();
         let message =
             format!("The Pod is evicted; its image is being kept in SandboxSnapshot {name:?}");
-        return Some(says_how_far(observed, snapshot, message));
+        return Some(hibernated_progress(observed, snapshot, message));
     }
-    // What dozes the node's agent lets sleep deeper when it sees the eviction.
+    // The node's agent hibernates a dozing sandbox when it sees the eviction.
     let asleep = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED)
         .is_some_and(|draft| draft.status == "True" || draft.reason == hibernated::DOZING);
     if asleep {
@@ -127,24 +149,27 @@ fn keep_going(
         "The Pod was evicted from node {node:?} while the sandbox was awake; {NOT_KEPT}. \
          `kubectl torpor drain` keeps it before a node is drained"
     );
-    Some(says(
+    Some(condition_false(
         conditions::HIBERNATED,
         hibernated::SAVE_FAILED,
         message,
     ))
 }
 
-/// It has ended, and stays until it is deleted: that is done once its image is kept. Until then the sandbox has not finished. Whether the node can hibernate is not asked: it has.
+/// Keeps the image of a Pod that has ended, and then deletes the Pod.
+///
+/// Until then the sandbox has not finished. The node's capabilities do not matter: it has
+/// hibernated the sandbox.
 fn keep_ended(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
     node: &str,
-) -> Option<Shown> {
+) -> Option<ConditionChange> {
     let uid = pod.uid().unwrap_or_default();
     let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
-        let finished = shown_before(desired.sandbox, conditions::FINISHED)
+        let finished = previous_condition(desired.sandbox, conditions::FINISHED)
             .is_some_and(|finished| finished.status == "True");
         if finished || !ended_asleep(pod) {
             return None;
@@ -154,17 +179,19 @@ fn keep_ended(
         return Some(make_snapshot(plan, desired, observed, pod, node, message));
     };
     if is_denied(snapshot) || snapshot.is_consumed() {
-        let message = format!("The kubelet of node {node:?} ended the Pod awake; {NOT_KEPT}");
+        let message = format!(
+            "The kubelet of node {node:?} ended the Pod while the sandbox was awake; {NOT_KEPT}"
+        );
         let reason = hibernated::SAVE_FAILED;
-        return Some(says(conditions::HIBERNATED, reason, message));
+        return Some(condition_false(conditions::HIBERNATED, reason, message));
     }
     plan.memory.keeps_ended = true;
     if is_deleting(snapshot) {
-        return Some(says_earlier_goes(snapshot));
+        return Some(hibernated_waiting(snapshot));
     }
     if let Some(why) = mismatch(observed, snapshot) {
         let message = format!("{why}. To keep the memory, delete the SandboxSnapshot");
-        return Some(says(
+        return Some(condition_false(
             conditions::HIBERNATED,
             hibernated::SAVE_FAILED,
             message,
@@ -174,13 +201,13 @@ fn keep_ended(
         let image = fence(observed, snapshot, ImageUse::OnlyCopy);
         plan.step(Area::Pod, delete_pod(pod, Some(image)));
     } else if snapshot.is_missing() {
-        // The snapshot names it, with or without the Pod.
+        // The snapshot names the image, with or without the Pod.
         plan.step(Area::Pod, delete_pod(pod, None));
     }
     let name = snapshot.name_any();
     let message = format!(
         "The kubelet of node {node:?} ended the Pod; its image is being kept in SandboxSnapshot {name:?}. \
-         To start anew without it, delete the Pod"
+         To start without it, delete the Pod"
     );
-    Some(says_how_far(observed, snapshot, message))
+    Some(hibernated_progress(observed, snapshot, message))
 }

@@ -1,4 +1,5 @@
-//! Which node may speak for an image: the one on which the saved Pod ran, by what no agent writes.
+//! Determines the node whose reports about an image are trusted: the node on which the saved Pod
+//! ran, from sources that no agent writes.
 
 use kube::ResourceExt;
 use torpor_api::{PodRecord, SandboxSnapshot, annotations, reasons::restored};
@@ -6,7 +7,7 @@ use torpor_api::{PodRecord, SandboxSnapshot, annotations, reasons::restored};
 use super::resume::Obstacle;
 use crate::{sandbox::dereference::Observed, saved_pod};
 
-/// The record of the Pod whose memory a snapshot holds.
+/// Returns the record of the Pod whose memory a snapshot holds.
 pub(super) fn record<'a>(
     observed: &'a Observed,
     snapshot: &SandboxSnapshot,
@@ -14,37 +15,38 @@ pub(super) fn record<'a>(
     observed.saved_pods.get(&snapshot.name_any())
 }
 
-/// Node of a snapshot's Pod, as far as no agent alone says it.
-pub(super) fn home<'a>(
+/// Returns the node of a snapshot's Pod from sources other than the agent.
+pub(super) fn pod_node<'a>(
     observed: &'a Observed,
     snapshot: &'a SandboxSnapshot,
 ) -> Option<&'a String> {
-    saved_pod::home(snapshot, record(observed, snapshot))
+    saved_pod::pod_node(snapshot, record(observed, snapshot))
 }
 
-/// Node of a snapshot in words: where its Pod ran, else where its status says that the image is.
+/// Returns the node of an image for messages: the node of its Pod, else the node in its status.
 pub(super) fn node_of_image<'a>(
     observed: &'a Observed,
     snapshot: &'a SandboxSnapshot,
 ) -> Option<&'a String> {
-    let told = || snapshot.status.as_ref()?.node_name.as_ref();
-    home(observed, snapshot).or_else(told)
+    let reported = || snapshot.status.as_ref()?.node_name.as_ref();
+    pod_node(observed, snapshot).or_else(reported)
 }
 
-/// Why a snapshot is not believed: another node than that of its Pod claims to hold the image.
+/// Returns why a snapshot is not trusted: another node than that of its Pod claims to hold the
+/// image.
 pub(super) fn mismatch(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<String> {
-    let home = home(observed, snapshot)?;
-    let told = snapshot.status.as_ref()?.node_name.as_ref()?;
-    (told != home).then(|| {
+    let pod_node = pod_node(observed, snapshot)?;
+    let reported = snapshot.status.as_ref()?.node_name.as_ref()?;
+    (reported != pod_node).then(|| {
         format!(
-            "SandboxSnapshot {:?} says that its image is on node {told:?}, but its Pod ran on node {home:?}: \
-             the agent of node {told:?} is not believed",
+            "SandboxSnapshot {:?} reports its image on node {reported:?}, but its Pod ran on node {pod_node:?}: \
+             the report of node {reported:?}'s agent is not trusted",
             snapshot.name_any()
         )
     })
 }
 
-/// The node from which an image is restored.
+/// Returns the node from which an image is restored.
 pub(super) fn trusted_node<'a>(
     observed: &'a Observed,
     snapshot: &'a SandboxSnapshot,
@@ -52,9 +54,9 @@ pub(super) fn trusted_node<'a>(
     if let Some(why) = mismatch(observed, snapshot) {
         return Err((restored::NODE_MISMATCH, why));
     }
-    home(observed, snapshot).ok_or_else(|| {
+    pod_node(observed, snapshot).ok_or_else(|| {
         let message = format!(
-            "Nothing but its status says on which node the Pod of SandboxSnapshot {:?} ran, and a node's agent writes that. \
+            "Only the status of SandboxSnapshot {:?} names the node of its Pod, and a node's agent writes the status. \
              An older version of Torpor made the snapshot; to trust it, annotate it with {}: \
              {{\"name\": \"<Pod>\", \"nodeName\": \"<node>\", \"uid\": \"<UID of the Pod>\"}}",
             snapshot.name_any(),

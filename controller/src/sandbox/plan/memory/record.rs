@@ -1,5 +1,5 @@
-//! The record of the Pod that last ran: written once it runs where it can sleep, forgotten when its
-//! memory is to go with it.
+//! Plans the record of the Pod that last ran. It is written once the Pod runs where it can sleep,
+//! and removed when the Pod's memory is no longer wanted.
 
 use k8s_openapi::api::core::v1::Pod;
 use torpor_api::PodRecord;
@@ -15,8 +15,9 @@ use crate::{
     saved_pod,
 };
 
-/// Records the Pod of a Sandbox, be it evicted already. A member of a pool is replaced and not
-/// brought back: its Pod is recorded once it is claimed.
+/// Records the Pod of a Sandbox, even if it is evicted.
+///
+/// A member of a pool is replaced and not restored, so its Pod is recorded once it is claimed.
 pub(in crate::sandbox::plan) fn record(
     plan: &mut Plan,
     desired: &Desired<'_>,
@@ -24,7 +25,7 @@ pub(in crate::sandbox::plan) fn record(
     pod: &Pod,
 ) {
     if is_terminating(pod) && !evicted::is_evicted(pod) {
-        // Whoever deletes the Pod of a Sandbox that is to run wants it gone.
+        // A user who deletes the Pod of a running Sandbox wants its memory gone.
         if !desired.suspended {
             forget_record(plan, desired);
         }
@@ -41,7 +42,7 @@ pub(in crate::sandbox::plan) fn record(
     }
 }
 
-/// Nobody is to look for the memory of the Pod that last ran.
+/// Removes the record, so that the memory of the last Pod is not looked for.
 pub(in crate::sandbox::plan) fn forget_record(plan: &mut Plan, desired: &Desired<'_>) {
     if saved_pod::last_pod(desired.sandbox).is_some() {
         plan.last_pod = LastPod::Forget;

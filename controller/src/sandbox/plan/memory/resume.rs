@@ -1,4 +1,5 @@
-//! Resume: what a new Pod continues from, and what a running one still owes its image.
+//! Plans a resume: the image that a new Pod continues from, and the cleanup of images by a running
+//! Pod.
 
 use std::sync::Arc;
 
@@ -15,14 +16,17 @@ use torpor_api::{
 use torpor_daemon::spans::LONGEST_CARRIER;
 
 use super::{
-    super::{Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_as_seen, delete_pod},
-    capabilities, delete_snapshot, evicted, fence, image_missing, is_deleting, is_half_made,
-    is_resumable, is_terminating, newest_resumable, node_of,
+    super::{
+        Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence, delete_as_seen, delete_pod,
+    },
+    capabilities, condition_false, delete_snapshot, evicted, fence, image_missing, is_deleting,
+    is_incomplete, is_resumable, is_terminating,
+    location::{LOOK_FOR_NODE, LostNode, await_node, cold_start, lost, may_be_back, out_of_reach},
+    newest_resumable, node_of,
     origin::{record, trusted_node},
-    own_snapshots, phase, pod_condition, says, show_hibernated, shown_before, sleeps_in_place,
+    own_snapshots, phase, pod_condition, previous_condition, show_hibernated, sleeps_in_place,
     snapshot_of_pod,
-    unclaimed::{self, Left},
-    whereabouts::{LOOK_FOR_NODE, Lost, await_node, cold_start, lost, may_be_back, out_of_reach},
+    unclaimed::{self, LeftMemory},
 };
 use crate::sandbox::{
     dereference::Observed,
@@ -30,29 +34,29 @@ use crate::sandbox::{
     validate::Desired,
 };
 
-/// Why memory cannot be brought back: reason and message.
+/// Reason and message why memory cannot be restored.
 pub(super) type Obstacle = (&'static str, String);
 
-// --- no Pod -----------------------------------------------------------------------------------------------------------------------------
+// --- without a Pod ---
 
-/// The user wants the Sandbox running, and there is no Pod.
+/// Plans for a running Sandbox without a Pod.
 pub(in crate::sandbox::plan) fn start(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     now: Timestamp,
 ) {
-    show_hibernated(plan, desired, observed, Shown::Remove);
+    show_hibernated(plan, desired, observed, ConditionChange::Remove);
     if let Some(snapshot) = newest_resumable(desired, observed) {
-        delete_half_made(plan, desired, observed);
+        delete_incomplete(plan, desired, observed);
         return resume(plan, desired, observed, snapshot, now);
     }
     let given_up = match unclaimed::settle(plan, desired, observed, now) {
-        Left::Awaited(shown) => return show_hibernated(plan, desired, observed, shown),
-        Left::GivenUp(why) => Some(why),
-        Left::Nothing => None,
+        LeftMemory::Awaited(change) => return show_hibernated(plan, desired, observed, change),
+        LeftMemory::GivenUp(why) => Some(why),
+        LeftMemory::Nothing => None,
     };
-    delete_half_made(plan, desired, observed);
+    delete_incomplete(plan, desired, observed);
     if given_up.is_some() {
         unclaimed::forget(plan, desired);
     }
@@ -60,20 +64,19 @@ pub(in crate::sandbox::plan) fn start(
         plan.memory.given_up = given_up;
         return copy(plan, desired, observed, name, now);
     }
-    let shown = match given_up {
+    let change = match given_up {
         Some(why) => {
             let message = format!("Started without the saved memory. {why}");
-            says(conditions::RESTORED, restored::COLD_STARTED, message)
+            condition_false(conditions::RESTORED, restored::COLD_STARTED, message)
         }
         None => after_cold_start(desired, observed),
     };
-    create_pod(plan, desired, observed, None, shown);
+    create_pod(plan, desired, observed, None, change);
 }
 
-/// The sandbox goes on without images that are still being made; one that has just been committed
-/// is found by the fence.
-fn delete_half_made(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
-    for snapshot in own_snapshots(desired, observed).filter(|snapshot| is_half_made(snapshot)) {
+/// Deletes snapshots whose save has not completed. The fence finds one that was just committed.
+fn delete_incomplete(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    for snapshot in own_snapshots(desired, observed).filter(|snapshot| is_incomplete(snapshot)) {
         let resource_version = snapshot.resource_version().unwrap_or_default();
         let fence = SnapshotFence::Unchanged { resource_version };
         plan.step(Area::Pod, delete_snapshot(snapshot, fence));
@@ -91,12 +94,12 @@ fn resume(
     match can_restore(desired, observed, snapshot, false) {
         Ok(memory) => {
             let start = Some((memory, fence(observed, snapshot, ImageUse::Resume)));
-            create_pod(plan, desired, observed, start, Shown::Remove);
+            create_pod(plan, desired, observed, start, ConditionChange::Remove);
         }
         Err((reason, message)) if policy == OnRestoreFailure::Fail => {
             wait_for_node(plan, observed, snapshot);
             let message = format!("{message}. {}", remedy(observed, snapshot));
-            plan.memory.restored = says(conditions::RESTORED, reason, message);
+            plan.memory.restored = condition_false(conditions::RESTORED, reason, message);
         }
         Err((_, message)) if may_be_back(desired, observed, snapshot, now) => {
             await_node(plan, desired, &message);
@@ -107,13 +110,13 @@ fn resume(
                 let (name, message) = (image.name_any(), message.clone());
                 plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
             }
-            let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
-            create_pod(plan, desired, observed, None, shown);
+            let change = condition_false(conditions::RESTORED, restored::COLD_STARTED, message);
+            create_pod(plan, desired, observed, None, change);
         }
     }
 }
 
-/// What the user can do about an image that is not restored.
+/// Returns the remedy for an image that is not restored.
 fn remedy(observed: &Observed, snapshot: &SandboxSnapshot) -> String {
     let cold = cold_start();
     match lost(observed, snapshot) {
@@ -126,10 +129,12 @@ fn remedy(observed: &Observed, snapshot: &SandboxSnapshot) -> String {
     }
 }
 
-/// No event tells that a node has come back to the cluster, or has left it while its image was waited for.
+/// Schedules a pass to look for the node of an image.
+///
+/// No event reports that the node has returned to the cluster, or has left it meanwhile.
 fn wait_for_node(plan: &mut Plan, observed: &Observed, snapshot: &SandboxSnapshot) {
-    if snapshot.is_missing() || lost(observed, snapshot) == Some(Lost::Gone) {
-        plan.look_again(LOOK_FOR_NODE);
+    if snapshot.is_missing() || lost(observed, snapshot) == Some(LostNode::Gone) {
+        plan.requeue_after(LOOK_FOR_NODE);
     }
 }
 
@@ -137,14 +142,14 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str,
     let named = observed.snapshots.get(name);
     let found = named.ok_or_else(|| {
         let message = format!(
-            "SandboxSnapshot {name:?} does not exist in this namespace; `kubectl get sandboxsnapshots` lists what there is"
+            "SandboxSnapshot {name:?} does not exist in this namespace; `kubectl get sandboxsnapshots` lists the existing ones"
         );
         (restored::SNAPSHOT_NOT_FOUND, message)
     });
     let memory = found.and_then(|snapshot| {
         if !snapshot.is_committed() || is_deleting(snapshot) {
             let message = format!(
-                "SandboxSnapshot {name:?} is not committed; its condition Committed says why, and the Sandbox starts when it is"
+                "SandboxSnapshot {name:?} is not committed; its condition Committed has the reason, and the Sandbox starts once it is True"
             );
             return Err((restored::SNAPSHOT_NOT_READY, message));
         }
@@ -154,7 +159,13 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str,
         ))
     });
     match memory {
-        Ok(start) => create_pod(plan, desired, observed, Some(start), Shown::Remove),
+        Ok(start) => create_pod(
+            plan,
+            desired,
+            observed,
+            Some(start),
+            ConditionChange::Remove,
+        ),
         Err((reason, mut message))
             if desired.settings.restore_policy() == OnRestoreFailure::Fail =>
         {
@@ -164,7 +175,7 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str,
                 wait_for_node(plan, observed, snapshot);
                 message = format!("{message}. {}", lost.remedy());
             }
-            plan.memory.restored = says(conditions::RESTORED, reason, message);
+            plan.memory.restored = condition_false(conditions::RESTORED, reason, message);
         }
         Err((_, message))
             if named.is_some_and(|snapshot| may_be_back(desired, observed, snapshot, now)) =>
@@ -173,8 +184,8 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str,
         }
         Err((reason, message)) => {
             let message = cold_start_message(reason, &message);
-            let shown = says(conditions::RESTORED, restored::COLD_STARTED, message);
-            create_pod(plan, desired, observed, None, shown);
+            let change = condition_false(conditions::RESTORED, restored::COLD_STARTED, message);
+            create_pod(plan, desired, observed, None, change);
         }
     }
 }
@@ -183,7 +194,9 @@ fn cold_start_message(reason: &str, why: &str) -> String {
     format!("Started without the saved memory ({reason}): {why}")
 }
 
-/// Whether the node that holds the image can restore it. What only the node can see (damage, a used image) it says itself.
+/// Checks whether the node that holds the image can restore it.
+///
+/// The node's agent reports what only the node can see (damage, a consumed image).
 fn can_restore(
     desired: &Desired<'_>,
     observed: &Observed,
@@ -192,7 +205,7 @@ fn can_restore(
 ) -> Result<Memory, Obstacle> {
     let name = snapshot.name_any();
     let policy = desired.settings.restore_policy();
-    let home = trusted_node(observed, snapshot)?;
+    let pod_node = trusted_node(observed, snapshot)?;
     if let Some(lost) = lost(observed, snapshot) {
         let message = out_of_reach(observed, snapshot, lost);
         return Err((restored::NODE_UNAVAILABLE, message));
@@ -202,8 +215,8 @@ fn can_restore(
         return Err((restored::IMAGE_MISSING, message));
     }
     let saved = record(observed, snapshot);
-    let Some(memory) = Memory::of(snapshot, home, saved, copy, policy) else {
-        let message = format!("SandboxSnapshot {name:?} does not say where its image lies");
+    let Some(memory) = Memory::of(snapshot, pod_node, saved, copy, policy) else {
+        let message = format!("SandboxSnapshot {name:?} does not name its image and node");
         return Err((restored::SNAPSHOT_NOT_READY, message));
     };
     let node_name = &memory.node;
@@ -237,7 +250,10 @@ fn can_restore(
     Ok(memory)
 }
 
-/// The image of the runtime that goes into a new Pod, if it does. One that continues an image has what was saved, whatever is asked for now: it could not be restored otherwise.
+/// Returns the image of the runtime to inject into a new Pod, if any.
+///
+/// A Pod that continues from an image has the runtime if the saved Pod had it, whatever the
+/// annotation now asks for. The image could not be restored otherwise.
 fn runtime_image<'a>(
     desired: &Desired<'_>,
     observed: &'a Observed,
@@ -256,7 +272,7 @@ fn create_pod(
     desired: &Desired<'_>,
     observed: &Observed,
     start: Option<(Memory, super::super::ImageFence)>,
-    restored: Shown,
+    restored: ConditionChange,
 ) {
     let mut wishes: Vec<(&str, String)> = Vec::new();
     if desired.settings.hibernate {
@@ -265,7 +281,7 @@ fn create_pod(
     if let Some(policy) = desired.settings.on_restore_failure {
         wishes.push((annotations::ON_RESTORE_FAILURE, policy.as_str().to_owned()));
     }
-    let sleep = by_itself(desired);
+    let sleep = sleep_annotations(desired);
     wishes.extend(
         sleep
             .into_iter()
@@ -290,8 +306,8 @@ fn create_pod(
     plan.memory.restored = restored;
 }
 
-/// What Restored says about a Pod that was not restored: whether memory was left behind.
-fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
+/// Returns Restored for a Pod that was not restored, with the memory that it left unused.
+fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> ConditionChange {
     let left_behind = own_snapshots(desired, observed).filter_map(|snapshot| {
         let consumed = conditions::find(snapshot.conditions(), conditions::CONSUMED)?;
         (consumed.status == "True" && consumed.reason == snapshot_reasons::SUPERSEDED)
@@ -299,27 +315,29 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> Shown {
     });
     if let Some(consumed) = left_behind.max_by_key(|consumed| consumed.last_transition_time.0) {
         let message = consumed.message.clone();
-        return says(conditions::RESTORED, restored::COLD_STARTED, message);
+        return condition_false(conditions::RESTORED, restored::COLD_STARTED, message);
     }
-    match shown_before(desired.sandbox, conditions::RESTORED) {
-        Some(before) if before.status != "False" => Shown::Remove,
-        Some(before) if before.reason == restored::COLD_STARTED => Shown::Keep,
-        Some(before) => says(
+    match previous_condition(desired.sandbox, conditions::RESTORED) {
+        Some(before) if before.status != "False" => ConditionChange::Remove,
+        Some(before) if before.reason == restored::COLD_STARTED => ConditionChange::Keep,
+        Some(before) => condition_false(
             conditions::RESTORED,
             restored::COLD_STARTED,
             cold_start_message(&before.reason, &before.message),
         ),
-        None => Shown::Remove,
+        None => ConditionChange::Remove,
     }
 }
 
-/// The trace that the agent's spans belong to. It is told on Pods that an agent may do something with: all others are as upstream's.
+/// Returns the trace for the agent's spans.
+///
+/// Only Pods that an agent may act on get it. All others are as upstream's.
 fn trace(desired: &Desired<'_>) -> Option<String> {
     pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec)?;
     crate::trace::carried(desired.sandbox).filter(|carrier| carrier.len() <= LONGEST_CARRIER)
 }
 
-/// The command that runs in the Pod when it goes on from memory, and its container.
+/// Returns the annotations with the command that runs after a restore, and its container.
 fn on_restore(desired: &Desired<'_>) -> Option<[(&'static str, String); 2]> {
     let command = desired.settings.on_restore_exec.as_ref()?;
     let container = pod_spec::default_container(desired.sandbox)?;
@@ -329,8 +347,9 @@ fn on_restore(desired: &Desired<'_>) -> Option<[(&'static str, String); 2]> {
     ])
 }
 
-/// When the sandbox falls asleep by itself, what wakes it, and what it starts from when it crashes.
-fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 6] {
+/// Returns the annotations about when the sandbox falls asleep by itself, what wakes it, and what
+/// it starts from after a crash.
+fn sleep_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 6] {
     let settings = &desired.settings;
     let canonical = |after: Option<SleepAfter>| after.map(SleepAfter::canonical);
     [
@@ -358,10 +377,10 @@ fn by_itself(desired: &Desired<'_>) -> [(&'static str, Option<String>); 6] {
     ]
 }
 
-// --- a Pod ------------------------------------------------------------------------------------------------------------------------------
+// --- with a Pod ---
 
-/// Torpor's annotations that an existing Pod should carry; `None` takes one off.
-pub(in crate::sandbox::plan) fn wishes_for_pod(
+/// Returns Torpor's annotations for an existing Pod; the value `None` removes one.
+pub(in crate::sandbox::plan) fn annotations_for_pod(
     desired: &Desired<'_>,
     pod: &Pod,
 ) -> Vec<(&'static str, Option<String>)> {
@@ -373,8 +392,8 @@ pub(in crate::sandbox::plan) fn wishes_for_pod(
         (annotations::FREEZE, None),
         (annotations::POD_TRACE_CONTEXT, trace(desired)),
     ];
-    wishes.extend(by_itself(desired));
-    // While a restore is under way the annotation tells which policy it was begun with.
+    wishes.extend(sleep_annotations(desired));
+    // During a restore the annotation holds the policy with which it began.
     let restoring = pod.annotations().contains_key(annotations::RESTORE_IMAGE)
         && restored_condition(pod).is_none_or(|restored| restored.status != "True");
     if let Some(policy) = desired.settings.on_restore_failure
@@ -392,31 +411,33 @@ fn restored_condition(pod: &Pod) -> Option<Draft> {
     pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED)
 }
 
-/// The user wants the Sandbox running, and its Pod is there.
+/// Plans for a running Sandbox with its Pod.
 pub(in crate::sandbox::plan) fn awake(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
 ) {
-    let shown = evicted::keep(plan, desired, observed, pod)
+    let change = evicted::keep(plan, desired, observed, pod)
         .unwrap_or_else(|| hibernated_in_place(desired, observed, pod));
-    show_hibernated(plan, desired, observed, shown);
+    show_hibernated(plan, desired, observed, change);
     cancel_suspension(plan, desired, observed, pod);
     plan.memory.restored = match restored_condition(pod) {
         Some(draft) => {
             settle_restore(plan, desired, observed, pod, &draft);
-            Shown::Set(draft)
+            ConditionChange::Set(draft)
         }
-        None if pod.annotations().contains_key(annotations::RESTORE_IMAGE) => Shown::Remove,
+        None if pod.annotations().contains_key(annotations::RESTORE_IMAGE) => {
+            ConditionChange::Remove
+        }
         None => after_cold_start(desired, observed),
     };
-    forget_used(plan, desired, observed, pod);
+    delete_consumed(plan, desired, observed, pod);
 }
 
-fn hibernated_in_place(desired: &Desired<'_>, observed: &Observed, pod: &Pod) -> Shown {
+fn hibernated_in_place(desired: &Desired<'_>, observed: &Observed, pod: &Pod) -> ConditionChange {
     if let Some(draft) = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED) {
-        return Shown::Set(draft);
+        return ConditionChange::Set(draft);
     }
     let (can, runtime) = capabilities(observed, pod);
     let Some(node) = node_of(pod).filter(|_| {
@@ -430,23 +451,26 @@ fn hibernated_in_place(desired: &Desired<'_>, observed: &Observed, pod: &Pod) ->
             .any(|after| after != SleepAfter::Off);
         (desired.settings.hibernate || by_itself) && !can.hibernate
     }) else {
-        return Shown::Remove;
+        return ConditionChange::Remove;
     };
     let message = format!("{runtime} on node {node:?} cannot hibernate");
-    says(
+    condition_false(
         conditions::HIBERNATED,
         hibernated::RUNTIME_NOT_CAPABLE,
         message,
     )
 }
 
-/// Running again before the Pod was deleted: the snapshot goes, and the agent wakes the sandbox before it deletes the bytes.
+/// Cancels a suspension when the Sandbox is to run again before its Pod was deleted.
+///
+/// The controller deletes the snapshot. The agent wakes the sandbox before it deletes the image.
 fn cancel_suspension(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) {
     let uid = pod.uid().unwrap_or_default();
     let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
         return;
     };
-    // A Pod that ends takes its memory along; then the image is what is left, and the next Pod continues from it.
+    // A Pod that ends loses its memory. Then only the image is left, from which the next Pod
+    // continues.
     let ends = is_terminating(pod) || matches!(phase(pod), "Succeeded" | "Failed");
     if ends || is_deleting(snapshot) {
         return;
@@ -455,7 +479,7 @@ fn cancel_suspension(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
         .annotations()
         .contains_key(annotations::REPLACES_POD)
     {
-        // Somebody may be about to delete the Pod: the next one continues from the image.
+        // Another pass may be about to delete the Pod. The next Pod continues from the image.
         if is_resumable(snapshot) && snapshot.is_committed() {
             let image = fence(observed, snapshot, ImageUse::OnlyCopy);
             plan.step(Area::Pod, delete_pod(pod, Some(image)));
@@ -470,7 +494,7 @@ fn cancel_suspension(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
     plan.step(Area::Pod, delete_snapshot(snapshot, fence));
 }
 
-/// The snapshot that a Pod was made to continue from.
+/// Returns the snapshot that a Pod was created to continue from.
 fn source_of<'a>(
     desired: &'a Desired<'_>,
     observed: &'a Observed,
@@ -489,7 +513,7 @@ fn source_of<'a>(
     })
 }
 
-/// The agent has said how the restore went.
+/// Acts on the agent's report about the restore.
 fn settle_restore(
     plan: &mut Plan,
     desired: &Desired<'_>,
@@ -514,15 +538,15 @@ fn settle_restore(
     } else if draft.reason == restored::COLD_STARTED {
         supersede(plan);
     } else if sleeps_in_place(pod) {
-        // A wake in place that failed is the agent's to try again: the image goes with this Pod.
+        // The agent retries a failed wake in place. The image is deleted with this Pod.
     } else if draft.reason == restored::IMAGE_STALE
         && !pod.annotations().contains_key(annotations::RESTORE_COPY)
     {
-        // Somebody has continued from this image already. This Pod never ran; the next one starts cold.
+        // Another Pod has continued from this image. This Pod never ran; the next one starts cold.
         supersede(plan);
         plan.step(Area::Pod, delete_as_seen(pod));
     } else if draft.status == "False" && policy_was_changed(desired, pod) {
-        // The policy is read when the sandbox is made, so that a new Pod is needed for the new one.
+        // The sandbox reads the policy at its creation, so a new policy needs a new Pod.
         plan.step(Area::Pod, delete_as_seen(pod));
     }
 }
@@ -537,14 +561,15 @@ fn policy_was_changed(desired: &Desired<'_>, pod: &Pod) -> bool {
             != Some(cold.as_str())
 }
 
-/// Images that some Pod continued from are of no more use to a Sandbox that runs.
-fn forget_used(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) {
+/// Deletes consumed images, which a running Sandbox does not need.
+fn delete_consumed(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) {
     let uid = pod.uid().unwrap_or_default();
     for snapshot in own_snapshots(desired, observed) {
         let used = conditions::find(snapshot.conditions(), conditions::CONSUMED)
             .is_some_and(|c| c.status == "True" && c.reason == snapshot_reasons::RESUMED);
         let this_pods = snapshot.spec.pod_uid.as_deref() == Some(&uid);
-        // The Pod that took the image may still be restoring from it; once it says Restored, settle_restore deletes it.
+        // The Pod that consumed the image may still be restoring from it. Once it reports Restored,
+        // settle_restore deletes the image.
         let status = snapshot.status.as_ref();
         let by_this = status.and_then(|s| s.consumed_by_pod_uid.as_deref()) == Some(&uid);
         let action = delete_snapshot(snapshot, SnapshotFence::Stale);

@@ -1,4 +1,4 @@
-//! Suspend: what happens to the Pod, by strategy.
+//! Plans a suspend of the Pod, by strategy.
 
 use std::time::Duration;
 
@@ -16,16 +16,16 @@ use torpor_api::{
 
 use super::{
     super::{
-        Action, Area, ImageUse, Plan, Shown, SnapshotFence, delete_as_seen, delete_pod,
+        Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence, delete_as_seen, delete_pod,
         pods::patch_pod,
     },
-    NOT_KEPT, capabilities, delete_snapshot, evicted, fence, is_deleting, is_terminating, kept_in,
+    NOT_KEPT, capabilities, condition_false, delete_snapshot, evicted, fence, hibernated_kept,
+    hibernated_missing, hibernated_saving, hibernated_waiting, is_deleting, is_terminating,
     node_of,
     origin::mismatch,
     phase, pod_condition,
     record::forget_record,
-    says, says_earlier_goes, says_missing, says_saving, show_hibernated, sleeps_in_place,
-    snapshot_of_pod,
+    show_hibernated, sleeps_in_place, snapshot_of_pod,
 };
 use crate::{
     sandbox::{
@@ -36,14 +36,14 @@ use crate::{
     saved_pod,
 };
 
-/// How often to look whether a name that somebody else took is free.
+/// Interval at which a taken snapshot name is checked.
 const NAME_TAKEN: Duration = Duration::from_secs(30);
-/// How long a Pod that is to continue from an image may take before its node's agent says a word of that.
+/// Time that a Pod with an image to restore may take until its node's agent reports on it.
 const RESTORE_BEGINS: Duration = Duration::from_secs(60);
-/// How long it may take in all, as long as the agent says that it is being restored.
+/// Time that a restore may take in all, while the agent reports it.
 const RESTORE_ENDS: Duration = Duration::from_secs(600);
 
-/// The user wants the Sandbox suspended, and its Pod is there.
+/// Plans for a suspended Sandbox with its Pod.
 pub(in crate::sandbox::plan) fn suspend(
     plan: &mut Plan,
     desired: &Desired<'_>,
@@ -51,21 +51,23 @@ pub(in crate::sandbox::plan) fn suspend(
     pod: &Pod,
     now: Timestamp,
 ) {
-    let shown = match desired.settings.strategy() {
+    let change = match desired.settings.strategy() {
         SuspensionStrategy::Stop => {
             stop(plan, desired, pod);
-            Shown::Remove
+            ConditionChange::Remove
         }
         SuspensionStrategy::Freeze => freeze_pod(plan, desired, observed, pod, now),
         SuspensionStrategy::Hibernate => hibernate(plan, desired, observed, pod, now),
     };
-    show_hibernated(plan, desired, observed, shown);
-    // It describes this Pod for as long as there is one.
-    plan.memory.restored = Shown::Keep;
+    show_hibernated(plan, desired, observed, change);
+    // Restored describes this Pod as long as it exists.
+    plan.memory.restored = ConditionChange::Keep;
 }
 
-/// Upstream's suspend: the memory goes with the Pod, which is to have none worth keeping unless the
-/// user says so.
+/// Suspends as upstream: deletes the Pod with its memory.
+///
+/// Unless the strategy is Stop, the Pod must have no memory worth keeping, so it is deleted only if
+/// unchanged.
 fn stop(plan: &mut Plan, desired: &Desired<'_>, pod: &Pod) {
     forget_record(plan, desired);
     if !is_terminating(pod) {
@@ -80,7 +82,10 @@ fn stop(plan: &mut Plan, desired: &Desired<'_>, pod: &Pod) {
     }
 }
 
-/// Whether the sandbox has been running. To the kubelet so is a Pod whose containers it starts in vain, again and again: one that was refused its image has no memory but that.
+/// Reports whether the sandbox has been running.
+///
+/// For the kubelet a Pod also runs when it repeatedly fails to start the containers. A Pod whose
+/// image was refused has no memory other than that image.
 pub(super) fn runs(pod: &Pod) -> bool {
     phase(pod) == "Running" && !was_refused(pod)
 }
@@ -96,12 +101,16 @@ fn was_refused(pod: &Pod) -> bool {
         let state = container.state.as_ref();
         state.is_some_and(|state| state.running.is_some())
     };
-    // A wake in place that failed leaves the same word, for a moment also after the next one that does not.
+    // A failed wake in place leaves the same condition, for a moment also after a later one that
+    // succeeds.
     refused && !sleeps_in_place(pod) && containers.is_some_and(|all| !all.iter().any(is_up))
 }
 
-/// Whether the sandbox may have gone on from its image though the kubelet has yet to say that its Pod runs: then its memory is in this Pod and nowhere else. Where the restore has failed
-/// it is in the image still. What a copy starts from is there as before.
+/// Reports whether the sandbox may have continued from its image although the kubelet does not
+/// report its Pod as running.
+///
+/// Its memory is then only in this Pod. If the restore has failed, the memory is still in the
+/// image. The image of a copy is unaffected.
 fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
     let carries = |key| pod.annotations().contains_key(key);
     let resumes = carries(annotations::RESTORE_IMAGE) && !carries(annotations::RESTORE_COPY);
@@ -111,19 +120,19 @@ fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
     if let Some(restored) = pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED) {
         return restored.status == "True";
     }
-    let said = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
-    let limit = match said.is_some_and(|said| said.reason == hibernated::WAKING) {
+    let condition = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
+    let limit = match condition.is_some_and(|condition| condition.reason == hibernated::WAKING) {
         true => RESTORE_ENDS,
         false => RESTORE_BEGINS,
     };
     let made = pod.metadata.creation_timestamp.as_ref();
-    // A clock that is behind the apiserver's makes it new.
+    // A clock behind the apiserver's gives an age of zero.
     let age = made.and_then(|made| Duration::try_from(now.duration_since(made.0)).ok());
     let left = limit.saturating_sub(age.unwrap_or_default());
     if left.is_zero() {
         return false;
     }
-    plan.look_again(left);
+    plan.requeue_after(left);
     true
 }
 
@@ -133,23 +142,24 @@ fn freeze_pod(
     observed: &Observed,
     pod: &Pod,
     now: Timestamp,
-) -> Shown {
+) -> ConditionChange {
     if is_terminating(pod) {
-        return Shown::Keep;
+        return ConditionChange::Keep;
     }
     if !runs(pod) && !may_have_resumed(plan, pod, now) {
         stop(plan, desired, pod);
-        return Shown::Remove;
+        return ConditionChange::Remove;
     }
     let reported = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
     let frozen = reported
         .as_ref()
         .is_some_and(|draft| draft.reason == hibernated::FROZEN);
     let (can, runtime) = capabilities(observed, pod);
-    // What stands still has been frozen: its node may have no word for that at the moment, and its memory is nowhere else.
+    // A frozen sandbox stays, even if its node does not report the capability at the moment,
+    // because only the Pod has its memory.
     if !can.freeze && !frozen {
         stop(plan, desired, pod);
-        return says(
+        return condition_false(
             conditions::HIBERNATED,
             hibernated::RUNTIME_NOT_CAPABLE,
             not_capable("freeze", &runtime, pod),
@@ -176,7 +186,7 @@ fn freeze_pod(
             message,
         )
     });
-    reported.map_or(Shown::Remove, Shown::Set)
+    reported.map_or(ConditionChange::Remove, ConditionChange::Set)
 }
 
 fn not_capable(verb: &str, runtime: &str, pod: &Pod) -> String {
@@ -190,22 +200,22 @@ fn hibernate(
     observed: &Observed,
     pod: &Pod,
     now: Timestamp,
-) -> Shown {
+) -> ConditionChange {
     let uid = pod.uid().unwrap_or_default();
     let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
         return begin_hibernate(plan, desired, observed, pod, now);
     };
     if is_deleting(snapshot) {
         return match is_terminating(pod) {
-            true => Shown::Keep,
-            false => says_earlier_goes(snapshot),
+            true => ConditionChange::Keep,
+            false => hibernated_waiting(snapshot),
         };
     }
     if snapshot.is_committed()
         && let Some(why) = mismatch(observed, snapshot)
     {
         let message = format!("{why}. To save the memory, delete the SandboxSnapshot");
-        return says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message);
+        return condition_false(conditions::HIBERNATED, hibernated::SAVE_FAILED, message);
     }
     if snapshot.is_committed() && !snapshot.is_consumed() {
         if !is_terminating(pod) {
@@ -214,22 +224,24 @@ fn hibernate(
                 delete_pod(pod, Some(fence(observed, snapshot, ImageUse::OnlyCopy))),
             );
         }
-        return kept_in(observed, snapshot);
+        return hibernated_kept(observed, snapshot);
     }
     if snapshot.is_missing() && !snapshot.is_consumed() {
-        // The Pod sleeps in the same image, and stays until that is found. One that has ended is of no more use.
+        // The Pod sleeps in the same image, and stays until the image is found. A Pod that has
+        // ended is not needed.
         if has_ended(pod) {
             stop(plan, desired, pod);
         }
-        return says_missing(observed, snapshot);
+        return hibernated_missing(observed, snapshot);
     }
     if is_terminating(pod) {
-        return Shown::Keep;
+        return ConditionChange::Keep;
     }
     if snapshot.is_committed() {
-        // Consumed: the Pod went on after the image was made, so that a new one is needed, under the same name.
+        // The image is consumed: the Pod continued afterwards, so a new image is needed under the
+        // same name.
         plan.step(Area::Pod, delete_snapshot(snapshot, SnapshotFence::Stale));
-        return says_saving(format!(
+        return hibernated_saving(format!(
             "Waiting for the used SandboxSnapshot {:?} to be removed",
             snapshot.name_any()
         ));
@@ -241,14 +253,14 @@ fn has_ended(pod: &Pod) -> bool {
     matches!(phase(pod), "Succeeded" | "Failed")
 }
 
-/// The snapshot of this Pod is under way, or failed.
+/// Plans for a Pod whose snapshot is being made or has failed.
 fn not_committed(
     plan: &mut Plan,
     desired: &Desired<'_>,
     snapshot: &SandboxSnapshot,
     pod: &Pod,
     now: Timestamp,
-) -> Shown {
+) -> ConditionChange {
     let name = snapshot.name_any();
     let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
     let message = committed
@@ -257,62 +269,61 @@ fn not_committed(
     let may_sleep = evicted::ended_asleep(pod) && !evicted::is_denied(snapshot);
     if has_ended(pod) && !may_sleep {
         stop(plan, desired, pod);
-        return says(
+        return condition_false(
             conditions::HIBERNATED,
             hibernated::SAVE_FAILED,
             format!("The Pod ended before its memory was saved; {NOT_KEPT}"),
         );
     }
     if !has_memory(plan, pod, now) {
-        // It was to continue from an image, and has not: that is its memory still.
+        // The Pod was to continue from an image and has not. That image still holds its memory.
         stop(plan, desired, pod);
-        return Shown::Remove;
+        return ConditionChange::Remove;
     }
     match committed.map(|condition| condition.reason.as_str()) {
         Some(snapshot_reasons::RUNTIME_NOT_CAPABLE) => {
             stop(plan, desired, pod);
             let message = format!("{message}; {NOT_KEPT}");
-            says(
+            condition_false(
                 conditions::HIBERNATED,
                 hibernated::RUNTIME_NOT_CAPABLE,
                 message,
             )
         }
         Some(snapshot_reasons::SAVE_FAILED) => {
-            says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
+            condition_false(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
         }
         _ => {
-            // The node says what it waits for.
+            // The agent's message says what the save waits for.
             let why = if message.is_empty() { "" } else { ": " };
-            says_saving(format!(
+            hibernated_saving(format!(
                 "Memory is being saved to SandboxSnapshot {name:?}{why}{message}"
             ))
         }
     }
 }
 
-/// Whether the Pod has, or may have, memory worth keeping.
+/// Reports whether the Pod has or may have memory worth keeping.
 fn has_memory(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
     runs(pod) || evicted::ended_asleep(pod) || may_have_resumed(plan, pod, now)
 }
 
-/// No snapshot of this Pod yet.
+/// Begins to hibernate a Pod that has no snapshot yet.
 fn begin_hibernate(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     pod: &Pod,
     now: Timestamp,
-) -> Shown {
+) -> ConditionChange {
     if is_terminating(pod) {
-        // One that is evicted in its sleep leaves its image.
-        return evicted::keep(plan, desired, observed, pod).unwrap_or(Shown::Keep);
+        // A Pod that is evicted while its sandbox sleeps leaves its image.
+        return evicted::keep(plan, desired, observed, pod).unwrap_or(ConditionChange::Keep);
     }
     let node = node_of(pod);
     let Some(node) = node.filter(|_| has_memory(plan, pod, now)) else {
-        // It has no memory worth keeping.
         stop(plan, desired, pod);
-        return Shown::Remove;
+        return ConditionChange::Remove;
     };
     let (can, runtime) = capabilities(observed, pod);
     if !can.hibernate && !sleeps_in_place(pod) {
@@ -321,12 +332,12 @@ fn begin_hibernate(
             .spec
             .as_ref()
             .is_some_and(|spec| spec.runtime_class_name.is_some());
-        // Who asked for nothing of ours, neither strategy nor runtime, sees nothing of ours.
+        // A Sandbox with neither Torpor's strategy nor a RuntimeClass shows no condition of Torpor.
         if desired.settings.suspension_strategy.is_none() && !named_a_runtime {
-            return Shown::Remove;
+            return ConditionChange::Remove;
         }
         let message = not_capable("hibernate", &runtime, pod);
-        return says(
+        return condition_false(
             conditions::HIBERNATED,
             hibernated::RUNTIME_NOT_CAPABLE,
             message,
@@ -336,7 +347,7 @@ fn begin_hibernate(
     make_snapshot(plan, desired, observed, pod, node, message)
 }
 
-/// Makes the snapshot of this Pod, unless another has its name.
+/// Creates the snapshot of this Pod, unless another snapshot has its name.
 pub(super) fn make_snapshot(
     plan: &mut Plan,
     desired: &Desired<'_>,
@@ -344,9 +355,9 @@ pub(super) fn make_snapshot(
     pod: &Pod,
     node: &str,
     message: &str,
-) -> Shown {
+) -> ConditionChange {
     let uid = pod.uid().unwrap_or_default();
-    // What the kubelet reports of a Pod that ends may name no image any more.
+    // The status of a Pod that ends may no longer name its images.
     let record = PodRecord::of(pod).or_else(|| {
         let last = saved_pod::last_pod(desired.sandbox);
         last.filter(|record| record.uid == uid)
@@ -361,14 +372,14 @@ pub(super) fn make_snapshot(
     )
 }
 
-/// Makes the snapshot of a Pod that is gone, unless another has its name.
+/// Creates the snapshot of a Pod that is gone, unless another snapshot has its name.
 pub(super) fn make_snapshot_of(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
     record: &PodRecord,
     message: &str,
-) -> Shown {
+) -> ConditionChange {
     let of = (record.uid.as_str(), record.node_name.as_str());
     make(plan, desired, observed, of, Some(record), message)
 }
@@ -380,7 +391,7 @@ fn make(
     (uid, node): (&str, &str),
     record: Option<&PodRecord>,
     message: &str,
-) -> Shown {
+) -> ConditionChange {
     let name = suspend_snapshot_name(&desired.name, uid);
     if observed.snapshots.contains_key(&name) {
         return name_taken(plan, &name);
@@ -404,15 +415,16 @@ fn make(
         snapshot["metadata"]["annotations"] = saved_pod::annotation(record);
     }
     plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
-    says_saving(message)
+    hibernated_saving(message)
 }
 
-/// Not one of ours, or it would have been found before. It is the user's to remove, and no event of
-/// it need reach this Sandbox.
-fn name_taken(plan: &mut Plan, name: &str) -> Shown {
-    plan.look_again(NAME_TAKEN);
+/// Reports that a foreign snapshot has the name of the one to create.
+///
+/// The user must remove it. Its deletion may cause no event for this Sandbox.
+fn name_taken(plan: &mut Plan, name: &str) -> ConditionChange {
+    plan.requeue_after(NAME_TAKEN);
     let message = format!(
-        "SandboxSnapshot {name:?} exists and is not of this Sandbox's Pod; delete it to go on"
+        "SandboxSnapshot {name:?} exists and does not belong to this Sandbox's Pod; delete it to continue"
     );
-    says(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
+    condition_false(conditions::HIBERNATED, hibernated::SAVE_FAILED, message)
 }

@@ -48,7 +48,7 @@ fn ports_of_one_container(#[case] ports: Value, #[case] expected: &[&str]) {
 }
 
 #[test]
-fn init_containers_count_only_when_they_keep_running() {
+fn only_init_containers_that_keep_running_count() {
     let spec = json!({
         "containers": [{"name": "c", "ports": [{"containerPort": 80}]}],
         "initContainers": [

@@ -11,14 +11,15 @@ fn injected(spec: Value, starts_cold: bool) -> Result<Value, Error> {
     inject(&mut spec, IMAGE, starts_cold).map(|()| spec.into())
 }
 
-/// The first container of a Pod whose first container was `container`.
+/// Returns the first container of a Pod after injection into `container`.
 fn container(container: Value, starts_cold: bool) -> Value {
     injected(json!({"containers": [container]}), starts_cold).unwrap()["containers"][0].clone()
 }
 
-/// The whole of it. Command and mount of the container are in every saved image: a change here makes those images useless.
+/// Compares the whole Pod. Every saved image contains the container's command and mount, so a
+/// change here makes existing images useless.
 #[test]
-fn what_the_pod_gets() {
+fn the_injected_pod_is_exactly_this() {
     let spec = json!({
         "containers": [
             {"name": "a", "image": "img", "command": ["sh", "-c"], "args": ["exec $(WORDS)"], "tomorrow": 1,
@@ -63,16 +64,16 @@ fn what_the_pod_gets() {
 
 #[rstest]
 #[case::around_it(json!({"command": ["a", "--b"]}), &["run", "--", "a", "--b"])]
-#[case::a_word_of_its_own(json!({"command": ["--"]}), &["run", "--", "--"])]
+#[case::a_double_dash_of_its_own(json!({"command": ["--"]}), &["run", "--", "--"])]
 #[case::a_port_that_is_the_programs(
     json!({"command": ["a"], "ports": [{"containerPort": 8080}, {"containerPort": 8888}]}),
     &["--legacy-bind-address=0", "--rest-bind-address=0", "run", "--", "a"]
 )]
-#[case::a_port_of_nobody_else(json!({"ports": [{"containerPort": 9090}]}), &["run"])]
+#[case::a_port_of_the_runtime(json!({"ports": [{"containerPort": 9090}]}), &["run"])]
 #[case::none(json!({}), &["run"])]
 #[case::null(json!({"command": null, "args": null}), &["run"])]
 #[case::empty(json!({"command": [], "args": []}), &["run"])]
-fn the_runtime_goes_around_the_command_and_is_alone_where_there_is_none(
+fn the_runtime_wraps_the_command_and_runs_alone_without_one(
     #[case] given: Value,
     #[case] after: &[&str],
 ) {
@@ -80,9 +81,9 @@ fn the_runtime_goes_around_the_command_and_is_alone_where_there_is_none(
     assert_eq!(container(given, true)["command"], json!(words));
 }
 
-/// What a container keeps of its own: streams, security, lifecycle, working directory, ports.
+/// A container keeps its own streams, security, lifecycle, working directory and ports.
 #[test]
-fn all_else_of_the_container_is_as_it_was() {
+fn all_other_fields_of_the_container_stay() {
     let own = json!({
         "name": "a", "command": ["a"], "workingDir": "/w", "stdin": true, "tty": true,
         "securityContext": {"runAsUser": 1000, "readOnlyRootFilesystem": true},
@@ -103,7 +104,7 @@ fn all_else_of_the_container_is_as_it_was() {
 #[case::the_users_readiness_probe(json!({"readinessProbe": {"exec": {}}}), true, false)]
 #[case::the_users_startup_probe(json!({"startupProbe": {"exec": {}}}), true, false)]
 #[case::unset(json!({"startupProbe": null, "readinessProbe": null}), true, true)]
-fn ready_means_that_the_runtime_answers_unless_the_user_says_what_it_means(
+fn a_startup_probe_is_added_unless_the_user_has_a_probe(
     #[case] given: Value,
     #[case] starts_cold: bool,
     #[case] probed: bool,
@@ -136,7 +137,7 @@ fn ports(declared: &[u16]) -> Value {
     &["--legacy-bind-address=0", "--rest-bind-address=0"],
     json!({"tcpSocket": {"port": 9090}})
 )]
-fn the_program_has_the_ports_that_it_declares_and_ready_asks_another(
+fn declared_ports_stay_with_the_program_and_the_probe_uses_another(
     #[case] declared: &[u16],
     #[case] flags: &[&str],
     #[case] asks: Value,
@@ -151,7 +152,7 @@ fn the_program_has_the_ports_that_it_declares_and_ready_asks_another(
     assert_eq!(Value::from(probe.clone()), asks);
 }
 
-/// The ports of a first container without a command are the runtime's, not those of the others.
+/// The runtime takes the ports of a first container without a command, not those of others.
 #[rstest]
 #[case::a_container(json!({"containers": [{"ports": ports(&[8080])}, {"ports": ports(&[8888])}]}))]
 #[case::a_sidecar(json!({"containers": [{}], "initContainers": [{"ports": ports(&[8888])}]}))]
@@ -161,7 +162,7 @@ fn a_port_of_another_container_is_left_to_it(#[case] spec: Value) {
     assert_eq!(pod["containers"][0]["command"], json!(words));
 }
 
-/// Whether every container has the same limits as requests decides about the quality of service.
+/// Equal limits and requests of every container decide about the quality of service.
 #[rstest]
 #[case(json!({}), json!({}))]
 #[case(json!({"limits": {"cpu": "1", "memory": "1Gi"}}), json!({"limits": {"cpu": "1", "memory": "1Gi"}}))]
@@ -190,20 +191,20 @@ fn taken(what: &'static str, name: &str) -> Error {
 #[case(json!({"containers": [{"volumeMounts": [{"name": "v", "mountPath": "/.torpor/"}]}]}), taken("mountPath", "/.torpor/"))]
 #[case(json!({"containers": [{"volumeMounts": [{"name": "v", "mountPath": "/.torpor/x"}]}]}), taken("mountPath", "/.torpor/x"))]
 #[case(json!({"containers": [{"command": ["a"], "ports": ports(&[8080, 9090])}, {"ports": ports(&[8888])}]}), Error::NoPort)]
-fn what_cannot_be_done_is_refused_in_words(#[case] spec: Value, #[case] why: Error) {
+fn an_impossible_injection_is_refused(#[case] spec: Value, #[case] why: Error) {
     assert_eq!(injected(spec, true), Err(why));
 }
 
 #[test]
-fn a_place_beside_it_is_free() {
+fn a_mount_path_beside_the_runtimes_is_free() {
     let mounts =
         json!([{"name": "v", "mountPath": "/.torpor2"}, {"name": "w", "mountPath": "/data"}]);
     injected(json!({"containers": [{"volumeMounts": mounts}]}), true).unwrap();
 }
 
 #[test]
-fn refusals_say_what_to_do() {
-    let said: Vec<String> = [
+fn refusals_name_the_remedy() {
+    let messages: Vec<String> = [
         Error::NoImage,
         Error::ArgsAlone("a".to_owned()),
         taken("volume", "v"),
@@ -213,12 +214,12 @@ fn refusals_say_what_to_do() {
     .map(ToString::to_string)
     .collect();
     assert_eq!(
-        said,
+        messages,
         [
-            "annotation torpor.dev/inject-runtime: this controller knows no image of the runtime; start it with --runtime-image",
-            r#"annotation torpor.dev/inject-runtime: container "a" has args for its image's entrypoint, which the runtime would take the place of; set command to the entrypoint"#,
-            r#"annotation torpor.dev/inject-runtime: volume "v" of podTemplate.spec is in the way; rename it"#,
-            "annotation torpor.dev/inject-runtime: containers of podTemplate.spec declare the ports 8888, 8080 and 9090, so that none is left for the runtime; take one of them out of ports",
+            "annotation torpor.dev/inject-runtime: the controller has no image of the runtime; start it with --runtime-image",
+            r#"annotation torpor.dev/inject-runtime: container "a" has args for its image's entrypoint, which the runtime would replace; set command to the entrypoint"#,
+            r#"annotation torpor.dev/inject-runtime: volume "v" of podTemplate.spec is reserved for the runtime; rename it"#,
+            "annotation torpor.dev/inject-runtime: containers of podTemplate.spec declare the ports 8888, 8080 and 9090, so that none is left for the runtime; remove one of them from ports",
         ]
     );
 }

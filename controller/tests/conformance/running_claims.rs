@@ -1,4 +1,5 @@
-//! The whole thing for claims and pools: watches, caches, queues and all reconcilers, against the apiserver in memory.
+//! Tests of running controllers with claims and pools: watches, caches, queues and all reconcilers
+//! against the apiserver in memory.
 
 use std::{
     cell::Cell,
@@ -17,18 +18,18 @@ use torpor_controller::run;
 use crate::{
     apiserver::{Fault, FaultAnswer},
     cluster::{Cluster, name},
+    fairness,
     objects::NS,
-    turns,
 };
 
-struct AtWork {
+struct RunningCluster {
     cluster: Cluster,
     stop: CancellationToken,
     work: Vec<JoinHandle<()>>,
 }
 
-impl AtWork {
-    /// As many controllers at once.
+impl RunningCluster {
+    /// Starts a number of controllers.
     fn start(controllers: usize) -> Self {
         let cluster = Cluster::new();
         let stop = CancellationToken::new();
@@ -47,7 +48,7 @@ impl AtWork {
         }
     }
 
-    /// Waits, while kubelets start what is there to be started.
+    /// Waits for a state of the cluster while kubelets start Pods.
     async fn until(&self, what: &str, wish: impl Fn(&Cluster) -> bool) {
         let cluster = &self.cluster;
         let wish = |_: &_| {
@@ -57,7 +58,8 @@ impl AtWork {
         cluster.api.until(what, wish).await;
     }
 
-    /// Waits until the first controller has been shown pool and template as they are, or that they are gone.
+    /// Waits until the first controller's caches show the present pool and template, or their
+    /// absence.
     async fn pool_and_template_are_seen(&self) {
         let Cluster { api, context } = &self.cluster;
         let there = |kind: &str, name: &str| {
@@ -71,10 +73,11 @@ impl AtWork {
                 && template.and_then(|template| template.resource_version())
                     == there("sandboxtemplates", "t")
         };
-        turns::until("pool and template are seen", seen).await;
+        fairness::until("pool and template are seen", seen).await;
     }
 
-    /// Waits until nobody has asked for a pass over a claim for a while: the next one follows from what the test does next.
+    /// Waits until no pass over a claim is queued or running for 100 ms, so that the next pass
+    /// follows from the test's next step.
     async fn claims_rest(&self) {
         let claims = &self.cluster.context.queues.claims;
         let since = Cell::new(Instant::now());
@@ -84,7 +87,7 @@ impl AtWork {
             }
             since.get().elapsed() >= Duration::from_millis(100)
         };
-        turns::until("claims rest", rest).await;
+        fairness::until("claims rest", rest).await;
     }
 
     async fn end(self) {
@@ -106,41 +109,41 @@ fn pool_is_ready(cluster: &Cluster, members: usize) -> bool {
 fn all_ready(cluster: &Cluster) -> bool {
     let claims = cluster.api.list("sandboxclaims");
     claims.iter().all(|claim| {
-        let ready = cluster.claim_says(name(claim), "Ready");
+        let ready = cluster.claim_condition(name(claim), "Ready");
         ready.is_some_and(|ready| ready.0 == "True")
     })
 }
 
 async fn claims_are_served(controllers: usize) {
-    let at_work = AtWork::start(controllers);
-    at_work.cluster.template(json!({}));
-    at_work.cluster.pool(10, json!({}));
-    at_work
+    let running = RunningCluster::start(controllers);
+    running.cluster.template(json!({}));
+    running.cluster.pool(10, json!({}));
+    running
         .until("the pool is full", |cluster| pool_is_ready(cluster, 10))
         .await;
     for number in 0..16 {
-        at_work.cluster.claim(&format!("c{number}"), json!({}));
+        running.cluster.claim(&format!("c{number}"), json!({}));
     }
-    at_work.until("all claims are Ready", all_ready).await;
-    at_work
+    running.until("all claims are Ready", all_ready).await;
+    running
         .until("the pool is full again", |cluster| {
             pool_is_ready(cluster, 10) && cluster.api.list("sandboxes").len() == 26
         })
         .await;
-    let claims = at_work.cluster.api.list("sandboxclaims");
+    let claims = running.cluster.api.list("sandboxclaims");
     let held: BTreeSet<String> = claims
         .iter()
         .map(|claim| {
-            let held = at_work.cluster.held_by(name(claim)).unwrap();
+            let held = running.cluster.held_by(name(claim)).unwrap();
             assert_eq!(
-                at_work.cluster.controlled_by(claim),
+                running.cluster.controlled_by(claim),
                 [held.clone()].as_slice()
             );
             held
         })
         .collect();
     assert_eq!(held.len(), 16);
-    at_work.end().await;
+    running.end().await;
 }
 
 #[tokio::test]
@@ -149,55 +152,61 @@ async fn a_burst_larger_than_the_pool_is_served_and_the_pool_is_filled_again() {
 }
 
 #[tokio::test]
-async fn two_controllers_at_work_serve_it_too() {
+async fn two_running_controllers_serve_a_burst_larger_than_the_pool() {
     claims_are_served(2).await;
 }
 
 #[tokio::test]
-async fn a_claim_that_came_first_goes_on_when_pool_and_template_come() {
-    let at_work = AtWork::start(1);
-    let says = |reason: &'static str| {
+async fn a_claim_created_first_continues_when_its_pool_and_template_are_created() {
+    let running = RunningCluster::start(1);
+    let has_reason = |reason: &'static str| {
         move |cluster: &Cluster| {
-            let said = cluster.claim_says("c", "Ready");
-            said.is_some_and(|said| said.1 == reason)
+            let ready = cluster.claim_condition("c", "Ready");
+            ready.is_some_and(|ready| ready.1 == reason)
         }
     };
-    at_work.cluster.claim("c", json!({}));
-    at_work.until("no pool", says("WarmPoolNotFound")).await;
-    at_work.cluster.pool(0, json!({}));
-    at_work.until("no template", says("TemplateNotFound")).await;
-    at_work.cluster.template(json!({}));
-    at_work.until("Ready", says("DependenciesReady")).await;
+    running.cluster.claim("c", json!({}));
+    running
+        .until("no pool", has_reason("WarmPoolNotFound"))
+        .await;
+    running.cluster.pool(0, json!({}));
+    running
+        .until("no template", has_reason("TemplateNotFound"))
+        .await;
+    running.cluster.template(json!({}));
+    running
+        .until("Ready", has_reason("DependenciesReady"))
+        .await;
     let policies = |cluster: &Cluster| !cluster.api.list("networkpolicies").is_empty();
-    at_work.until("the policy is there", policies).await;
-    at_work.end().await;
+    running.until("the policy is there", policies).await;
+    running.end().await;
 }
 
 #[tokio::test]
-async fn a_claim_that_the_template_keeps_from_a_sandbox_goes_on_when_it_is_mended() {
-    let at_work = AtWork::start(1);
+async fn a_claim_refused_by_its_template_continues_when_the_template_is_corrected() {
+    let running = RunningCluster::start(1);
     let volume = json!({"metadata": {"name": "v"}, "spec": {"accessModes": ["ReadWriteOnce"]}});
     let volumes = |volumes: Value| json!({"spec": {"volumeClaimTemplates": volumes}});
-    let cluster = &at_work.cluster;
+    let cluster = &running.cluster;
     cluster.template(volumes(json!([volume, volume])));
     cluster.pool(0, json!({}));
     cluster.claim("c", json!({}));
     let refused = |cluster: &Cluster| {
-        let said = cluster.claim_says("c", "Ready");
-        said.is_some_and(|said| {
-            (&*said.1, &*said.2)
+        let ready = cluster.claim_condition("c", "Ready");
+        ready.is_some_and(|ready| {
+            (&*ready.1, &*ready.2)
                 == (
                     "VolumeClaimTemplatesError",
                     "volumeClaimTemplate \"v\" is in the template twice",
                 )
         })
     };
-    at_work.until("refused", refused).await;
+    running.until("refused", refused).await;
     cluster.edit("sandboxtemplates", "t", &volumes(json!([volume])));
-    at_work.until("Ready", all_ready).await;
+    running.until("Ready", all_ready).await;
     let made = cluster.api.list("persistentvolumeclaims");
     assert_eq!(made.iter().map(name).collect::<Vec<_>>(), ["v-c"]);
-    at_work.end().await;
+    running.end().await;
 }
 
 fn env_policy(policy: &str) -> Value {
@@ -221,60 +230,60 @@ fn env_policy(policy: &str) -> Value {
     |cluster: &Cluster| cluster.pool(0, json!({}))
 )]
 #[tokio::test]
-async fn a_claim_whose_sandbox_is_gone_goes_on_when_what_keeps_it_from_another_is_mended(
+async fn a_claim_without_its_sandbox_continues_when_the_obstacle_is_removed(
     #[case] reason: &str,
     #[case] hinder: fn(&Cluster),
     #[case] mend: fn(&Cluster),
 ) {
-    let at_work = AtWork::start(1);
-    let cluster = &at_work.cluster;
+    let running = RunningCluster::start(1);
+    let cluster = &running.cluster;
     cluster.template(env_policy("Allowed"));
     cluster.pool(0, json!({}));
-    // With a variable of its own it takes no member of a pool, and its next Sandbox is made anew.
+    // A claim with a variable takes no pool member, so its next Sandbox is created cold.
     let env = json!({"spec": {"env": [{"name": "A", "value": "1"}]}});
     cluster.claim("c", env);
-    at_work.until("Ready", all_ready).await;
+    running.until("Ready", all_ready).await;
     let first = cluster.get_sandbox("c")["metadata"]["uid"].clone();
     hinder(cluster);
-    at_work.pool_and_template_are_seen().await;
+    running.pool_and_template_are_seen().await;
     cluster.api.delete("sandboxes", NS, "c");
     let refused = |cluster: &Cluster| {
-        let said = cluster.claim_says("c", "Ready");
-        said.is_some_and(|said| said.1 == reason)
+        let ready = cluster.claim_condition("c", "Ready");
+        ready.is_some_and(|ready| ready.1 == reason)
     };
-    at_work.until("refused", refused).await;
+    running.until("refused", refused).await;
     assert_eq!(cluster.held_by("c").as_deref(), Some("c"), "as it was");
-    at_work.claims_rest().await;
+    running.claims_rest().await;
     mend(cluster);
-    at_work.until("Ready again", all_ready).await;
+    running.until("Ready again", all_ready).await;
     assert_ne!(cluster.get_sandbox("c")["metadata"]["uid"], first);
-    at_work.end().await;
+    running.end().await;
 }
 
 #[tokio::test]
-async fn a_pod_that_goes_is_told_by_the_claim() {
-    let at_work = AtWork::start(1);
-    at_work.cluster.template(json!({}));
-    at_work.cluster.pool(1, json!({}));
-    at_work
+async fn a_claim_reports_that_its_pod_is_no_longer_ready() {
+    let running = RunningCluster::start(1);
+    running.cluster.template(json!({}));
+    running.cluster.pool(1, json!({}));
+    running
         .until("the pool is full", |cluster| pool_is_ready(cluster, 1))
         .await;
-    at_work.cluster.claim("c", json!({}));
-    at_work.until("Ready", all_ready).await;
-    let held = at_work.cluster.held_by("c").unwrap();
+    running.cluster.claim("c", json!({}));
+    running.until("Ready", all_ready).await;
+    let held = running.cluster.held_by("c").unwrap();
     let pod = json!({"status": {"conditions": []}});
-    at_work.cluster.api.edit("pods", NS, &held, &pod);
+    running.cluster.api.edit("pods", NS, &held, &pod);
     let unready = |cluster: &Cluster| {
-        let said = cluster.claim_says("c", "Ready");
-        said.is_some_and(|said| said.2 == "Pod is Running but not Ready")
+        let ready = cluster.claim_condition("c", "Ready");
+        ready.is_some_and(|ready| ready.2 == "Pod is Running but not Ready")
     };
-    at_work.until("not Ready", unready).await;
-    at_work.end().await;
+    running.until("not Ready", unready).await;
+    running.end().await;
 }
 
 #[tokio::test]
-async fn passes_over_claims_and_pools_that_fail_are_tried_again_by_themselves() {
-    let at_work = AtWork::start(1);
+async fn failed_passes_over_claims_and_pools_are_retried() {
+    let running = RunningCluster::start(1);
     for (verb, kind) in [
         ("create", "sandboxes"),
         ("patch", "sandboxes"),
@@ -284,14 +293,14 @@ async fn passes_over_claims_and_pools_that_fail_are_tried_again_by_themselves() 
         ("create", "networkpolicies"),
     ] {
         let answer = FaultAnswer::Refuse(500);
-        at_work.cluster.api.fail(Fault { verb, kind, answer });
+        running.cluster.api.fail(Fault { verb, kind, answer });
     }
-    at_work.cluster.template(json!({}));
-    at_work.cluster.pool(2, json!({}));
-    at_work
+    running.cluster.template(json!({}));
+    running.cluster.pool(2, json!({}));
+    running
         .until("the pool is full", |cluster| pool_is_ready(cluster, 2))
         .await;
-    at_work.cluster.claim("c", json!({}));
-    at_work.until("Ready", all_ready).await;
-    at_work.end().await;
+    running.cluster.claim("c", json!({}));
+    running.until("Ready", all_ready).await;
+    running.end().await;
 }

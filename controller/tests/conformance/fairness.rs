@@ -1,4 +1,4 @@
-//! Pools that share a worker and an apiserver: who gives way to whom.
+//! Tests of pools that share a worker and an apiserver, and of the order between them.
 
 use std::{
     sync::Arc,
@@ -19,16 +19,18 @@ use crate::{
     objects::NS,
 };
 
-/// The pool comes to so many members. It may have asked for itself again, as soon or later, and a pass gives way to that too: each comes on
-/// by one at least.
-async fn goes_on_to(cluster: &Cluster, count: usize) {
+/// Runs passes over the pool and checks its number of members.
+///
+/// The pool may have queued itself again, and a pass ends for that, too; each pass makes or deletes
+/// at least one member.
+async fn assert_passes_reach(cluster: &Cluster, count: usize) {
     for _ in 0..8 {
         cluster.pool_pass("p").await.unwrap();
     }
     assert_eq!(cluster.members().len(), count);
 }
 
-/// Waits for what this process alone knows.
+/// Waits for a state within this process.
 pub(crate) async fn until(what: &str, wish: impl Fn() -> bool) {
     let wished = async {
         while !wish() {
@@ -39,16 +41,16 @@ pub(crate) async fn until(what: &str, wish: impl Fn() -> bool) {
     assert!(in_time.is_ok(), "in vain: {what}");
 }
 
-/// Settings under which a pass has had its turn at once.
-fn hasty() -> Settings {
+/// Returns settings under which a pass ends after one member.
+fn without_turns() -> Settings {
     let mut settings = settings();
     settings.pools.turn = Duration::ZERO;
     settings
 }
 
 #[tokio::test]
-async fn a_pass_over_a_large_pool_gives_way_to_others_and_goes_on_later() {
-    let cluster = Cluster::with(hasty());
+async fn a_pass_over_a_large_pool_yields_to_others_and_continues_later() {
+    let cluster = Cluster::with(without_turns());
     cluster.template(json!({}));
     cluster.pool(8, json!({}));
     let other = ("other".to_owned(), "q".to_owned());
@@ -57,14 +59,14 @@ async fn a_pass_over_a_large_pool_gives_way_to_others_and_goes_on_later() {
     let again = cluster.pool_pass("p").await.unwrap().unwrap();
     assert_eq!(cluster.members().len(), 1);
     assert!(again.as_millis() <= 1, "{again:?}");
-    // The pool may have asked for itself meanwhile.
+    // The pool may have queued itself meanwhile.
     while queue.next().await != other {}
-    goes_on_to(&cluster, 8).await;
+    assert_passes_reach(&cluster, 8).await;
 }
 
 #[tokio::test]
-async fn a_pass_that_only_deletes_gives_way_too() {
-    let cluster = Cluster::with(hasty());
+async fn a_pass_that_only_deletes_yields_too() {
+    let cluster = Cluster::with(without_turns());
     cluster.template(json!({}));
     cluster.pool(8, json!({}));
     cluster.settle().await;
@@ -75,14 +77,14 @@ async fn a_pass_that_only_deletes_gives_way_too() {
     let again = cluster.pool_pass("p").await.unwrap().unwrap();
     assert_eq!(cluster.members().len(), 7);
     assert!(again.as_millis() <= 1, "{again:?}");
-    // The pool may have asked for itself meanwhile.
+    // The pool may have queued itself meanwhile.
     while queue.next().await != other {}
-    goes_on_to(&cluster, 0).await;
+    assert_passes_reach(&cluster, 0).await;
 }
 
 #[tokio::test]
 async fn a_large_pool_does_not_keep_one_of_another_namespace_empty() {
-    let cluster = Cluster::with(hasty());
+    let cluster = Cluster::with(without_turns());
     let gate = Arc::new(Semaphore::new(1000));
     let gated = cluster.gated(&gate);
     let pools = &gated.context.queues.pools;
@@ -91,8 +93,11 @@ async fn a_large_pool_does_not_keep_one_of_another_namespace_empty() {
     }
     let stop = CancellationToken::new();
     let work = tokio::spawn(run::run(Arc::clone(&gated.context), stop.clone()));
-    let quiet = |api: &Apiserver| api.list("networkpolicies").len() == 2;
-    cluster.api.until("the controller is at work", quiet).await;
+    let run_until_blocked = |api: &Apiserver| api.list("networkpolicies").len() == 2;
+    cluster
+        .api
+        .until("the controller is at work", run_until_blocked)
+        .await;
     gate.forget_permits(1000);
     cluster.pool(40, json!({}));
     let at_work = || pools.is_busy() && pools.depth() == 0;
@@ -105,7 +110,7 @@ async fn a_large_pool_does_not_keep_one_of_another_namespace_empty() {
     stop.cancel();
     work.await.unwrap();
     let mut made = cluster.api.list("sandboxes");
-    // The apiserver of the tests numbers what is made.
+    // The apiserver of the tests numbers new objects in their order.
     made.sort_by_key(|sandbox| sandbox["metadata"]["uid"].as_str().unwrap().to_owned());
     let last_of_small = made
         .iter()
@@ -118,7 +123,7 @@ fn busy(verb: &'static str, kind: &'static str, seconds: u32) -> Fault {
     Fault { verb, kind, answer }
 }
 
-async fn pressed(cluster: &Cluster) {
+async fn wait_until_pressed(cluster: &Cluster) {
     until("the apiserver asks for less", || {
         cluster.context.api.is_pressed()
     })
@@ -126,7 +131,7 @@ async fn pressed(cluster: &Cluster) {
 }
 
 #[tokio::test]
-async fn a_member_that_a_busy_apiserver_refuses_is_made_when_it_says_and_others_wait_too() {
+async fn a_member_refused_by_a_busy_apiserver_is_created_after_its_delay_and_other_passes_wait() {
     let cluster = Cluster::new();
     cluster.template(json!({}));
     cluster.pool(7, json!({}));
@@ -134,7 +139,7 @@ async fn a_member_that_a_busy_apiserver_refuses_is_made_when_it_says_and_others_
     let gate = Arc::new(Semaphore::new(1));
     let gated = cluster.gated(&gate);
     gated.sync();
-    // No other pool waits for its turn.
+    // No other pool is queued.
     waiting(&gated.context.queues.pools).await;
     let meanwhile = async {
         let begun = |api: &Apiserver| api.list("sandboxes").len() == 1;
@@ -142,10 +147,10 @@ async fn a_member_that_a_busy_apiserver_refuses_is_made_when_it_says_and_others_
         cluster.api.fail(busy("create", "sandboxes", 1));
         let refused = Instant::now();
         gate.add_permits(100);
-        pressed(&gated).await;
+        wait_until_pressed(&gated).await;
         let again = gated.stale_pool_pass("q").await.unwrap();
         assert_eq!(again, Some(plan::PRESSED_RETRY));
-        // The first, and the other one that was under way.
+        // The first member, and the other create that was running.
         assert!(cluster.members().len() <= 2);
         refused
     };
@@ -162,7 +167,7 @@ async fn a_member_that_a_busy_apiserver_refuses_is_made_when_it_says_and_others_
 #[case::while_it_makes_members(0, 7, 1)]
 #[case::while_it_deletes_members(7, 0, 6)]
 #[tokio::test]
-async fn a_pass_ends_when_the_apiserver_asks_somebody_else_for_less(
+async fn a_pass_ends_when_the_apiserver_throttles_another_call(
     #[case] before: usize,
     #[case] wanted: usize,
     #[case] after: usize,
@@ -181,12 +186,13 @@ async fn a_pass_ends_when_the_apiserver_asks_somebody_else_for_less(
     let pass = async {
         let opened = async {
             gate.add_permits(1);
-            pressed(&gated).await;
+            wait_until_pressed(&gated).await;
             gate.add_permits(100);
         };
         tokio::join!(gated.stale_pool_pass("p"), opened).0
     };
-    // The other's call comes to the gate first, and is answered while the pass' first create waits there.
+    // The foreign call reaches the gate first and is answered while the pass's first create waits
+    // there.
     let pass = tokio::select! {
         biased;
         done = others => panic!("it was to wait: {done:?}"),

@@ -1,4 +1,4 @@
-//! Where an image lies, in words, and what its user can do when nothing can be had of its node.
+//! Messages about the location of an image, and the remedy when its node is lost.
 
 use std::time::Duration;
 
@@ -12,31 +12,34 @@ use torpor_api::{
 };
 
 use super::{
-    super::{AT_ONCE, Plan, Shown},
+    super::{AT_ONCE, ConditionChange, Plan},
+    condition_false,
     origin::node_of_image,
-    says, shown_before,
+    previous_condition,
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
 
-/// How often to look whether the node of an image that is waited for has come or gone: nodes are not watched.
+/// Interval at which the node of an awaited image is looked for. Nodes are not watched.
 pub(super) const LOOK_FOR_NODE: Duration = Duration::from_secs(60);
 
-/// How long a node is waited for before memory that lies there is given up, where that is what the user wants: a machine that leaves the cluster for a moment, and an agent whose
-/// SandboxNode was deleted, are back by then.
+/// Time after which memory on a lost node is given up, where the user wants that.
+///
+/// A machine that leaves the cluster for a moment, and an agent whose SandboxNode was deleted,
+/// return within this time.
 pub(super) const GIVEN_UP_AFTER: SignedDuration = SignedDuration::from_secs(60);
 pub(super) const LOOK_SOON: Duration = Duration::from_secs(10);
 
-/// Why nothing can be had of a node.
+/// Reason why a node is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lost {
-    /// The cluster has it no more.
+pub(super) enum LostNode {
+    /// The Node no longer exists.
     Gone,
-    /// It has no SandboxNode, though it may be there.
+    /// The node has no SandboxNode with a report, but may exist.
     NoAgent,
 }
 
-impl Lost {
-    /// To stand behind the node's name.
+impl LostNode {
+    /// Returns a clause to follow the node's name.
     pub(super) fn clause(self) -> &'static str {
         match self {
             Self::Gone => "which is gone from the cluster",
@@ -48,16 +51,16 @@ impl Lost {
         let cold = cold_start();
         match self {
             Self::Gone => format!(
-                "Bring the node back to go on with the memory; to {cold}, or delete the Sandbox"
+                "Bring the node back to continue with the memory; to {cold}, or delete the Sandbox"
             ),
             Self::NoAgent => format!(
-                "Bring the agent back to go on with the memory (`kubectl torpor doctor` looks for it); to {cold}"
+                "Bring the agent back to continue with the memory (`kubectl torpor doctor` checks it); to {cold}"
             ),
         }
     }
 }
 
-/// Behind "to": how a user gives the memory up.
+/// Returns how a user gives up the memory, to follow "to".
 pub(super) fn cold_start() -> String {
     format!(
         "start without the memory, set {}: ColdStart",
@@ -65,70 +68,76 @@ pub(super) fn cold_start() -> String {
     )
 }
 
-/// Whether nothing can be had of the node of an image.
-pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Lost> {
+/// Returns why the node of an image is lost, if it is.
+pub(super) fn lost(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<LostNode> {
     lost_by_name(observed, node_of_image(observed, snapshot)?)
 }
 
-/// Whether nothing can be had of a node that is asked for memory, or nothing was heard of its agent
-/// for too long.
-pub(super) fn lost_node(observed: &Observed, name: &str, now: Timestamp) -> Option<Lost> {
+/// Returns why a node that is asked for memory is lost, if it is. A silent agent counts as lost.
+pub(super) fn lost_node(observed: &Observed, name: &str, now: Timestamp) -> Option<LostNode> {
     let node = observed.nodes.get(name);
     let is_silent = node.is_some_and(|node| node.is_silent(now));
-    lost_by_name(observed, name).or_else(|| is_silent.then_some(Lost::NoAgent))
+    lost_by_name(observed, name).or_else(|| is_silent.then_some(LostNode::NoAgent))
 }
 
-fn lost_by_name(observed: &Observed, name: &str) -> Option<Lost> {
+fn lost_by_name(observed: &Observed, name: &str) -> Option<LostNode> {
     if observed.gone_nodes.contains(name) {
-        return Some(Lost::Gone);
+        return Some(LostNode::Gone);
     }
-    // An agent makes its SandboxNode empty, and says afterwards what it can do.
+    // An agent creates its SandboxNode empty, and writes its capabilities afterwards.
     let node = observed.nodes.get(name);
     let reports = node.is_some_and(|node| node.status.is_some());
-    (!reports).then_some(Lost::NoAgent)
+    (!reports).then_some(LostNode::NoAgent)
 }
 
-/// What the Sandbox says of its restore, if that is that it is not there.
-pub(super) fn told<'a>(desired: &'a Desired<'a>) -> Option<&'a Condition> {
-    let before = shown_before(desired.sandbox, conditions::RESTORED);
+/// Returns the Sandbox's condition Restored, if it is False.
+pub(super) fn failed_restore<'a>(desired: &'a Desired<'a>) -> Option<&'a Condition> {
+    let before = previous_condition(desired.sandbox, conditions::RESTORED);
     before.filter(|restored| restored.status == "False")
 }
 
-/// Whether the node of an image is lost, and that has not been said for long enough.
+/// Reports whether the node of an image is lost, but for less than [`GIVEN_UP_AFTER`].
 pub(super) fn may_be_back(
     desired: &Desired<'_>,
     observed: &Observed,
     snapshot: &SandboxSnapshot,
     now: Timestamp,
 ) -> bool {
-    let told = told(desired).filter(|told| told.reason == restored::NODE_UNAVAILABLE);
-    let waited = told.map(|told| now.duration_since(told.last_transition_time.0));
+    let condition =
+        failed_restore(desired).filter(|condition| condition.reason == restored::NODE_UNAVAILABLE);
+    let waited = condition.map(|condition| now.duration_since(condition.last_transition_time.0));
     lost(observed, snapshot).is_some() && waited.is_none_or(|waited| waited < GIVEN_UP_AFTER)
 }
 
-/// Says that the node is waited for, and no longer than that.
+/// Reports in Restored that the node is waited for, and schedules the next pass.
 pub(super) fn await_node(plan: &mut Plan, desired: &Desired<'_>, why: &str) {
-    let of_another = told(desired).is_some_and(|told| told.reason != restored::NODE_UNAVAILABLE);
+    let of_another = failed_restore(desired)
+        .is_some_and(|condition| condition.reason != restored::NODE_UNAVAILABLE);
     if of_another {
-        // The time of a condition is that of its status: this reason would be taken to stand there for as long as the one before it.
-        plan.memory.restored = Shown::Remove;
-        return plan.look_again(AT_ONCE);
+        // A condition keeps its time while its status is unchanged. This reason would get the time
+        // of the earlier one.
+        plan.memory.restored = ConditionChange::Remove;
+        return plan.requeue_after(AT_ONCE);
     }
     let seconds = GIVEN_UP_AFTER.as_secs();
     let message = format!(
-        "{why}. It is waited for, {seconds} s in all; then the Sandbox starts without the memory"
+        "{why}. The controller waits {seconds} s for the node; then the Sandbox starts without the memory"
     );
     let (type_, reason) = (conditions::RESTORED, restored::NODE_UNAVAILABLE);
-    plan.memory.restored = says(type_, reason, message);
-    plan.look_again(LOOK_SOON);
+    plan.memory.restored = condition_false(type_, reason, message);
+    plan.requeue_after(LOOK_SOON);
 }
 
 fn node_of<'a>(observed: &'a Observed, snapshot: &'a SandboxSnapshot) -> &'a str {
     node_of_image(observed, snapshot).map_or("", String::as_str)
 }
 
-/// An image whose node is lost.
-pub(super) fn out_of_reach(observed: &Observed, snapshot: &SandboxSnapshot, lost: Lost) -> String {
+/// Returns the message about an image on a lost node.
+pub(super) fn out_of_reach(
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    lost: LostNode,
+) -> String {
     let verb = match snapshot.is_missing() {
         true => "was missing",
         false => "is",
@@ -141,7 +150,7 @@ pub(super) fn out_of_reach(observed: &Observed, snapshot: &SandboxSnapshot, lost
     )
 }
 
-/// Where an image should be that cannot be found.
+/// Returns the message about a missing image.
 pub(super) fn image_missing(observed: &Observed, snapshot: &SandboxSnapshot) -> String {
     match lost(observed, snapshot) {
         Some(lost) => format!(
@@ -150,14 +159,14 @@ pub(super) fn image_missing(observed: &Observed, snapshot: &SandboxSnapshot) -> 
             lost.remedy()
         ),
         None => format!(
-            "The image of SandboxSnapshot {:?} is not on node {:?}, and is waited for (a disk that is not mounted, a directory with another name)",
+            "The image of SandboxSnapshot {:?} is not on node {:?}; the controller waits for it (a disk that is not mounted, a directory with another name)",
             snapshot.name_any(),
             node_of(observed, snapshot)
         ),
     }
 }
 
-pub(super) fn kept_in(observed: &Observed, snapshot: &SandboxSnapshot) -> Shown {
+pub(super) fn hibernated_kept(observed: &Observed, snapshot: &SandboxSnapshot) -> ConditionChange {
     let place = format!(
         "Memory is kept in SandboxSnapshot {:?} on node {:?}",
         snapshot.name_any(),
@@ -168,5 +177,5 @@ pub(super) fn kept_in(observed: &Observed, snapshot: &SandboxSnapshot) -> Shown 
         None => place,
     };
     let (type_, reason) = (conditions::HIBERNATED, hibernated::HIBERNATED);
-    Shown::Set(Draft::new(type_, Status::True, reason, message))
+    ConditionChange::Set(Draft::new(type_, Status::True, reason, message))
 }

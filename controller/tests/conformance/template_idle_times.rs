@@ -1,4 +1,4 @@
-//! When sandboxes fall asleep, from a SandboxTemplate's own annotations to the Pod.
+//! Tests of idle times from a SandboxTemplate's own annotations to the Pod.
 
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ fn on_pod(cluster: &Cluster, sandbox: &str, key: &str) -> Value {
     pod["metadata"]["annotations"][key].clone()
 }
 
-/// Members of a pool and Sandboxes that start cold.
+/// Covers pool members and Sandboxes that start cold.
 #[tokio::test]
 async fn a_templates_own_annotations_reach_the_pods_of_its_sandboxes() {
     let cluster = Cluster::new();
@@ -23,7 +23,7 @@ async fn a_templates_own_annotations_reach_the_pods_of_its_sandboxes() {
     let [warm, cold] = cluster.warm_and_cold(template).await;
     for sandbox in [&warm, &cold] {
         assert_eq!(on_pod(&cluster, sandbox, DOZE), "60s", "{sandbox}");
-        // The pod template says it by another name, and wins.
+        // The pod template sets it by another alias, which takes precedence.
         assert_eq!(on_pod(&cluster, sandbox, HIBERNATE), "7200s", "{sandbox}");
     }
     let own = json!({"metadata": {"annotations": {DOZE: "5s"}}});
@@ -32,9 +32,9 @@ async fn a_templates_own_annotations_reach_the_pods_of_its_sandboxes() {
     assert_eq!(on_pod(&cluster, &warm, DOZE), "5s", "its own wins");
 }
 
-/// As what the runtime's annotation asks for.
+/// The same holds for the annotation of the runtime's injection.
 #[tokio::test]
-async fn no_member_is_stale_for_what_its_template_says_of_sleep_since_then() {
+async fn changed_idle_times_of_the_template_make_no_member_stale() {
     let cluster = Cluster::new();
     let change = json!({"metadata": {"annotations": {DOZE: "1m"}}});
     let [before, after] = cluster.members_over(json!({}), &change).await;

@@ -1,4 +1,4 @@
-//! An apiserver of which a part can be forbidden, and allowed again, while clients watch it.
+//! Proxy before the apiserver that can forbid and allow one path while clients watch it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,20 +11,20 @@ use tokio::sync::watch;
 
 use crate::apiserver::Apiserver;
 
-/// Stands before the apiserver. Clones are the same.
+/// Proxy before the apiserver. Clones share their state.
 #[derive(Clone)]
-pub(crate) struct Front {
+pub(crate) struct Proxy {
     api: Client,
-    /// Ends of the paths of requests that may be forbidden.
+    /// Suffix of the paths that may be forbidden.
     part: &'static str,
     forbids: Arc<watch::Sender<bool>>,
-    /// How many requests were refused.
+    /// Number of refused requests.
     refused: Arc<watch::Sender<usize>>,
 }
 
-impl Front {
-    /// One that forbids nothing yet; `part` is the end of a path, such as a kind.
-    pub(crate) fn before(api: &Apiserver, part: &'static str) -> Self {
+impl Proxy {
+    /// Returns a proxy that allows everything; `part` is the suffix of a path, such as a kind.
+    pub(crate) fn new(api: &Apiserver, part: &'static str) -> Self {
         Self {
             api: api.client(),
             part,
@@ -34,15 +34,15 @@ impl Front {
     }
 
     pub(crate) fn client(&self) -> Client {
-        let front = self.clone();
+        let proxy = self.clone();
         let serve = move |request| {
-            let front = front.clone();
-            async move { front.answer(request).await }
+            let proxy = proxy.clone();
+            async move { proxy.answer(request).await }
         };
         Client::new(tower::service_fn(serve), "default")
     }
 
-    /// Ends watches of the part, and refuses it from here on.
+    /// Ends watches of the part and refuses its requests from now on.
     pub(crate) fn forbid(&self) {
         self.forbids.send_replace(true);
     }
@@ -51,7 +51,7 @@ impl Front {
         self.forbids.send_replace(false);
     }
 
-    /// Waits until this many requests were refused in all.
+    /// Waits until the total number of refused requests reaches `times`.
     pub(crate) async fn has_refused(&self, times: usize) {
         let mut refused = self.refused.subscribe();
         let enough = refused.wait_for(|refused| *refused >= times);

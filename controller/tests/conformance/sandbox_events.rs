@@ -1,5 +1,5 @@
-//! Upstream's Events about the life of a Sandbox (since 1.0.4), and configurations that are
-//! invalid.
+//! Tests of upstream's Events about the life cycle of a Sandbox (since 1.0.4), and of invalid
+//! configurations.
 
 use std::time::Duration;
 
@@ -14,14 +14,14 @@ use crate::{
 
 const PAST: &str = "2020-01-01T00:00:00Z";
 
-/// Types, reasons and notes of the Events so far.
-fn told(world: &World) -> Vec<String> {
+/// Returns types, reasons and notes of all Events.
+fn event_lines(world: &World) -> Vec<String> {
     let all = world::events(&world.api).into_iter();
     all.map(|(type_, reason, note)| format!("{type_} {reason}: {note}"))
         .collect()
 }
 
-/// Passes that see nothing new.
+/// Runs passes without any change.
 async fn some_passes(world: &World) {
     for _ in 0..3 {
         let _ = world.pass().await;
@@ -33,7 +33,7 @@ fn fail(world: &World, verb: &'static str, kind: &'static str, answer: FaultAnsw
 }
 
 #[tokio::test]
-async fn the_life_of_a_sandbox_is_told_step_by_step_and_each_step_once() {
+async fn each_lifecycle_step_of_a_sandbox_has_one_event() {
     let world = World::new();
     world.ready(sandbox(json!({}))).await;
     some_passes(&world).await;
@@ -41,32 +41,32 @@ async fn the_life_of_a_sandbox_is_told_step_by_step_and_each_step_once() {
         "Normal SandboxPodCreated: Created Pod \"s\"",
         "Normal SandboxReady: Pod is Ready",
     ];
-    assert_eq!(told(&world), begin);
+    assert_eq!(event_lines(&world), begin);
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
     world.pod_ends();
     world.settle().await;
     some_passes(&world).await;
     assert_eq!(
-        told(&world)[2..],
+        event_lines(&world)[2..],
         ["Normal SandboxSuspended: Sandbox is suspending"]
     );
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     world.pod_becomes_ready();
     world.settle().await;
-    assert_eq!(told(&world)[3..], begin);
+    assert_eq!(event_lines(&world)[3..], begin);
     world.edit_pod(&json!({"status": {"phase": "Failed"}}));
     world.settle().await;
     some_passes(&world).await;
-    assert_eq!(told(&world)[5..], ["Warning PodFailed: Pod failed"]);
+    assert_eq!(event_lines(&world)[5..], ["Warning PodFailed: Pod failed"]);
     world.edit_sandbox(&json!({"spec": {"shutdownTime": PAST}}));
     world.settle().await;
     world.pod_ends();
     world.settle().await;
     some_passes(&world).await;
     assert_eq!(
-        told(&world)[6..],
+        event_lines(&world)[6..],
         ["Normal SandboxExpired: Sandbox has expired"]
     );
     let actions = world.api.list("events").into_iter();
@@ -78,17 +78,17 @@ async fn the_life_of_a_sandbox_is_told_step_by_step_and_each_step_once() {
 }
 
 #[tokio::test]
-async fn a_pod_that_is_done_is_told_of() {
+async fn a_completed_pod_has_an_event() {
     let world = World::new();
     world.ready(sandbox(json!({}))).await;
     world.edit_pod(&json!({"status": {"phase": "Succeeded"}}));
     world.settle().await;
     let expected = ["Normal PodSucceeded: Pod completed successfully"];
-    assert_eq!(told(&world)[2..], expected);
+    assert_eq!(event_lines(&world)[2..], expected);
 }
 
 #[tokio::test]
-async fn a_sandbox_that_goes_when_it_expires_is_not_said_to_have_expired() {
+async fn a_sandbox_deleted_at_its_expiry_has_no_expiry_event() {
     let world = World::new();
     world.ready(sandbox(json!({}))).await;
     let over = json!({"spec": {"shutdownTime": PAST, "shutdownPolicy": "Delete"}});
@@ -96,14 +96,14 @@ async fn a_sandbox_that_goes_when_it_expires_is_not_said_to_have_expired() {
     world.settle().await;
     assert!(world.api.get("sandboxes", NS, "s").is_none());
     assert!(
-        !told(&world)
+        !event_lines(&world)
             .iter()
             .any(|event| event.contains("SandboxExpired"))
     );
 }
 
 #[tokio::test]
-async fn a_pod_that_is_refused_is_told_of_once_though_it_is_tried_again() {
+async fn a_refused_pod_has_one_event_over_all_retries() {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     for _ in 0..3 {
@@ -111,14 +111,14 @@ async fn a_pod_that_is_refused_is_told_of_once_though_it_is_tried_again() {
         world.pass().await.unwrap_err();
     }
     let refused = "Warning SandboxPodCreateFailed: create pods s: made to fail";
-    assert_eq!(told(&world), [refused]);
+    assert_eq!(event_lines(&world), [refused]);
     world.settle().await;
     let made = "Normal SandboxPodCreated: Created Pod \"s\"";
-    assert_eq!(told(&world), [refused, made]);
+    assert_eq!(event_lines(&world), [refused, made]);
 }
 
 #[tokio::test]
-async fn a_pod_that_was_made_is_told_of_though_the_service_or_the_status_was_not_written() {
+async fn a_created_pod_has_an_event_even_if_the_service_or_status_write_fails() {
     for (verb, kind) in [("create", "services"), ("patch status", "sandboxes")] {
         let world = World::new();
         fail(&world, verb, kind, FaultAnswer::Refuse(403));
@@ -127,12 +127,12 @@ async fn a_pod_that_was_made_is_told_of_though_the_service_or_the_status_was_not
         world.pass().await.unwrap_err();
         world.settle().await;
         let made = "Normal SandboxPodCreated: Created Pod \"s\"";
-        assert_eq!(told(&world), [made], "{verb} {kind}");
+        assert_eq!(event_lines(&world), [made], "{verb} {kind}");
     }
 }
 
 #[tokio::test]
-async fn no_event_is_published_where_they_are_switched_off() {
+async fn no_event_is_written_when_events_are_disabled() {
     let settings = Settings {
         sandbox_events: false,
         ..Settings::default()
@@ -141,28 +141,28 @@ async fn no_event_is_published_where_they_are_switched_off() {
     world.ready(sandbox(json!({}))).await;
     world.edit_sandbox(&mode("Suspended"));
     world.settle().await;
-    assert_eq!(told(&world), [""; 0]);
+    assert_eq!(event_lines(&world), [""; 0]);
 }
 
-// --- what is invalid ---------------------------------------------------------------------------
+// Invalid configurations.
 
 const TEN_MINUTES: Option<Duration> = Some(Duration::from_secs(600));
 
 #[tokio::test]
-async fn an_invalid_pod_is_tried_again_when_the_sandbox_changes() {
+async fn an_invalid_pod_is_retried_when_the_sandbox_changes() {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     let invalid = FaultAnswer::Invalid("spec.evictionResponders");
     fail(&world, "create", "pods", invalid);
     assert_eq!(world.pass().await.unwrap(), TEN_MINUTES);
     let why = "Error seen: pods \"s\" is invalid: spec.evictionResponders: made to fail";
-    world.assert_says("Ready", "False", "InvalidConfiguration", why);
-    assert_eq!(told(&world).len(), 1);
-    assert!(told(&world)[0].starts_with("Warning SandboxPodCreateFailed: "));
+    world.assert_condition("Ready", "False", "InvalidConfiguration", why);
+    assert_eq!(event_lines(&world).len(), 1);
+    assert!(event_lines(&world)[0].starts_with("Warning SandboxPodCreateFailed: "));
     world.edit_sandbox(&json!({"spec": {"podTemplate": {"spec": {"hostname": "h"}}}}));
     world.settle().await;
     assert!(world.pod().is_some());
-    world.assert_says(
+    world.assert_condition(
         "Ready",
         "False",
         "DependenciesNotReady",
@@ -171,7 +171,7 @@ async fn an_invalid_pod_is_tried_again_when_the_sandbox_changes() {
 }
 
 #[tokio::test]
-async fn what_else_than_the_sandbox_made_a_pod_invalid_may_go_and_the_pod_is_made_by_itself() {
+async fn an_invalid_pod_is_retried_without_a_change_of_the_sandbox() {
     let world = World::new();
     world.api.create("sandboxes", sandbox(json!({})));
     let invalid = FaultAnswer::Invalid("spec.containers[0].resources.requests");
@@ -182,7 +182,11 @@ async fn what_else_than_the_sandbox_made_a_pod_invalid_may_go_and_the_pod_is_mad
         let writes = world.api.take_writes().into_iter();
         written += writes.filter(|write| write.verb == "patch status").count();
     }
-    assert_eq!((written, told(&world).len()), (1, 1), "in the same words");
+    assert_eq!(
+        (written, event_lines(&world).len()),
+        (1, 1),
+        "in the same words"
+    );
     world.settle().await;
     assert!(world.pod().is_some());
 }
@@ -220,11 +224,11 @@ async fn an_invalid_service_leaves_the_pod() {
     assert_eq!(world.pass().await.unwrap(), TEN_MINUTES);
     assert!(world.pod().is_some());
     let why = "Error seen: services \"s\" is invalid: metadata.name: made to fail";
-    world.assert_says("Ready", "False", "InvalidConfiguration", why);
+    world.assert_condition("Ready", "False", "InvalidConfiguration", why);
 }
 
 #[tokio::test]
-async fn beside_an_error_that_may_pass_an_invalid_field_is_tried_again_soon() {
+async fn an_invalid_field_beside_a_temporary_error_is_retried_soon() {
     let world = World::new();
     let spec = json!({"spec": {"service": true}});
     world.api.create("sandboxes", sandbox(spec));
