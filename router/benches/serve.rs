@@ -1,4 +1,5 @@
-//! The processes of `hack/bench-router.sh`: a sandbox, the router in front of it, and a client of many WebSockets. Servers print their port and serve until they are killed.
+//! Processes of `hack/dev bench router`: a sandbox, the router in front of it, and a client with
+//! many WebSockets. Servers print their port and serve until they are killed.
 
 use std::{
     convert::Infallible,
@@ -21,8 +22,9 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use torpor_router::{
     address::AddressPolicy, authz::Authorizer, calls::Calls, directory::Directory, flags,
-    gate::Gate, lanes, metrics::Metrics, places::Places, proxy::Proxy, resume::Resumer,
-    server::Server, shares::Shares, tunnel::Tunnels, upstream, watch,
+    gate::Gate, lanes, metrics::Metrics, proxy::Proxy, resume::Resumer,
+    sandbox_limit::SandboxLimit, server::Server, tunnel::Tunnels, upstream, wait_slots::WaitSlots,
+    watch,
 };
 use torpor_test_apiserver::Apiserver;
 
@@ -60,7 +62,7 @@ async fn listen() -> anyhow::Result<TcpListener> {
     Ok(listener)
 }
 
-/// Answers "ok", or echoes after an upgrade.
+/// Runs a sandbox that answers "ok", or echoes after an upgrade.
 async fn sandbox() -> anyhow::Result<()> {
     let listener = listen().await?;
     loop {
@@ -93,7 +95,8 @@ async fn answer(mut request: Request<Incoming>) -> Result<Response<Full<Bytes>>,
     Ok(response)
 }
 
-/// The router with its own defaults but for the log, with 5,000 sandboxes in its caches; sandbox `s` is on this machine.
+/// Runs the router with its defaults except the access log, with 5,000 sandboxes in its caches;
+/// sandbox `s` is on this machine.
 async fn router() -> anyhow::Result<()> {
     let (flags, _) = flags::parse(["router", "--access-log=false"].map(Into::into))?;
     let api = Apiserver::new();
@@ -116,15 +119,15 @@ async fn router() -> anyhow::Result<()> {
         authorizer: Authorizer::AllowAll,
         calls: Calls::new(dialer.clone(), flags.open_ended()),
         tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
-        open_ended: Places::new(flags.open_ended()),
-        shares: Shares::new(flags.max_requests_per_sandbox),
+        open_ended: WaitSlots::new(flags.open_ended()),
+        sandbox_limit: SandboxLimit::new(flags.max_requests_per_sandbox),
         metrics,
         settings: flags.settings(),
     };
     let server = Server::new(
         Arc::new(proxy),
         lanes::one_per_core(&dialer)?,
-        flags.patience(),
+        flags.connection_timeouts(),
         flags.max_connections,
         tasks,
         cut,
@@ -148,12 +151,13 @@ fn make(api: &Apiserver, name: &str, address: &str) {
     api.edit("pods", "ns", name, &ready);
 }
 
-/// Sandboxes that the idle connections are spread over: one sandbox alone may not have that many.
+/// Sandboxes of the idle connections: one sandbox may not have that many.
 const SANDBOXES: usize = 20;
-/// Echoes beside the idle ones and without them take turns, so that both meet the same machine.
+/// Alternations between echoes with and without idle connections, so that both see the same
+/// conditions.
 const TURNS: usize = 5;
 
-/// Resident memory of a process in KiB.
+/// Returns the resident memory of a process in KiB.
 fn resident(pid: &str) -> anyhow::Result<usize> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -161,13 +165,14 @@ fn resident(pid: &str) -> anyhow::Result<usize> {
     Ok(number.context("no VmRSS")?.parse()?)
 }
 
-/// Connections that do nothing: WebSockets, and such as wait for their client's next request, which take the router one descriptor and not two.
+/// Numbers of idle connections: WebSockets, and connections between requests, which take one
+/// descriptor of the router instead of two.
 struct Idle {
     tunnels: usize,
     kept: usize,
 }
 
-/// Echoes over one WebSocket, with and without many connections open that do nothing.
+/// Measures echoes over one WebSocket, with and without many idle connections.
 async fn websockets(
     port: u16,
     sandbox: u16,
@@ -181,7 +186,7 @@ async fn websockets(
         echo(&mut one, &mut alone).await?;
         let before = memory()?;
         let mut tunnels = open_all(port, sandbox, idle.tunnels).await?;
-        // Of the first turn: later ones find what the allocator has kept.
+        // Only the first turn counts: later ones reuse memory that the allocator has kept.
         if per_tunnel == 0 {
             per_tunnel = memory()?.saturating_sub(before) * 1024 / idle.tunnels.max(1);
         }
@@ -200,11 +205,16 @@ async fn websockets(
         }
         drop((tunnels, kept));
     }
-    Ok(told(idle, quantiles(alone), quantiles(beside), per_tunnel))
+    Ok(report(
+        idle,
+        quantiles(alone),
+        quantiles(beside),
+        per_tunnel,
+    ))
 }
 
-/// Prints what was measured, p50 and p99 each, and answers it.
-fn told(idle: &Idle, alone: (f64, f64), beside: (f64, f64), per_tunnel: usize) -> Value {
+/// Prints the results, p50 and p99 each, and returns them.
+fn report(idle: &Idle, alone: (f64, f64), beside: (f64, f64), per_tunnel: usize) -> Value {
     let Idle { tunnels, kept } = idle;
     println!(
         "echo over 1 WebSocket: p50 {:.1} µs, p99 {:.1} µs",
@@ -230,12 +240,12 @@ fn told(idle: &Idle, alone: (f64, f64), beside: (f64, f64), per_tunnel: usize) -
     })
 }
 
-/// The sandbox that an idle connection goes to.
+/// Returns the sandbox of an idle connection.
 fn one_of_many(number: usize) -> String {
     format!("s-{}", number % SANDBOXES)
 }
 
-/// WebSockets that have each carried something, as those of users have.
+/// Opens WebSockets and sends one message over each, as users do.
 async fn open_all(port: u16, sandbox: u16, count: usize) -> anyhow::Result<Vec<TcpStream>> {
     let mut opened = Vec::with_capacity(count);
     for number in 0..count {
@@ -260,16 +270,16 @@ async fn open(port: u16, sandbox: u16, name: &str) -> anyhow::Result<TcpStream> 
     Ok(stream)
 }
 
-/// A request and its whole answer, after which the connection waits for the next one.
+/// Sends a request and reads the whole response; the connection stays open.
 async fn get(stream: &mut TcpStream, sandbox: u16, name: &str) -> anyhow::Result<()> {
     ask(stream, sandbox, name, "", 200).await?;
     let mut body = [0; 2];
     stream.read_exact(&mut body).await?;
-    ensure!(body == *b"ok", "it answers something else");
+    ensure!(body == *b"ok", "unexpected response");
     Ok(())
 }
 
-/// Sends a request with further headers, and reads the head of its answer.
+/// Sends a request with further headers and reads the response headers.
 async fn ask(
     stream: &mut TcpStream,
     sandbox: u16,
@@ -283,7 +293,7 @@ async fn ask(
     stream.write_all(head.as_bytes()).await?;
     let mut answer = Vec::new();
     while !answer.ends_with(b"\r\n\r\n") {
-        answer.push(stream.read_u8().await.context("no answer")?);
+        answer.push(stream.read_u8().await.context("no response")?);
     }
     let answer = String::from_utf8_lossy(&answer);
     ensure!(
@@ -297,7 +307,7 @@ async fn echo_once<const N: usize>(stream: &mut TcpStream, message: [u8; N]) -> 
     stream.write_all(&message).await?;
     let mut answer = [0; N];
     stream.read_exact(&mut answer).await?;
-    ensure!(answer == message, "it echoes something else");
+    ensure!(answer == message, "unexpected echo");
     Ok(())
 }
 
@@ -310,7 +320,7 @@ async fn echo(stream: &mut TcpStream, times: &mut Vec<Duration>) -> anyhow::Resu
     Ok(())
 }
 
-/// p50 and p99 in microseconds.
+/// Returns p50 and p99 in microseconds.
 fn quantiles(mut times: Vec<Duration>) -> (f64, f64) {
     times.sort();
     let micros = |percent: usize| times[times.len() * percent / 100].as_secs_f64() * 1e6;

@@ -1,21 +1,25 @@
-//! Which addresses a sandbox may have. Everything else would make the router a way to places that its clients cannot reach themselves: its own loopback, the metadata
-//! service of a cloud, a whole network at once.
+//! Policy for addresses of sandboxes.
+//!
+//! Without a policy, a forged Pod status would lead the router's clients to targets that they
+//! cannot reach themselves: the router's loopback, a cloud's metadata service, a whole network.
 
 use std::net::IpAddr;
 
-/// Which addresses are taken for a Pod's. [`AddressPolicy::default`] is the only one that the program itself ever makes: there is no flag for the other.
+/// Addresses that the router accepts as a Pod's.
+///
+/// The program only uses [`AddressPolicy::default`]; no flag sets the other policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AddressPolicy {
     loopback: bool,
 }
 
 impl AddressPolicy {
-    /// For tests, whose sandboxes listen on this machine.
+    /// Returns a policy that also allows loopback, for tests with sandboxes on this machine.
     pub fn with_loopback() -> Self {
         Self { loopback: true }
     }
 
-    /// Whether a Pod may have this address.
+    /// Reports whether a Pod may have this address.
     pub fn allows(self, address: IpAddr) -> bool {
         let address = address.to_canonical();
         if address.is_unspecified() || address.is_multicast() || link_local(address) {
@@ -59,7 +63,7 @@ mod tests {
     #[case("::ffff:127.0.0.1", false)]
     #[case("::ffff:169.254.169.254", false)]
     #[case("::ffff:10.0.0.1", true)]
-    fn only_addresses_that_pods_have_are_dialled(#[case] text: &str, #[case] allowed: bool) {
+    fn only_addresses_that_pods_may_have_are_allowed(#[case] text: &str, #[case] allowed: bool) {
         assert_eq!(
             AddressPolicy::default().allows(text.parse().unwrap()),
             allowed
@@ -67,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn tests_may_add_loopback_and_nothing_else() {
+    fn the_policy_of_tests_adds_loopback_only() {
         let policy = AddressPolicy::with_loopback();
         assert!(policy.allows("127.0.0.1".parse().unwrap()));
         assert!(policy.allows("::1".parse().unwrap()));

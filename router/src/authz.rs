@@ -1,4 +1,5 @@
-//! Whether a client may reach a sandbox: upstream's modes. Who needs no apiserver decides purely.
+//! Authorizes clients in upstream's modes and Torpor's own. The modes that need no apiserver are
+//! pure.
 
 use std::{fmt, sync::Arc};
 
@@ -6,45 +7,46 @@ use aws_lc_rs::{constant_time, digest};
 use http::{HeaderMap, Method, header};
 
 use crate::{
+    authz_cache::Decision,
     refusal::Refusal,
-    scoped_token::{Opened, Tokens},
+    scoped_token::{Tokens, VerifiedClaims},
     target::{POD_IP, Target},
     token_review::{Reviewer, Sandbox},
-    verdicts::Verdict,
 };
 
-/// How requests are authorized.
+/// Authorization of requests.
 #[derive(Debug)]
 pub enum Authorizer {
-    /// Everybody may reach every sandbox. Upstream's default: a layer in front of the router decides.
+    /// Every client may reach every sandbox. Upstream's default: a layer in front of the router
+    /// decides.
     AllowAll,
-    /// One token for all, as the Python router has it (`ROUTER_AUTH_TOKEN`).
+    /// All clients share one token, as with the Python router (`ROUTER_AUTH_TOKEN`).
     SharedToken(SharedToken),
-    /// A token opens the sandbox that it names.
+    /// Each token opens the sandbox that it names.
     ScopedToken(Tokens),
-    /// Who has a token of the cluster may reach every sandbox.
+    /// A client with a token of the cluster may reach every sandbox.
     TokenReview(Reviewer),
-    /// Torpor's: the token's user may reach the sandboxes that the cluster's authorizer lets it
-    /// connect to.
+    /// Torpor's: the user of the token may reach the sandboxes for which the cluster's authorizer
+    /// grants the right to connect.
     SubjectAccessReview(Reviewer),
 }
 
-/// Target of a request.
+/// Target of a request, with the parts of the request that authorization reads.
 #[derive(Clone, Copy)]
-pub struct Asked<'a> {
+pub struct AuthzRequest<'a> {
     pub target: &'a Target,
     pub method: &'a Method,
     pub headers: &'a HeaderMap,
-    /// As the sandbox gets it, without the query.
+    /// Path that the sandbox receives, without the query.
     pub path: &'a str,
-    /// UID of the Sandbox that the target means, as the watch shows it.
+    /// Returns the UID of the target's Sandbox in the watch cache.
     pub uid: &'a (dyn Fn() -> Option<Arc<str>> + Sync),
 }
 
-impl fmt::Debug for Asked<'_> {
+impl fmt::Debug for AuthzRequest<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The headers have the token.
-        f.debug_struct("Asked")
+        // The headers hold the token.
+        f.debug_struct("AuthzRequest")
             .field("target", self.target)
             .field("method", self.method)
             .field("path", &self.path)
@@ -52,40 +54,42 @@ impl fmt::Debug for Asked<'_> {
     }
 }
 
-/// The UID of the only Sandbox that a request may reach, where its token is bound to one.
-pub type BoundTo = Option<Arc<str>>;
+/// UID of the only Sandbox that a request may reach, if its token is bound to one.
+pub type BoundUid = Option<Arc<str>>;
 
 impl Authorizer {
-    /// Decides by the token that the client shows, if it does. `now` is in seconds since 1970.
+    /// Authorizes a request by the token that the client sent, if any.
+    ///
+    /// `now` is in seconds since 1970.
     pub async fn authorize(
         &self,
         token: Option<&str>,
-        asked: Asked<'_>,
+        request: AuthzRequest<'_>,
         now: i64,
-    ) -> Result<BoundTo, Refusal> {
+    ) -> Result<BoundUid, Refusal> {
         match self {
             Self::AllowAll => {}
             Self::SharedToken(expected) => expected.check(token)?,
-            Self::ScopedToken(tokens) => return check_scoped(tokens, token, asked, now),
+            Self::ScopedToken(tokens) => return check_scoped(tokens, token, request, now),
             Self::TokenReview(reviewer) => {
                 if token.is_some() || reviewer.requires_token() {
                     review(reviewer, token, None).await?;
                 }
             }
             Self::SubjectAccessReview(reviewer) => {
-                review(reviewer, token, Some(asked.target)).await?;
+                review(reviewer, token, Some(request.target)).await?;
             }
         }
         Ok(None)
     }
 }
 
-/// The token that all clients share. Only its digest is kept.
+/// Token that all clients share. Memory holds only its digest.
 #[derive(Debug)]
 pub struct SharedToken(digest::Digest);
 
 impl SharedToken {
-    /// Expects `token`.
+    /// Returns an authorizer that expects `token`.
     pub fn new(token: &str) -> Self {
         Self(digest::digest(&digest::SHA256, token.as_bytes()))
     }
@@ -101,41 +105,43 @@ impl SharedToken {
 fn check_scoped(
     tokens: &Tokens,
     token: Option<&str>,
-    asked: Asked<'_>,
+    request: AuthzRequest<'_>,
     now: i64,
-) -> Result<BoundTo, Refusal> {
+) -> Result<BoundUid, Refusal> {
     let token = token.ok_or(Refusal::Unauthenticated)?;
     let opened = tokens.verify(token, now).ok_or(Refusal::Unauthenticated)?;
     let (namespace, name) = match &opened {
-        Opened::V1(claims) => (&claims.namespace, &claims.name),
-        Opened::V2(claims) => (&claims.namespace, &claims.name),
+        VerifiedClaims::V1(claims) => (&claims.namespace, &claims.name),
+        VerifiedClaims::V2(claims) => (&claims.namespace, &claims.name),
     };
-    let target = asked.target;
-    // Upstream would dial that address, and so refuses it here. It is never dialled by us, but a client finds the same answer.
-    let address = asked.headers.get(&POD_IP);
+    let target = request.target;
+    // Upstream dials that address and therefore refuses it here. This router never dials it, and
+    // refuses it so that clients get the same response.
+    let address = request.headers.get(&POD_IP);
     let names_an_address = address.is_some_and(|value| !value.is_empty());
     if names_an_address || *namespace != target.namespace || *name != target.id {
         return Err(Refusal::Forbidden);
     }
-    let Opened::V2(claims) = opened else {
+    let VerifiedClaims::V2(claims) = opened else {
         return Ok(None);
     };
-    // A later Sandbox of that name is another one, and so is one that nobody knows.
-    let uid = (asked.uid)().filter(|uid| **uid == *claims.uid);
-    let covered = claims.covers(target.port, asked.method, asked.path);
+    // The UID tells the token's Sandbox from a later one of the same name. A Sandbox that the
+    // directory does not hold matches no token.
+    let uid = (request.uid)().filter(|uid| **uid == *claims.uid);
+    let covered = claims.covers(target.port, request.method, request.path);
     let uid = uid.filter(|_| covered).ok_or(Refusal::Forbidden)?;
     Ok(Some(uid))
 }
 
-/// Asks whose the token is, and whether that user may connect to the sandbox, if one is meant.
+/// Reviews the token and, if `sandbox` is set, the right of the token's user to connect to it.
 async fn review(
     reviewer: &Reviewer,
     token: Option<&str>,
     sandbox: Option<&Target>,
 ) -> Result<(), Refusal> {
     let token = token.ok_or(Refusal::Unauthenticated)?;
-    // A target that cannot exist has no namespace, and a review without one would ask for the right
-    // in all of them.
+    // A target that cannot exist has no namespace; a review without a namespace would ask about the
+    // right in all namespaces.
     if sandbox.is_some_and(|target| target.namespace.is_empty() || target.id.is_empty()) {
         return Err(Refusal::Forbidden);
     }
@@ -144,15 +150,15 @@ async fn review(
         name: &target.id,
     });
     match reviewer.review(token, sandbox).await {
-        Verdict::Allowed => Ok(()),
-        Verdict::Unauthenticated => Err(Refusal::Unauthenticated),
-        Verdict::Forbidden => Err(Refusal::Forbidden),
-        Verdict::Unknown => Err(Refusal::ReviewFailed),
-        Verdict::Crowded => Err(Refusal::TooManyReviews),
+        Decision::Allowed => Ok(()),
+        Decision::Unauthenticated => Err(Refusal::Unauthenticated),
+        Decision::Forbidden => Err(Refusal::Forbidden),
+        Decision::Unknown => Err(Refusal::ReviewFailed),
+        Decision::QueueFull => Err(Refusal::TooManyReviews),
     }
 }
 
-/// The token of the Authorization header. The scheme's case does not matter, the token's does.
+/// Returns the token of the Authorization header. The case of the scheme does not matter.
 pub(crate) fn bearer(headers: &HeaderMap) -> Option<&str> {
     let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
     let (scheme, token) = value.split_at_checked("Bearer ".len())?;
@@ -183,25 +189,25 @@ mod tests {
         authorizer: &Authorizer,
         headers: &HeaderMap,
         now: i64,
-    ) -> Result<BoundTo, Refusal> {
+    ) -> Result<BoundUid, Refusal> {
         decide_with(authorizer, headers, Some("uid"), now).await
     }
 
-    /// `uid` is of the Sandbox that the watch shows.
+    /// Authorizes a request while the watch cache holds a Sandbox with this `uid`.
     async fn decide_with(
         authorizer: &Authorizer,
         headers: &HeaderMap,
         uid: Option<&str>,
         now: i64,
-    ) -> Result<BoundTo, Refusal> {
-        let asked = Asked {
+    ) -> Result<BoundUid, Refusal> {
+        let request = AuthzRequest {
             target: &target(),
             method: &Method::GET,
             headers,
             path: "/run",
             uid: &|| uid.map(Into::into),
         };
-        authorizer.authorize(bearer(headers), asked, now).await
+        authorizer.authorize(bearer(headers), request, now).await
     }
 
     fn target() -> Target {
@@ -231,7 +237,7 @@ mod tests {
     #[tokio::test]
     async fn the_shared_token_is_asked_for_as_the_python_router_does(
         #[case] value: &str,
-        #[case] answer: Result<BoundTo, Refusal>,
+        #[case] answer: Result<BoundUid, Refusal>,
     ) {
         let authorizer = Authorizer::SharedToken(SharedToken::new("secret"));
         assert_eq!(decide(&authorizer, &headers(value, None), 0).await, answer);
@@ -249,7 +255,7 @@ mod tests {
         #[case] name: &str,
         #[case] now: i64,
         #[case] address: Option<&'static str>,
-        #[case] answer: Result<BoundTo, Refusal>,
+        #[case] answer: Result<BoundUid, Refusal>,
     ) {
         let secret = Secret::new(&[7; 32]).unwrap();
         let claims = Claims {
@@ -264,7 +270,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_a_good_token_a_scoped_sandbox_stays_shut() {
+    async fn a_request_without_a_valid_scoped_token_is_refused() {
         let authorizer = Authorizer::ScopedToken(Secret::new(&[7; 32]).unwrap().into());
         for value in [
             "",

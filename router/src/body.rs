@@ -1,4 +1,4 @@
-//! Bodies on their way through: counted, limited, bounded in time, never collected.
+//! Bodies of requests and responses: counted, limited in size and time, never buffered whole.
 
 use std::{
     pin::Pin,
@@ -20,35 +20,35 @@ use tokio::{
 use tracing::Span;
 
 use crate::{
-    ahead::Ahead,
+    body_prefetch::BodyPrefetch,
     calls::InUse,
     connection::InFlight,
     grpc,
     metrics::{self, Metrics, NamespaceLabel, RequestLabels},
-    places::Place,
     refusal::Refusal,
-    shares::Share,
+    sandbox_limit::SandboxPermit,
     spans,
+    wait_slots::WaitSlot,
     web::{Decoder, Messages, NotBase64, Web},
 };
 
-/// A body was cut off.
+/// Error that cuts off a body.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the request body is larger than is allowed")]
+    #[error("the request body exceeds the limit")]
     TooLarge,
-    #[error("the request took longer than is allowed")]
+    #[error("the request exceeded its time limit")]
     TooLong,
     #[error(transparent)]
     NotBase64(#[from] NotBase64),
-    #[error("the answer ended within a message")]
+    #[error("the response ended within a message")]
     MidMessage,
     #[error(transparent)]
     Hyper(#[from] hyper::Error),
 }
 
 impl Error {
-    /// One word for logs.
+    /// Returns a CamelCase reason for logs.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::TooLarge => "TooLarge",
@@ -59,7 +59,7 @@ impl Error {
         }
     }
 
-    /// Whether the same request may do better.
+    /// Reports whether the same request may succeed when repeated.
     pub fn retry(&self) -> bool {
         match self {
             Self::TooLarge | Self::NotBase64(_) => false,
@@ -68,100 +68,100 @@ impl Error {
     }
 }
 
-/// What was seen of a request's body so far.
+/// Progress of a request body.
 #[derive(Debug, Default)]
-pub struct Seen {
+pub struct BodyProgress {
     bytes: AtomicU64,
     too_large: AtomicBool,
     not_base64: AtomicBool,
     sent: Notify,
 }
 
-impl Seen {
-    /// Counts bytes that were no body's.
+impl BodyProgress {
+    /// Counts bytes that did not pass through a [`RequestBody`].
     pub fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// How many so far.
+    /// Returns the number of bytes so far.
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Until nothing more of it is to be sent. For one who waits, once.
+    /// Waits until the whole body is sent. Only one caller may wait, and only once.
     pub async fn sent(&self) {
         self.sent.notified().await;
     }
 
-    /// Whether the body was cut off at the limit.
+    /// Reports whether the body was cut off at the size limit.
     pub fn too_large(&self) -> bool {
         self.too_large.load(Ordering::Relaxed)
     }
 
-    /// Whether the body was cut off because it has to be base64 and is not.
+    /// Reports whether the body was cut off because it was invalid base64.
     pub fn not_base64(&self) -> bool {
         self.not_base64.load(Ordering::Relaxed)
     }
 }
 
-/// A request's body.
+/// Body of a request.
 #[derive(Debug)]
 pub struct RequestBody {
-    /// What comes before the rest.
-    ahead: Ahead,
+    /// Part that was read while the request was held; it precedes `inner`.
+    prefetch: BodyPrefetch,
     inner: Incoming,
-    /// 0: none.
+    /// Largest size in bytes; 0: no limit.
     limit: u64,
-    seen: Arc<Seen>,
-    /// It is base64, and goes on as bytes.
+    progress: Arc<BodyProgress>,
+    /// Decoder of a base64 body; the sandbox receives bytes.
     text: Option<Box<Decoder>>,
 }
 
 impl RequestBody {
-    /// Lets at most `limit` bytes through; 0 sets no limit. `text`: what comes is base64, and goes on
-    /// as bytes.
-    pub fn new(ahead: Ahead, inner: Incoming, limit: u64, text: bool) -> Self {
+    /// Returns a body that passes at most `limit` bytes; 0 sets no limit. `text`: the client sends
+    /// base64, and the sandbox receives bytes.
+    pub fn new(prefetch: BodyPrefetch, inner: Incoming, limit: u64, text: bool) -> Self {
         let body = Self {
-            ahead,
+            prefetch,
             inner,
             limit,
-            seen: Arc::default(),
+            progress: Arc::default(),
             text: text.then(Box::default),
         };
         if body.is_end_stream() {
-            body.seen.sent.notify_one();
+            body.progress.sent.notify_one();
         }
         body
     }
 
-    /// The next frame as it comes, counted.
+    /// Returns the next frame as the client sent it, and counts its bytes.
     fn poll_next(&mut self, task: &mut Context<'_>) -> Poll<Next> {
-        let frame = match self.ahead.take_frame() {
+        let frame = match self.prefetch.take_frame() {
             Some(frame) => Some(Ok(frame)),
-            None if self.ahead.ended() => None,
+            None if self.prefetch.ended() => None,
             None => ready!(Pin::new(&mut self.inner).poll_frame(task)),
         };
         if let Some(Ok(frame)) = &frame {
             let size = frame.data_ref().map_or(0, |data| data.len() as u64);
-            let total = self.seen.bytes.fetch_add(size, Ordering::Relaxed) + size;
+            let total = self.progress.bytes.fetch_add(size, Ordering::Relaxed) + size;
             if self.limit > 0 && total > self.limit {
-                self.seen.too_large.store(true, Ordering::Relaxed);
+                self.progress.too_large.store(true, Ordering::Relaxed);
                 return Poll::Ready(Some(Err(Error::TooLarge)));
             }
         }
         Poll::Ready(frame.map(|frame| frame.map_err(Error::Hyper)))
     }
 
-    /// What is seen of it, also once it is on its way.
-    pub fn seen(&self) -> Arc<Seen> {
-        Arc::clone(&self.seen)
+    /// Returns the progress, which stays readable after hyper has taken the body.
+    pub fn progress(&self) -> Arc<BodyProgress> {
+        Arc::clone(&self.progress)
     }
 }
 
 impl Drop for RequestBody {
     fn drop(&mut self) {
-        // hyper lets go of it with its last byte.
-        self.seen.sent.notify_one();
+        // hyper drops the body after it has read the last byte.
+        self.progress.sent.notify_one();
     }
 }
 
@@ -180,9 +180,9 @@ impl Body for RequestBody {
             };
             let bytes = decoded(text, next);
             if matches!(bytes, Some(Err(Error::NotBase64(_)))) {
-                self.seen.not_base64.store(true, Ordering::Relaxed);
+                self.progress.not_base64.store(true, Ordering::Relaxed);
             }
-            // Fewer than four letters are no bytes yet.
+            // Fewer than four base64 characters decode to no bytes.
             let empty = |frame: &Frame<Bytes>| frame.data_ref().is_some_and(Bytes::is_empty);
             if !matches!(&bytes, Some(Ok(frame)) if empty(frame)) {
                 return Poll::Ready(bytes);
@@ -192,20 +192,20 @@ impl Body for RequestBody {
 
     fn is_end_stream(&self) -> bool {
         let whole = self.text.as_ref().is_none_or(|text| text.is_whole());
-        whole && self.ahead.is_end_stream(&self.inner)
+        whole && self.prefetch.is_end_stream(&self.inner)
     }
 
     fn size_hint(&self) -> SizeHint {
         match self.text {
             Some(_) => SizeHint::default(),
-            None => self.ahead.size_hint(&self.inner),
+            None => self.prefetch.size_hint(&self.inner),
         }
     }
 }
 
 type Next = Option<Result<Frame<Bytes>, Error>>;
 
-/// The next frame of base64 as bytes. One that ends in the middle of a letter's bytes is none.
+/// Decodes the next frame of base64. A body that ends within a group of four characters is invalid.
 fn decoded(text: &mut Decoder, frame: Next) -> Next {
     let frame = match frame {
         None if text.is_whole() => return None,
@@ -222,7 +222,10 @@ fn decoded(text: &mut Decoder, frame: Next) -> Next {
     })
 }
 
-/// One request and its answer; counted when it is dropped, which is when the last byte is gone or the client is.
+/// One request and its response.
+///
+/// Dropping it counts it in the metrics: after the last byte of the response, or when the client
+/// disconnects.
 #[derive(Debug)]
 pub struct Exchange {
     pub metrics: Arc<Metrics>,
@@ -231,34 +234,34 @@ pub struct Exchange {
     pub sandbox: String,
     pub path: Option<String>,
     pub code: u16,
-    /// A gRPC call: its errors are its trailers.
+    /// The request is a gRPC call: its errors are sent as trailers.
     pub grpc: bool,
-    /// The call's client speaks gRPC-Web.
+    /// gRPC-Web format of the client, if the client speaks gRPC-Web.
     pub web: Option<Web>,
     pub span: Span,
     pub begin: Instant,
     pub deadline: Option<Instant>,
-    /// How long the client waits for the head of the answer, if it says so.
-    pub patience: Option<Duration>,
-    pub received: Option<Arc<Seen>>,
+    /// Time the client waits for the response headers, if the request names it.
+    pub client_timeout: Option<Duration>,
+    pub received: Option<Arc<BodyProgress>>,
     pub sent: u64,
-    /// The request reached the sandbox.
+    /// The sandbox has responded.
     pub reached: bool,
-    /// Among the exchanges that have no end in sight.
-    pub place: Option<Place>,
-    /// Of its sandbox' other exchanges.
-    pub share: Option<Share>,
-    /// Keeps the client's connection from counting as idle.
+    /// Slot of a long-lived exchange: a tunnel or a gRPC call.
+    pub slot: Option<WaitSlot>,
+    /// Permit of any other exchange, from the limit of its sandbox.
+    pub sandbox_permit: Option<SandboxPermit>,
+    /// Guard that keeps the client's connection from counting as idle.
     pub in_flight: InFlight,
 }
 
 impl Exchange {
-    /// What is seen of the request's body.
-    pub fn seen(&mut self) -> &Arc<Seen> {
+    /// Returns the progress of the request body.
+    pub fn progress(&mut self) -> &Arc<BodyProgress> {
         self.received.get_or_insert_default()
     }
 
-    /// Whether its time is over.
+    /// Reports whether the deadline has passed.
     pub fn late(&self) -> bool {
         self.deadline
             .is_some_and(|deadline| deadline <= Instant::now())
@@ -296,7 +299,7 @@ impl Drop for Exchange {
         let received = self
             .received
             .as_ref()
-            .map(|seen| seen.bytes.load(Ordering::Relaxed));
+            .map(|progress| progress.bytes.load(Ordering::Relaxed));
         if let Some(received) = received {
             metrics.client_rx.get_or_create(&label).inc_by(received);
             metrics
@@ -345,24 +348,26 @@ fn as_float(bytes: u64) -> f64 {
     bytes as f64
 }
 
-/// The body of a sandbox' answer.
+/// Body of a sandbox's response.
 #[derive(Debug)]
 pub struct ResponseBody {
     inner: Incoming,
-    /// Past the exchange's deadline; there from the first wait on, so that an answer that is there costs no timer.
+    /// Timer for the exchange's deadline, made at the first wait: a response that needs no wait
+    /// costs no timer.
     late: Option<Pin<Box<Sleep>>>,
     exchange: Exchange,
-    /// The trailers of a call are passed on, or made up.
+    /// The trailers of a call have been sent: the sandbox's or the router's.
     ended: bool,
-    /// What it comes as is gRPC and what it goes on as is gRPC-Web.
+    /// gRPC-Web format for the client; the sandbox sends gRPC.
     web: Option<Web>,
-    /// How far that has come.
+    /// Position in the messages of the response.
     messages: Messages,
     _connection: Option<InUse>,
 }
 
 impl ResponseBody {
-    /// Passes on what comes until the exchange's deadline; as gRPC-Web, if `web` says so.
+    /// Returns a body that passes frames on until the exchange's deadline, as gRPC-Web if `web` is
+    /// set.
     pub fn new(
         inner: Incoming,
         exchange: Exchange,
@@ -390,18 +395,19 @@ impl ResponseBody {
         late.as_mut().poll(task)
     }
 
-    /// The end of an answer that does not come to its own. A call hears why; of other answers only the breaking off can be told.
-    fn broken(&mut self, error: Error) -> Result<Frame<Bytes>, Error> {
+    /// Ends a response that breaks off. A gRPC call gets the reason in trailers; any other response
+    /// can only be cut off.
+    fn break_off(&mut self, error: Error) -> Result<Frame<Bytes>, Error> {
         let received = self.exchange.received.as_ref();
         let refusal = match error {
             _ if !self.exchange.grpc => return Err(error),
-            // To a client of gRPC-Web no trailers can be sent behind what is no answer of gRPC,
-            // nor within a message, of which they would be a part.
+            // A gRPC-Web client reads trailers as a message. It could not read them after a
+            // response that is not gRPC, nor within a message.
             _ if self.exchange.web != self.web || !self.messages.at_boundary() => {
                 return Err(error);
             }
-            _ if received.is_some_and(|seen| seen.too_large()) => Refusal::BodyTooLarge,
-            _ if received.is_some_and(|seen| seen.not_base64()) => Refusal::NotBase64,
+            _ if received.is_some_and(|progress| progress.too_large()) => Refusal::BodyTooLarge,
+            _ if received.is_some_and(|progress| progress.not_base64()) => Refusal::NotBase64,
             Error::TooLong => Refusal::TooLate,
             Error::TooLarge | Error::NotBase64(_) | Error::MidMessage | Error::Hyper(_) => {
                 return Err(error);
@@ -411,12 +417,12 @@ impl ResponseBody {
         Ok(Frame::trailers(grpc::trailers(&refusal)))
     }
 
-    /// A frame as the client gets it.
-    fn passed_on(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, Error> {
+    /// Converts a frame to the client's format.
+    fn convert(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, Error> {
         if let Some(trailers) = frame.trailers_ref()
             && self.exchange.grpc
         {
-            spans::ended(&self.exchange.span, trailers);
+            spans::record_grpc_status(&self.exchange.span, trailers);
         }
         let Some(web) = self.web else {
             return Ok(frame);
@@ -450,7 +456,7 @@ impl Body for ResponseBody {
         let error = match Pin::new(&mut self.inner).poll_frame(task) {
             Poll::Ready(Some(Ok(frame))) => {
                 self.exchange.sent += frame.data_ref().map_or(0, |data| data.len() as u64);
-                return Poll::Ready(Some(self.passed_on(frame)));
+                return Poll::Ready(Some(self.convert(frame)));
             }
             Poll::Ready(None) => return Poll::Ready(None),
             Poll::Ready(Some(Err(error))) => Error::Hyper(error),
@@ -459,7 +465,7 @@ impl Body for ResponseBody {
                 Error::TooLong
             }
         };
-        let end = self.broken(error).and_then(|frame| self.passed_on(frame));
+        let end = self.break_off(error).and_then(|frame| self.convert(frame));
         Poll::Ready(Some(end))
     }
 

@@ -1,9 +1,12 @@
-//! Browsers cannot send `Authorization` when they open a page or a WebSocket. They show their token
-//! once in the query, to the host or the path of a sandbox, and from then on in a cookie of that
-//! host or path. The flags, the order and the limits are upstream's, whose cookie belongs to a
-//! path; what a page of another sandbox' host may have a browser send is less. Pages of one host
-//! are of one origin, whatever their paths: a cookie of a path is kept from no page of another
-//! sandbox. Pure.
+//! Tokens of browsers, in a cookie. Pure.
+//!
+//! A browser cannot send `Authorization` when it opens a page or a WebSocket. It sends its token
+//! once in the query, to the host or the path of a sandbox, and afterwards in a cookie of that
+//! host or path. The flags, the order and the limits are upstream's. Upstream's cookie belongs to
+//! a path; this router accepts less from pages of other sandboxes' hosts.
+//!
+//! All pages of one host have one origin, whatever their paths: a cookie of a path is not
+//! protected from pages of other sandboxes.
 
 use bytes::Bytes;
 use clap::ValueEnum;
@@ -17,71 +20,71 @@ use percent_encoding::percent_decode_str;
 
 use crate::{authz, rewrite};
 
-/// A browser takes no such cookie from a page but for that page's own host.
+/// Prefix of cookie names that a browser accepts only for the host that sets the cookie.
 const HOST_ONLY: &str = "__Host-";
-/// Whose page has had the request sent. No page can write these two.
+/// Header with the relation of the page that caused the request. No page can set `Sec-Fetch-*`.
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
-/// What will become of the answer.
+/// Header with the use that the browser makes of the response.
 const SEC_FETCH_DEST: HeaderName = HeaderName::from_static("sec-fetch-dest");
 
-/// Whether a browser sends the cookie where another site's page is what leads to the sandbox.
+/// `SameSite` attribute: requests from pages of other sites in which a browser sends the cookie.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum SameSite {
-    /// To pages that it opens.
+    /// Only requests that open a page.
     #[default]
     Lax,
-    /// Never.
+    /// No request.
     Strict,
-    /// Always.
+    /// Every request.
     None,
 }
 
-/// How browsers show tokens.
+/// Settings of the cookie.
 #[derive(Clone, Debug)]
 pub struct Browsers {
     /// Name of the cookie.
     pub cookie: String,
-    /// Parameter of the query that becomes the cookie.
+    /// Query parameter whose value becomes the cookie.
     pub parameter: Option<String>,
     pub same_site: SameSite,
-    /// The cookie is for HTTPS alone.
+    /// Browsers send the cookie only over HTTPS.
     pub secure: bool,
-    /// Whose pages may use the cookie, beside the sandbox' own; as `https://host`.
+    /// Origins, besides the sandbox's own, whose pages may use the cookie; as `https://host`.
     pub origins: Vec<String>,
-    /// The cookie belongs to the paths of sandboxes, not to their hosts.
+    /// The cookie belongs to the path of a sandbox, not to its host.
     pub of_paths: bool,
 }
 
-/// The settings make no safe cookie.
+/// Settings that make no safe cookie.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error(
-        "--authz-cookie-name, --authz-cookie-query-param: {0:?} has more in it than letters, digits and - _ . ~"
+        "--authz-cookie-name, --authz-cookie-query-param: {0:?} may contain only letters, digits and - _ . ~"
     )]
     Name(String),
     #[error(
-        "--authz-cookie-name: {0:?} does not begin with {HOST_ONLY}, and so a sandbox could set it for the hosts of others; for development, --authz-cookie-insecure takes any name"
+        "--authz-cookie-name: {0:?} must begin with {HOST_ONLY}, or a sandbox could set the cookie for hosts of other sandboxes; for development, --authz-cookie-insecure allows any name"
     )]
     NotHostOnly(String),
     #[error(
-        "--authz-cookie-name: {0:?} begins with {HOST_ONLY}, and browsers take no such cookie for a path: without --domain, take another name"
+        "--authz-cookie-name: {0:?} must not begin with {HOST_ONLY} without --domain: browsers reject such a cookie for a path"
     )]
     HostOnlyOfPath(String),
-    #[error("--authz-cookie-samesite=none does not go with --authz-cookie-insecure")]
+    #[error("--authz-cookie-samesite=none and --authz-cookie-insecure exclude each other")]
     NoneWithoutTls,
-    #[error("--authz-cookie-allowed-origins: {0:?} is no scheme://host or scheme://host:port")]
+    #[error("--authz-cookie-allowed-origins: {0:?} is not scheme://host or scheme://host:port")]
     Origin(String),
 }
 
-/// A token, and where a browser has shown it.
+/// Token of a browser, with the place in the request that held it.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Shown {
+pub enum BrowserToken {
     InQuery(String),
     InCookie(String),
 }
 
-impl Shown {
-    /// The token.
+impl BrowserToken {
+    /// Returns the token.
     pub fn token(&self) -> &str {
         match self {
             Self::InQuery(token) | Self::InCookie(token) => token,
@@ -90,7 +93,7 @@ impl Shown {
 }
 
 impl Browsers {
-    /// Whether the cookie would be as safe as it can be.
+    /// Checks that the settings make a safe cookie.
     pub fn check(&self) -> Result<(), Error> {
         let mut names = [Some(&self.cookie), self.parameter.as_ref()]
             .into_iter()
@@ -115,45 +118,52 @@ impl Browsers {
         }
     }
 
-    /// Takes the token out of a request: the sandbox could act by it as the client. As with upstream, `Authorization` goes before the query, and that before the cookie.
-    pub fn take<B>(&self, request: &mut Request<B>) -> Option<Shown> {
+    /// Removes the token from a request and returns it.
+    ///
+    /// A sandbox that received the token could act as the client. As with upstream, `Authorization`
+    /// takes precedence over the query, and the query over the cookie.
+    pub fn take<B>(&self, request: &mut Request<B>) -> Option<BrowserToken> {
         let cookie = take_cookie(request.headers_mut(), &self.cookie);
         let name = self.parameter.as_deref();
         let parameter = name.and_then(|name| take_parameter(request.uri_mut(), name));
         if authz::bearer(request.headers()).is_some() {
             return None;
         }
-        let shown = parameter.map(Shown::InQuery);
-        shown.or_else(|| cookie.map(Shown::InCookie))
+        let token = parameter.map(BrowserToken::InQuery);
+        token.or_else(|| cookie.map(BrowserToken::InCookie))
     }
 
-    /// Whether a cookie counts in this request to `host`. Browsers add it whoever's page asks, and the page of another sandbox is of the same site.
+    /// Reports whether the cookie authorizes this request to `host`.
+    ///
+    /// Browsers add the cookie to requests of any page. The page of another sandbox belongs to the
+    /// same site, so that `SameSite` does not exclude it.
     pub fn may_use_cookie(
         &self,
         method: &Method,
         headers: &HeaderMap,
         host: Option<&HeaderValue>,
     ) -> bool {
-        let said = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
-        let site = said(&SEC_FETCH_SITE);
+        let header = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+        let site = header(&SEC_FETCH_SITE);
         if matches!(site, Some("same-origin" | "none")) {
             return true;
         }
         let host = host.and_then(|host| host.to_str().ok());
         if headers.contains_key(ORIGIN) {
-            return said(&ORIGIN).is_some_and(|origin| self.knows(origin, host));
+            return header(&ORIGIN).is_some_and(|origin| self.allows_origin(origin, host));
         }
-        // Old browsers say nothing of images and scripts; upstream lets all of these through.
-        let opened = is_read(method) && said(&SEC_FETCH_DEST) == Some("document");
-        let page = || said(&REFERER).and_then(origin_of);
-        site.is_none() || opened || page().is_some_and(|page| self.knows(&page, host))
+        // Old browsers send none of these headers for images and scripts. Upstream allows all such
+        // requests.
+        let opened = is_read(method) && header(&SEC_FETCH_DEST) == Some("document");
+        let page = || header(&REFERER).and_then(origin_of);
+        site.is_none() || opened || page().is_some_and(|page| self.allows_origin(&page, host))
     }
 
-    /// Whether pages of that origin may use the cookie of `host`.
-    fn knows(&self, origin: &str, host: Option<&str>) -> bool {
+    /// Reports whether pages of this origin may use the cookie of `host`.
+    fn allows_origin(&self, origin: &str, host: Option<&str>) -> bool {
         let origin = without_default_port(origin);
         let same = |other: &str| without_default_port(other).eq_ignore_ascii_case(origin);
-        // A cookie for HTTPS alone came by HTTPS, whoever took that off on the way.
+        // A cookie with `Secure` came over HTTPS, even if a proxy terminated TLS.
         let schemes: &[&str] = if self.secure {
             &["https"]
         } else {
@@ -167,16 +177,18 @@ impl Browsers {
         host.is_some_and(own) || self.origins.iter().any(|other| same(other))
     }
 
-    /// The answer to a good token in the query: the cookie, and the same address without the token, which then stays in no history and goes to no other page. `None` where a
-    /// browser would not follow.
-    /// `base` is the length of the path that names the sandbox, 0 where its host does.
-    pub fn welcome<B>(
+    /// Returns a redirect that sets the cookie and removes the token from the URL.
+    ///
+    /// The token then stays in no history and reaches no other page. Returns `None` where a
+    /// browser would not follow a redirect. `base` is the length of the path that names the
+    /// sandbox, 0 where its host does. The caller has verified the token.
+    pub fn cookie_redirect<B>(
         &self,
-        shown: &Shown,
+        token: &BrowserToken,
         request: &Request<B>,
         base: usize,
     ) -> Option<Response<Full<Bytes>>> {
-        let Shown::InQuery(token) = shown else {
+        let BrowserToken::InQuery(token) = token else {
             return None;
         };
         let (uri, headers) = (request.uri(), request.headers());
@@ -188,7 +200,7 @@ impl Browsers {
         let cookie = HeaderValue::from_str(&self.cookie_of(token, path)).ok()?;
         let mut address = address(uri);
         if base > 0 && uri.path().len() == base {
-            // The cookie is for what is below the path.
+            // The cookie's path ends with a slash.
             address.insert(base, '/');
         }
         let address = HeaderValue::from_bytes(address.as_bytes()).ok()?;
@@ -203,7 +215,7 @@ impl Browsers {
         Some(response)
     }
 
-    /// It ends with the browser; the token has an end of its own.
+    /// Returns the `Set-Cookie` value of a session cookie; the token itself expires.
     fn cookie_of(&self, token: &str, path: &str) -> String {
         let secure = if self.secure { "; Secure" } else { "" };
         let same_site = match self.same_site {
@@ -225,12 +237,12 @@ fn is_name(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(inner)
 }
 
-/// What a cookie's value may hold: RFC 6265.
+/// Reports whether a cookie's value may contain this byte (RFC 6265).
 fn is_in_cookies(byte: u8) -> bool {
     byte.is_ascii_graphic() && !b"\",;\\".contains(&byte)
 }
 
-/// The value of a cookie, which the headers lose with all others of its name.
+/// Removes all cookies of this name and returns the value of the first.
 fn take_cookie(headers: &mut HeaderMap, name: &str) -> Option<String> {
     let (mut found, mut kept) = (Vec::new(), Vec::new());
     for pair in headers.get_all(COOKIE).iter().flat_map(pairs) {
@@ -260,7 +272,9 @@ fn pairs(header: &HeaderValue) -> impl Iterator<Item = &[u8]> {
         .filter(|pair| !pair.is_empty())
 }
 
-/// The value of a parameter, which the query loses with all others of its name. The rest stays as it was written.
+/// Removes all query parameters of this name and returns the value of the first.
+///
+/// The rest of the query keeps its bytes.
 fn take_parameter(uri: &mut Uri, name: &str) -> Option<String> {
     let pairs = uri.query()?.split('&');
     let pairs = pairs.map(|pair| (pair, pair.split_once('=').unwrap_or((pair, ""))));
@@ -275,7 +289,7 @@ fn take_parameter(uri: &mut Uri, name: &str) -> Option<String> {
     }
     let mut parts = uri.clone().into_parts();
     parts.path_and_query = rest.parse().ok();
-    // A part of what was an address is one too.
+    // The remaining parts of a valid URI are a valid URI.
     *uri = Uri::from_parts(parts).unwrap_or_default();
     Some(token).filter(|token| !token.is_empty())
 }
@@ -284,7 +298,8 @@ fn decoded(text: &str) -> String {
     percent_decode_str(text).decode_utf8_lossy().into_owned()
 }
 
-/// The address on the same host, whatever it looks like: `//` and `/\` begin another.
+/// Returns the URL's path and query as a reference to the same host: `//` and `/\` would begin
+/// another host.
 fn address(uri: &Uri) -> String {
     let address = uri.path_and_query().map_or("/", PathAndQuery::as_str);
     let elsewhere = address.get(1..).unwrap_or_default();
@@ -294,12 +309,12 @@ fn address(uri: &Uri) -> String {
     address.to_owned()
 }
 
-/// Whether a text is an origin and nothing more, as browsers write it.
+/// Reports whether a text is exactly an origin, as browsers write it.
 pub(crate) fn is_origin(text: &str) -> bool {
     origin_of(text).as_deref() == Some(text)
 }
 
-/// The origin of an address.
+/// Returns the origin of a URL.
 fn origin_of(address: impl AsRef<str>) -> Option<String> {
     let (scheme, rest) = address.as_ref().split_once("://")?;
     let host = rest.split(['/', '?', '#']).next()?;
@@ -307,7 +322,7 @@ fn origin_of(address: impl AsRef<str>) -> Option<String> {
     fine.then(|| format!("{scheme}://{host}"))
 }
 
-/// Browsers leave it out.
+/// Returns an origin without the scheme's default port, which browsers leave out.
 fn without_default_port(origin: &str) -> &str {
     let port = match origin.split_once("://") {
         Some((scheme, _)) if scheme.eq_ignore_ascii_case("https") => ":443",

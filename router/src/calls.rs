@@ -1,5 +1,7 @@
-//! HTTP/2 connections to sandboxes, without TLS and with prior knowledge: what gRPC needs. Each port of a sandbox has one, which all calls to it share; it is made by the
-//! first call and closed when none has needed it for a while.
+//! HTTP/2 connections to sandboxes for gRPC, without TLS and with prior knowledge.
+//!
+//! All calls to one port of a sandbox share a connection. The first call makes it; the router
+//! closes it after a time without calls.
 
 use std::{
     collections::HashMap,
@@ -15,33 +17,33 @@ use tokio::{net::TcpStream, sync::watch};
 use crate::{
     body::RequestBody,
     gate::Destination,
-    places::Bounds,
     server::{MAX_HEAD, PING, PONG},
     upstream::{self, DialError, Dialer, Key},
+    wait_slots::Bounds,
 };
 
-/// How long a connection without calls is kept; at least once and at most twice as long.
+/// Time that a connection without calls stays open: at least this long, at most twice as long.
 const IDLE: Duration = Duration::from_secs(45);
-/// What a sandbox may send of one call before its client has taken it, in bytes; HTTP/2's own default.
+/// Bytes of one call that a sandbox may send before the client has read them; HTTP/2's default.
 const STREAM_WINDOW: u32 = 64 * 1024;
-/// Largest window of HTTP/2.
+/// Largest flow-control window of HTTP/2, in bytes.
 const MAX_WINDOW: u32 = (1 << 31) - 1;
 
-/// A call got no answer.
+/// Error of a call without a response.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum Error {
-    #[error("no connection for a gRPC call")]
+    #[error("cannot connect for a gRPC call")]
     Dial(#[source] Arc<DialError>),
-    #[error("the sandbox' port does not speak HTTP/2")]
+    #[error("the sandbox's port does not speak HTTP/2")]
     Handshake(#[source] Arc<hyper::Error>),
-    #[error("the gRPC call broke off")]
+    #[error("the gRPC call was interrupted")]
     Call(#[source] Arc<hyper::Error>),
-    #[error("the connection was given up before the call was on it")]
+    #[error("the connection was closed before the call was sent")]
     Closed,
 }
 
 impl Error {
-    /// Upstream's word for it in metrics.
+    /// Returns upstream's `reason` label.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Dial(error) => error.reason(),
@@ -51,16 +53,16 @@ impl Error {
     }
 }
 
-/// The connections. Clones are the same ones.
+/// Connections to sandboxes, by destination. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Calls {
     dialer: Dialer,
-    /// What a sandbox may send of all calls of a connection.
+    /// Bytes of all calls of a connection that a sandbox may send before clients have read them.
     window: u32,
     open: Arc<Mutex<HashMap<Destination, watch::Receiver<State>>>>,
 }
 
-/// Of a connection. Whoever has a receiver keeps it open.
+/// State of a connection, which stays open while a call holds a receiver.
 #[derive(Clone, Debug)]
 enum State {
     Dialling,
@@ -68,14 +70,14 @@ enum State {
     Failed(Error),
 }
 
-/// Keeps a connection from counting as unused.
+/// Guard that keeps a connection open.
 #[derive(Debug)]
 pub struct InUse {
     _connection: watch::Receiver<State>,
 }
 
 impl Calls {
-    /// None is open yet, and one sandbox has at most so many calls as `bounds` let through.
+    /// Returns a pool without connections. `bounds` limits the calls of one sandbox.
     pub fn new(dialer: Dialer, bounds: Bounds) -> Self {
         Self {
             dialer,
@@ -84,14 +86,17 @@ impl Calls {
         }
     }
 
-    /// Sends a call and returns the head of its answer; the connection lives as long as the second value. Dropping the future resets the call.
+    /// Sends a call and returns the response headers.
+    ///
+    /// The connection stays open while the second value lives. Dropping the future resets the call.
     pub async fn request(
         &self,
         to: &Destination,
         mut request: Request<RequestBody>,
     ) -> Result<(Response<Incoming>, InUse), Error> {
         let mut last = Error::Closed;
-        // A connection that the sandbox is closing takes no call, and gives it back unsent: a new one will.
+        // A connection that the sandbox is closing returns the call unsent; the second attempt uses
+        // a new connection.
         for _ in 0..2 {
             let mut connection = self.connection(to);
             let state = connection
@@ -134,7 +139,9 @@ impl Calls {
         connection
     }
 
-    /// Makes a connection and keeps it until it ends, or nobody has needed it. All who came meanwhile hear of a failure, and who comes later tries anew.
+    /// Makes a connection and keeps it until it ends or no call has needed it for [`IDLE`].
+    ///
+    /// All calls that wait for the connection get its error; a later call tries again.
     async fn keep(self, to: Destination, state: watch::Sender<State>) {
         let (sender, connection) = match self.connect(&to).await {
             Ok(made) => made,
@@ -177,7 +184,7 @@ impl Calls {
 
     fn forget(&self, to: &Destination, connection: &watch::Receiver<State>) {
         let mut open = self.open();
-        // Another may have taken its place.
+        // A newer connection may be in the map.
         if open
             .get(to)
             .is_some_and(|other| other.same_channel(connection))
@@ -186,7 +193,7 @@ impl Calls {
         }
     }
 
-    /// Forgets a connection that no call has; while the lock is held nobody comes by it.
+    /// Removes a connection without calls; the lock prevents that a call takes it meanwhile.
     fn forget_unused(&self, to: &Destination, state: &watch::Sender<State>) -> bool {
         let mut open = self.open();
         let known = open.get(to);
@@ -208,8 +215,12 @@ type Connection = (
     http2::Connection<TokioIo<TcpStream>, RequestBody, TokioExecutor>,
 );
 
-/// What a sandbox may send of all calls of a connection: of as many as it may have, so that clients which take nothing do not hold up the others. Not more than that, as h2 measures
-/// by it how many tiny frames it keeps. From 32,768 calls on HTTP/2 has no window that is large enough.
+/// Returns the window of a connection, in bytes: the sum of the stream windows of all calls that a
+/// sandbox may have.
+///
+/// Clients that read nothing then do not block the other calls. The window is not larger than that,
+/// because h2 derives from it how many tiny frames it buffers. From 32,768 calls on, HTTP/2 has no
+/// window that is large enough.
 fn connection_window(calls: usize) -> u32 {
     let calls = u32::try_from(calls).unwrap_or(u32::MAX).max(1);
     calls.saturating_mul(STREAM_WINDOW).min(MAX_WINDOW)

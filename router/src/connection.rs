@@ -1,5 +1,8 @@
-//! A client's connection while no request is under way. hyper has one timer for an idle connection and for the head of the next request; a slow head must end in seconds
-//! and an idle connection may last minutes, so that the two are told apart here: by the first byte after the last answer.
+//! Timeouts of a client's connection between requests.
+//!
+//! hyper has one timer for an idle connection and for the head of the next request. A slow head
+//! must end in seconds; an idle connection may last minutes. This module tells them apart by the
+//! first byte after the last response.
 
 use std::{
     io,
@@ -17,133 +20,143 @@ use tokio::{
     sync::Notify,
 };
 
-/// How long a connection has done nothing before it may have to go for another: what its client says first, or heard last, may be on its way.
+/// Idle time before which a connection is not evicted: a request or a response may be in transit.
 pub const QUIET: Duration = Duration::from_millis(100);
 
-/// How long a connection may do nothing.
+/// Timeouts of a connection.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// From the first byte of a request's head to its last; also from the connection to the first request.
+pub struct Timeouts {
+    /// From the first to the last byte of a request's head; also from the connection to the first
+    /// request.
     pub head: Duration,
-    /// Between requests.
+    /// Between two requests.
     pub idle: Duration,
-    /// For a request and its answer. Whoever carries them keeps this limit too, but hears nothing while the client does not take what is there.
+    /// For a request and its response.
+    ///
+    /// The proxy has this limit too, but is not polled while the client does not read.
     pub busy: Duration,
 }
 
-/// What a connection does. Clones are the same connection.
+/// Activity of a connection. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Pulse(Arc<State>);
+pub struct Activity(Arc<State>);
 
 #[derive(Debug)]
 struct State {
-    patience: Patience,
+    timeouts: Timeouts,
     begin: Instant,
     in_flight: AtomicUsize,
-    /// Of those, the ones that [`Patience::busy`] does not bound.
-    own: AtomicUsize,
-    /// Streams of HTTP/2 share their connection, and it carries bytes that belong to no request.
+    /// Requests in flight that [`Timeouts::busy`] does not limit.
+    unlimited: AtomicUsize,
+    /// The connection is HTTP/2: streams share it, and some of its bytes belong to no request.
     http2: AtomicBool,
-    /// All in milliseconds since `begin`.
+    /// End of the last request; all times are in milliseconds since `begin`.
     idle_since: AtomicU64,
     head_since: AtomicU64,
-    /// When the last request that is under way began.
+    /// Begin of the newest request in flight.
     busy_since: AtomicU64,
-    /// The client has not taken all that there is for it.
+    /// Bytes wait until the client reads.
     unwritten: AtomicBool,
-    /// Asked to go for another, and has not heard it yet.
-    asked: AtomicBool,
-    asking: Notify,
+    /// An eviction was requested, and its task has not run yet.
+    evicting: AtomicBool,
+    eviction: Notify,
 }
 
-/// No head has begun.
+/// Value of `head_since` while no head has begun.
 const NONE: u64 = u64::MAX;
 
-impl Pulse {
-    /// A connection that has just been made.
-    pub fn new(patience: Patience) -> Self {
+impl Activity {
+    /// Returns the activity of a connection that has just been accepted.
+    pub fn new(timeouts: Timeouts) -> Self {
         Self(Arc::new(State {
-            patience,
+            timeouts,
             begin: Instant::now(),
             in_flight: AtomicUsize::new(0),
-            own: AtomicUsize::new(0),
+            unlimited: AtomicUsize::new(0),
             http2: AtomicBool::new(false),
             idle_since: AtomicU64::new(0),
             head_since: AtomicU64::new(0),
             busy_since: AtomicU64::new(0),
             unwritten: AtomicBool::new(false),
-            asked: AtomicBool::new(false),
-            asking: Notify::new(),
+            evicting: AtomicBool::new(false),
+            eviction: Notify::new(),
         }))
     }
 
-    /// The first request may begin only now: what came before it belongs to TLS.
+    /// Starts the timeout of the first head, after the TLS handshake.
     pub fn begin_head(&self) {
         self.0.head_since.store(self.0.now(), Ordering::Relaxed);
     }
 
-    /// A request has arrived; it is under way until the result is dropped.
+    /// Counts a request as in flight until the result is dropped.
     pub fn request(&self, http2: bool, bound: Bound) -> InFlight {
         self.0.http2.store(http2, Ordering::Relaxed);
         self.0.head_since.store(NONE, Ordering::Relaxed);
         self.0.busy_since.store(self.0.now(), Ordering::Relaxed);
         self.0.in_flight.fetch_add(1, Ordering::Relaxed);
-        if bound == Bound::Own {
-            self.0.own.fetch_add(1, Ordering::Relaxed);
+        if bound == Bound::Client {
+            self.0.unlimited.fetch_add(1, Ordering::Relaxed);
         }
         InFlight {
-            pulse: self.clone(),
+            activity: self.clone(),
             bound,
         }
     }
 
-    /// When to look at it again; `None`: it is to be closed now. Whoever waits hears of no change meanwhile, and so never waits longer than the shorter patience.
+    /// Returns the time of the next check; `None`: close the connection now.
+    ///
+    /// Nothing wakes the caller when the state changes. The next check is therefore never later
+    /// than the shortest timeout.
     pub fn deadline(&self) -> Option<Instant> {
         let state = &*self.0;
         let now = Instant::now();
-        let Patience { head, idle, busy } = state.patience;
+        let Timeouts { head, idle, busy } = state.timeouts;
         let look_again = now + head.min(idle).min(busy);
-        if state.own.load(Ordering::Relaxed) > 0 {
+        if state.unlimited.load(Ordering::Relaxed) > 0 {
             return Some(look_again);
         }
         let head_since = state.head_since.load(Ordering::Relaxed);
-        let (since, patience) = if state.in_flight.load(Ordering::Relaxed) > 0 {
+        let (since, timeout) = if state.in_flight.load(Ordering::Relaxed) > 0 {
             (state.busy_since.load(Ordering::Relaxed), busy)
         } else if head_since == NONE || state.http2.load(Ordering::Relaxed) {
             (state.idle_since.load(Ordering::Relaxed), idle)
         } else {
             (head_since, head)
         };
-        let deadline = state.begin + Duration::from_millis(since) + patience;
+        let deadline = state.begin + Duration::from_millis(since) + timeout;
         (now < deadline).then(|| deadline.min(look_again))
     }
 
-    /// Since when nothing has been under way; `None`: something is, or was until just now, or it is going already.
+    /// Returns the time since which no request is in flight.
+    ///
+    /// Returns `None` while a request is in flight, for [`QUIET`] after it, and once the connection
+    /// is asked to close.
     pub fn idle_since(&self, now: Instant) -> Option<Instant> {
         let state = &*self.0;
-        // Who sees the end of a request sees when it was, too.
+        // Acquire pairs with the release in `InFlight::drop`, which stores `idle_since` first.
         let busy = state.in_flight.load(Ordering::Acquire) > 0;
-        if busy || state.asked.load(Ordering::Relaxed) {
+        if busy || state.evicting.load(Ordering::Relaxed) {
             return None;
         }
         let since = state.begin + Duration::from_millis(state.idle_since.load(Ordering::Relaxed));
         let idle = now.saturating_duration_since(since);
-        // By not taking an answer nobody keeps a place for longer than by a slow head.
-        let writing = state.unwritten.load(Ordering::Relaxed) && idle < state.patience.head;
+        // A client that does not read its response keeps its connection no longer than a slow head
+        // does.
+        let writing = state.unwritten.load(Ordering::Relaxed) && idle < state.timeouts.head;
         (idle >= QUIET && !writing).then_some(since)
     }
 
-    /// Asks it to go for another.
-    pub fn ask_to_go(&self) {
-        self.0.asked.store(true, Ordering::Relaxed);
-        self.0.asking.notify_one();
+    /// Requests the eviction of the connection.
+    pub fn request_eviction(&self) {
+        self.0.evicting.store(true, Ordering::Relaxed);
+        self.0.eviction.notify_one();
     }
 
-    /// Waits until it has to go for another. A request that came before the asking was heard goes first.
-    pub async fn has_to_go(&self) {
+    /// Waits until the connection must close. A request that arrived in time cancels the eviction.
+    pub async fn evicted(&self) {
         loop {
-            self.0.asking.notified().await;
-            self.0.asked.store(false, Ordering::Relaxed);
+            self.0.eviction.notified().await;
+            self.0.evicting.store(false, Ordering::Relaxed);
             if self.idle_since(Instant::now()).is_some() {
                 return;
             }
@@ -151,7 +164,7 @@ impl Pulse {
     }
 
     fn written(&self, all: bool) {
-        // Most writes change nothing.
+        // Most writes leave the flag as it is; a load is cheaper than a store.
         if self.0.unwritten.load(Ordering::Relaxed) == all {
             self.0.unwritten.store(!all, Ordering::Relaxed);
         }
@@ -175,55 +188,56 @@ impl State {
     }
 }
 
-/// What bounds a request in time.
+/// Time limit of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bound {
-    /// [`Patience::busy`].
-    Busy,
-    /// Its client, or nothing: a gRPC stream may last. HTTP/2's pings say whether the client lives.
-    Own,
+    /// Limited by [`Timeouts::busy`].
+    Router,
+    /// Limited by the client or not at all: a gRPC stream may last. HTTP/2 pings detect a lost
+    /// client.
+    Client,
 }
 
-/// A request under way.
+/// Request in flight.
 #[derive(Debug)]
 pub struct InFlight {
-    pulse: Pulse,
+    activity: Activity,
     bound: Bound,
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        let state = &*self.pulse.0;
-        if self.bound == Bound::Own {
-            state.own.fetch_sub(1, Ordering::Relaxed);
+        let state = &*self.activity.0;
+        if self.bound == Bound::Client {
+            state.unlimited.fetch_sub(1, Ordering::Relaxed);
         }
         state.idle_since.store(state.now(), Ordering::Relaxed);
         state.in_flight.fetch_sub(1, Ordering::Release);
     }
 }
 
-/// A connection whose reads are felt, and writes that wait for the client.
+/// Stream that records reads, and writes that wait for the client.
 #[derive(Debug)]
-pub struct Felt<S> {
+pub struct Monitored<S> {
     inner: S,
-    pulse: Pulse,
+    activity: Activity,
 }
 
-impl<S> Felt<S> {
-    /// Tells `pulse`.
-    pub fn new(inner: S, pulse: Pulse) -> Self {
-        Self { inner, pulse }
+impl<S> Monitored<S> {
+    /// Records in `activity`.
+    pub fn new(inner: S, activity: Activity) -> Self {
+        Self { inner, activity }
     }
 
-    fn felt_write(&self, result: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+    fn record_write(&self, result: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
         if result.is_pending() {
-            self.pulse.written(false);
+            self.activity.written(false);
         }
         result
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Felt<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for Monitored<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         task: &mut Context<'_>,
@@ -232,26 +246,26 @@ impl<S: AsyncRead + Unpin> AsyncRead for Felt<S> {
         let before = buffer.filled().len();
         let result = std::task::ready!(Pin::new(&mut self.inner).poll_read(task, buffer));
         if buffer.filled().len() > before {
-            self.pulse.byte_read();
+            self.activity.byte_read();
         }
         Poll::Ready(result)
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Felt<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for Monitored<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         task: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let result = Pin::new(&mut self.inner).poll_write(task, bytes);
-        self.felt_write(result)
+        self.record_write(result)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, task: &mut Context<'_>) -> Poll<io::Result<()>> {
         let result = Pin::new(&mut self.inner).poll_flush(task);
-        // Whoever writes flushes when there is no more.
-        self.pulse.written(result.is_ready());
+        // hyper flushes after its last write.
+        self.activity.written(result.is_ready());
         result
     }
 
@@ -265,7 +279,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Felt<S> {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let result = Pin::new(&mut self.inner).poll_write_vectored(task, bytes);
-        self.felt_write(result)
+        self.record_write(result)
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -279,8 +293,8 @@ mod tests {
 
     const HOUR: Duration = Duration::from_secs(3600);
 
-    fn pulse(head: Duration, idle: Duration) -> Pulse {
-        Pulse::new(Patience {
+    fn activity(head: Duration, idle: Duration) -> Activity {
+        Activity::new(Timeouts {
             head,
             idle,
             busy: HOUR,
@@ -288,150 +302,151 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_never_asks_is_closed_like_a_slow_head() {
-        assert_eq!(pulse(Duration::ZERO, HOUR).deadline(), None);
-        assert!(pulse(HOUR, Duration::ZERO).deadline().is_some());
+    fn a_connection_without_a_request_is_closed_like_a_slow_head() {
+        assert_eq!(activity(Duration::ZERO, HOUR).deadline(), None);
+        assert!(activity(HOUR, Duration::ZERO).deadline().is_some());
     }
 
     #[test]
     fn the_time_of_a_handshake_is_not_taken_from_the_first_head() {
         let head = Duration::from_millis(200);
-        let pulse = pulse(head, HOUR);
+        let activity = activity(head, HOUR);
         std::thread::sleep(head);
-        assert_eq!(pulse.deadline(), None);
-        pulse.begin_head();
-        assert!(pulse.deadline().is_some());
+        assert_eq!(activity.deadline(), None);
+        activity.begin_head();
+        assert!(activity.deadline().is_some());
     }
 
     #[test]
-    fn a_request_that_takes_too_long_ends_the_connection() {
-        let pulse = Pulse::new(Patience {
+    fn a_request_that_takes_too_long_closes_the_connection() {
+        let activity = Activity::new(Timeouts {
             head: HOUR,
             idle: HOUR,
             busy: Duration::ZERO,
         });
-        let request = pulse.request(false, Bound::Busy);
-        assert_eq!(pulse.deadline(), None);
+        let request = activity.request(false, Bound::Router);
+        assert_eq!(activity.deadline(), None);
         drop(request);
-        assert!(pulse.deadline().is_some());
+        assert!(activity.deadline().is_some());
     }
 
     #[test]
-    fn a_call_that_bounds_itself_keeps_the_connection() {
-        let pulse = Pulse::new(Patience {
+    fn a_call_with_its_own_limit_keeps_the_connection() {
+        let activity = Activity::new(Timeouts {
             head: Duration::ZERO,
             idle: Duration::ZERO,
             busy: Duration::ZERO,
         });
-        let call = pulse.request(true, Bound::Own);
-        let request = pulse.request(true, Bound::Busy);
-        assert!(pulse.deadline().is_some());
+        let call = activity.request(true, Bound::Client);
+        let request = activity.request(true, Bound::Router);
+        assert!(activity.deadline().is_some());
         drop(call);
-        assert_eq!(pulse.deadline(), None);
+        assert_eq!(activity.deadline(), None);
         drop(request);
     }
 
     #[test]
-    fn while_a_request_is_under_way_nothing_counts_as_idle() {
-        let pulse = pulse(Duration::ZERO, Duration::ZERO);
-        let request = pulse.request(false, Bound::Busy);
-        assert!(pulse.deadline().is_some());
+    fn a_connection_with_a_request_in_flight_is_not_idle() {
+        let activity = activity(Duration::ZERO, Duration::ZERO);
+        let request = activity.request(false, Bound::Router);
+        assert!(activity.deadline().is_some());
         drop(request);
-        assert_eq!(pulse.deadline(), None);
+        assert_eq!(activity.deadline(), None);
     }
 
     #[test]
-    fn between_requests_the_first_byte_starts_the_shorter_patience() {
-        let pulse = pulse(Duration::ZERO, HOUR);
-        drop(pulse.request(false, Bound::Busy));
-        assert!(pulse.deadline().is_some(), "idle");
-        pulse.byte_read();
-        assert_eq!(pulse.deadline(), None, "a head has begun");
+    fn the_first_byte_between_requests_starts_the_timeout_of_a_head() {
+        let activity = activity(Duration::ZERO, HOUR);
+        drop(activity.request(false, Bound::Router));
+        assert!(activity.deadline().is_some(), "idle");
+        activity.byte_read();
+        assert_eq!(activity.deadline(), None, "a head has begun");
     }
 
     #[test]
     fn bytes_of_http2_begin_no_head() {
-        let pulse = pulse(Duration::ZERO, HOUR);
-        drop(pulse.request(true, Bound::Busy));
-        pulse.byte_read();
-        assert!(pulse.deadline().is_some());
+        let activity = activity(Duration::ZERO, HOUR);
+        drop(activity.request(true, Bound::Router));
+        activity.byte_read();
+        assert!(activity.deadline().is_some());
     }
 
     #[test]
     fn bytes_of_http2_keep_nothing_alive() {
-        let pulse = pulse(HOUR, Duration::ZERO);
-        drop(pulse.request(true, Bound::Busy));
-        pulse.byte_read();
-        assert_eq!(pulse.deadline(), None);
+        let activity = activity(HOUR, Duration::ZERO);
+        drop(activity.request(true, Bound::Router));
+        activity.byte_read();
+        assert_eq!(activity.deadline(), None);
     }
 
     #[test]
-    fn nobody_waits_past_the_shorter_patience_without_looking() {
-        let pulse = pulse(Duration::from_secs(1), HOUR);
-        drop(pulse.request(false, Bound::Busy));
-        assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
-        let _request = pulse.request(false, Bound::Busy);
-        assert!(pulse.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
+    fn the_next_check_is_never_later_than_the_shortest_timeout() {
+        let activity = activity(Duration::from_secs(1), HOUR);
+        drop(activity.request(false, Bound::Router));
+        assert!(activity.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
+        let _request = activity.request(false, Bound::Router);
+        assert!(activity.deadline().unwrap() <= Instant::now() + Duration::from_secs(1));
     }
 
-    /// Since when it has been idle, seen in a second.
-    fn idle(pulse: &Pulse) -> Option<Instant> {
-        pulse.idle_since(Instant::now() + Duration::from_secs(1))
+    /// Returns `idle_since` as of one second from now.
+    fn idle(activity: &Activity) -> Option<Instant> {
+        activity.idle_since(Instant::now() + Duration::from_secs(1))
     }
 
     #[test]
-    fn while_a_request_is_under_way_and_just_after_nobody_may_end_it() {
+    fn a_connection_is_not_evicted_during_a_request_nor_just_after_it() {
         let before = Instant::now();
-        let pulse = pulse(HOUR, HOUR);
-        assert!(idle(&pulse).is_some(), "it has never asked");
-        assert_eq!(pulse.idle_since(before), None, "just made");
-        let request = pulse.request(true, Bound::Own);
-        let other = pulse.request(true, Bound::Busy);
+        let activity = activity(HOUR, HOUR);
+        assert!(idle(&activity).is_some(), "no request yet");
+        assert_eq!(activity.idle_since(before), None, "just accepted");
+        let request = activity.request(true, Bound::Client);
+        let other = activity.request(true, Bound::Router);
         drop(request);
-        assert_eq!(idle(&pulse), None);
+        assert_eq!(idle(&activity), None);
         let before = Instant::now();
         drop(other);
-        assert!(idle(&pulse).is_some());
-        assert_eq!(pulse.idle_since(before), None, "just answered");
+        assert!(idle(&activity).is_some());
+        assert_eq!(activity.idle_since(before), None, "just answered");
     }
 
     #[tokio::test]
-    async fn an_answer_that_the_client_has_not_taken_is_under_way_for_as_long_as_a_head_may_be() {
+    async fn a_response_that_the_client_does_not_read_prevents_eviction_for_the_timeout_of_a_head()
+    {
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-        let patient = pulse(HOUR, HOUR);
+        let slow = activity(HOUR, HOUR);
         let (ours, mut theirs) = tokio::io::duplex(1);
-        let mut ours = Felt::new(ours, patient.clone());
+        let mut ours = Monitored::new(ours, slow.clone());
         let writing = tokio::time::timeout(Duration::from_millis(1), ours.write_all(b"answer"));
         writing.await.unwrap_err();
-        assert_eq!(idle(&patient), None);
+        assert_eq!(idle(&slow), None);
         let late = Instant::now() + 2 * HOUR;
-        assert!(patient.idle_since(late).is_some(), "longer than a head");
+        assert!(slow.idle_since(late).is_some(), "longer than a head");
         theirs.read_exact(&mut [0; 1]).await.unwrap();
         ours.flush().await.unwrap();
-        assert!(idle(&patient).is_some());
+        assert!(idle(&slow).is_some());
     }
 
     #[tokio::test]
-    async fn who_is_asked_to_go_goes_unless_a_request_has_come_meanwhile() {
-        let pulse = pulse(HOUR, HOUR);
-        let wait = || tokio::time::timeout(2 * QUIET, pulse.has_to_go());
-        let request = pulse.request(false, Bound::Busy);
-        pulse.ask_to_go();
+    async fn an_eviction_is_cancelled_by_a_request() {
+        let activity = activity(HOUR, HOUR);
+        let wait = || tokio::time::timeout(2 * QUIET, activity.evicted());
+        let request = activity.request(false, Bound::Router);
+        activity.request_eviction();
         wait().await.unwrap_err();
         drop(request);
         wait().await.unwrap_err();
-        pulse.ask_to_go();
-        assert_eq!(idle(&pulse), None, "it is going");
+        activity.request_eviction();
+        assert_eq!(idle(&activity), None, "eviction requested");
         wait().await.unwrap();
     }
 
     #[test]
     fn bytes_of_a_body_begin_no_head() {
-        let pulse = pulse(Duration::ZERO, HOUR);
-        let request = pulse.request(false, Bound::Busy);
-        pulse.byte_read();
+        let activity = activity(Duration::ZERO, HOUR);
+        let request = activity.request(false, Bound::Router);
+        activity.byte_read();
         drop(request);
-        assert!(pulse.deadline().is_some());
+        assert!(activity.deadline().is_some());
     }
 }

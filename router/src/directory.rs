@@ -1,4 +1,4 @@
-//! Sandboxes and their Pods as the watches last showed them, joined by UID: the only source of addresses.
+//! Watch cache of Sandboxes and their Pods, joined by UID: the router's only source of addresses.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -15,30 +15,30 @@ use crate::{
     watched::{WatchedPod, WatchedSandbox},
 };
 
-/// A Sandbox and the Pod that requests for it go to.
+/// Sandbox with the Pod that receives its requests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View {
     pub uid: Arc<str>,
     /// resourceVersion of the Sandbox.
     pub version: Arc<str>,
-    /// Its user wants it suspended.
+    /// `operatingMode` is `Suspended`.
     pub suspended: bool,
-    /// A request may resume it.
+    /// Requests may resume the Sandbox.
     pub resume: bool,
-    /// Member of a warm pool that nobody has claimed.
+    /// The Sandbox is an unclaimed member of a warm pool.
     pub unclaimed: bool,
-    /// Ready, not being deleted, at an address that a Pod may have.
+    /// Pod that is ready, is not being deleted, and has an address that the policy allows.
     pub pod: Option<PodAt>,
 }
 
-/// Where a Pod is.
+/// Pod with its address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PodAt {
     pub uid: Arc<str>,
     pub address: IpAddr,
 }
 
-/// The watch cache. Clones are the same one.
+/// Watch cache. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Directory {
     shared: Arc<Shared>,
@@ -48,7 +48,8 @@ pub struct Directory {
 struct Shared {
     policy: AddressPolicy,
     content: RwLock<Content>,
-    /// Who waits for a sandbox to change. A separate lock: readers of the content never meet it.
+    /// Senders for requests that wait for changes of a Sandbox. The lock is separate so that
+    /// look-ups never wait for it.
     waiting: Mutex<HashMap<Key, watch::Sender<()>>>,
     listed: watch::Sender<Listed>,
 }
@@ -64,24 +65,24 @@ struct Listed {
 
 #[derive(Debug, Default)]
 struct Content {
-    /// By namespace, then name: a look-up allocates nothing.
+    /// Entries by namespace, then name: a look-up allocates nothing.
     entries: HashMap<String, HashMap<String, Entry>>,
     /// Addresses of the Pods in `entries` by Pod UID.
     addresses: HashMap<Arc<str>, IpAddr>,
-    /// What the list that is being read has shown so far: Sandboxes, and UIDs of Pods.
+    /// Sandboxes and UIDs of Pods that the current list has returned so far.
     listing_sandboxes: HashSet<Key>,
     listing_pods: HashSet<String>,
 }
 
 #[derive(Debug, Default)]
 struct Entry {
-    sandbox: Option<Known>,
-    /// One, or two while one replaces the other.
-    pods: Vec<KnownPod>,
+    sandbox: Option<SandboxEntry>,
+    /// One Pod, or two while one replaces the other.
+    pods: Vec<PodEntry>,
 }
 
 #[derive(Debug)]
-struct Known {
+struct SandboxEntry {
     uid: Arc<str>,
     version: Arc<str>,
     suspended: bool,
@@ -90,13 +91,13 @@ struct Known {
 }
 
 #[derive(Debug)]
-struct KnownPod {
+struct PodEntry {
     at: PodAt,
     owner: String,
 }
 
 impl Directory {
-    /// An empty one. Pods at addresses that `policy` does not allow stay out.
+    /// Returns an empty cache, which ignores Pods at addresses that `policy` does not allow.
     pub fn new(policy: AddressPolicy) -> Self {
         Self {
             shared: Arc::new(Shared {
@@ -108,12 +109,12 @@ impl Directory {
         }
     }
 
-    /// The policy for addresses.
+    /// Returns the policy for addresses.
     pub fn policy(&self) -> AddressPolicy {
         self.shared.policy
     }
 
-    /// The Sandbox of that name.
+    /// Returns the Sandbox of that name.
     pub fn look_up(&self, namespace: &str, name: &str) -> Option<View> {
         let content = self.read();
         let entry = content.entries.get(namespace)?.get(name)?;
@@ -133,23 +134,27 @@ impl Directory {
         })
     }
 
-    /// Whether somebody holds a Sandbox of that name.
+    /// Reports whether a Sandbox of that name exists and is not an unclaimed pool member.
     pub fn exists(&self, namespace: &str, name: &str) -> bool {
         self.look_up(namespace, name)
             .is_some_and(|view| !view.unclaimed)
     }
 
-    /// Whether any Sandbox is in the namespace. Only such names become labels of metrics: clients choose what they ask for.
+    /// Reports whether the namespace has any Sandbox.
+    ///
+    /// Only such names become labels of metrics, since clients choose the names they ask for.
     pub fn has_namespace(&self, namespace: &str) -> bool {
         self.read().entries.contains_key(namespace)
     }
 
-    /// Whether that Pod still is at that address. An address may have gone to another Pod since the request was routed.
+    /// Reports whether the Pod still has the address.
+    ///
+    /// The address may have passed to another Pod since the request was routed.
     pub fn is_at(&self, pod_uid: &str, address: IpAddr) -> bool {
         self.read().addresses.get(pod_uid) == Some(&address)
     }
 
-    /// Changes of a Sandbox from now on.
+    /// Returns the changes of a Sandbox from now on.
     pub fn changes(&self, namespace: &str, name: &str) -> Changes {
         let key = (namespace.to_owned(), name.to_owned());
         let receiver = Some(self.waiting().entry(key.clone()).or_default().subscribe());
@@ -160,22 +165,22 @@ impl Directory {
         }
     }
 
-    /// Waits until both kinds have been listed once.
+    /// Waits until Sandboxes and Pods have been listed once.
     pub async fn wait_ready(&self) {
         let mut listed = self.shared.listed.subscribe();
-        // An error means that the sender is gone, and `self` holds it.
+        // `wait_for` fails only when the sender is dropped, and `self` holds the sender.
         let _ = listed
             .wait_for(|listed| listed.sandboxes && listed.pods)
             .await;
     }
 
-    /// Whether both kinds have been listed once.
+    /// Reports whether Sandboxes and Pods have been listed once.
     pub fn is_ready(&self) -> bool {
         let listed = *self.shared.listed.borrow();
         listed.sandboxes && listed.pods
     }
 
-    /// Takes in what happened to a Sandbox.
+    /// Applies a watch event of a Sandbox.
     pub fn apply_sandbox(&self, event: Event<WatchedSandbox>) {
         match event {
             Event::Init => self.write().listing_sandboxes.clear(),
@@ -207,7 +212,7 @@ impl Directory {
         let key = key_of(sandbox)?;
         let metadata = &sandbox.metadata;
         let labels = metadata.labels.as_ref();
-        let known = Known {
+        let known = SandboxEntry {
             uid: metadata.uid.as_deref()?.into(),
             version: metadata
                 .resource_version
@@ -223,7 +228,7 @@ impl Directory {
         Some(key)
     }
 
-    /// Takes in what happened to a Pod.
+    /// Applies a watch event of a Pod.
     pub fn apply_pod(&self, event: Event<WatchedPod>) {
         match event {
             Event::Init => self.write().listing_pods.clear(),
@@ -248,7 +253,7 @@ impl Directory {
         let address = pod.address().filter(|_| takes_requests);
         if let Some(address) = address.filter(|address| !self.shared.policy.allows(*address)) {
             let (namespace, name) = (&pod.metadata.namespace, &pod.metadata.name);
-            tracing::warn!(?namespace, ?name, %address, "left out: no address for a Pod");
+            tracing::warn!(?namespace, ?name, %address, "ignored a Pod with a forbidden address");
             return self.replace_pod(pod, None);
         }
         self.replace_pod(pod, address);
@@ -270,7 +275,7 @@ impl Directory {
             content.addresses.insert(Arc::clone(&uid), address);
             let at = PodAt { uid, address };
             let owner = owner.to_owned();
-            content.entry(&key).pods.push(KnownPod { at, owner });
+            content.entry(&key).pods.push(PodEntry { at, owner });
         }
         content.prune(&key);
         drop(content);
@@ -283,7 +288,7 @@ impl Directory {
         }
     }
 
-    // A poisoned lock only says that somebody panicked; no writer leaves the content half changed.
+    // No writer leaves a change incomplete, so that a poisoned lock still guards valid data.
     fn read(&self) -> RwLockReadGuard<'_, Content> {
         self.shared
             .content
@@ -311,7 +316,7 @@ impl Directory {
 pub struct Changes {
     directory: Directory,
     key: Key,
-    /// `None` only while being dropped.
+    /// `None` only during drop.
     receiver: Option<watch::Receiver<()>>,
 }
 
@@ -319,7 +324,7 @@ impl Changes {
     /// Waits for the next change since the last call.
     pub async fn next(&mut self) {
         if let Some(receiver) = &mut self.receiver {
-            // The sender stays while somebody listens.
+            // The sender stays in the map while it has a receiver.
             let _ = receiver.changed().await;
         }
     }
@@ -354,7 +359,7 @@ impl Content {
         self.addresses.remove(uid);
     }
 
-    /// Drops an entry that holds nothing.
+    /// Removes the entry if it holds neither a Sandbox nor a Pod.
     fn prune(&mut self, (namespace, name): &Key) {
         let Some(names) = self.entries.get_mut(namespace) else {
             return;

@@ -1,4 +1,4 @@
-//! Health and metrics, as upstream's router answers them.
+//! Endpoints for probes and metrics, as upstream's router has them.
 
 use std::sync::Arc;
 
@@ -10,7 +10,9 @@ use crate::{directory::Directory, gate::Gate, metrics::Metrics, proxy::Proxy};
 /// Content type of the metrics.
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Answers `/healthz` always and `/readyz` while requests can be carried out: the caches are full and nobody has asked for the end.
+/// Serves `/healthz`, which always succeeds, and `/readyz`.
+///
+/// `/readyz` succeeds from the time both watch caches are filled until the router drains.
 pub fn probes(directory: Directory, stopping: CancellationToken) -> Router {
     let ready = move || {
         let answer = if stopping.is_cancelled() {
@@ -31,7 +33,7 @@ pub fn probes(directory: Directory, stopping: CancellationToken) -> Router {
         .route("/readyz", get(ready))
 }
 
-/// Answers `/metrics`.
+/// Serves `/metrics`.
 pub fn metrics(proxy: Arc<Proxy>) -> Router {
     let answer = move || std::future::ready(text(&proxy.metrics, &proxy.gate));
     Router::new().route("/metrics", get(answer))
@@ -70,7 +72,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn it_is_ready_from_full_caches_to_the_asking_for_its_end_and_healthy_throughout() {
+    async fn readyz_succeeds_between_full_caches_and_drain_and_healthz_always() {
         let (directory, stopping) = (
             Directory::new(AddressPolicy::default()),
             CancellationToken::new(),

@@ -1,4 +1,4 @@
-//! Why a sandbox did not answer.
+//! Failures of requests to sandboxes.
 
 use std::time::Instant;
 
@@ -6,22 +6,22 @@ use hyper_util::client::legacy;
 
 use crate::{calls, upstream};
 
-/// A sandbox did not answer.
+/// Reason why the router has no response from a sandbox.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
-    #[error("no URI for the sandbox")]
+    #[error("cannot build the URI of the sandbox")]
     Uri(#[from] http::Error),
-    #[error("no answer")]
+    #[error("no response")]
     Http1(#[from] legacy::Error),
-    #[error("no answer")]
+    #[error("no response")]
     Http2(#[from] calls::Error),
-    /// It may still be at work.
-    #[error("no answer in time")]
+    /// The time limit passed; the sandbox may still process the request.
+    #[error("no response in time")]
     Timeout,
 }
 
 impl Failure {
-    /// Upstream's word for it in metrics.
+    /// Returns upstream's `reason` label.
     pub(crate) fn reason(&self) -> &'static str {
         match self {
             Self::Uri(_) => "other",
@@ -32,7 +32,7 @@ impl Failure {
     }
 }
 
-/// Waits for a future, not past a deadline.
+/// Waits for a future until the deadline.
 pub(crate) async fn within<T>(
     deadline: Option<Instant>,
     future: impl Future<Output = T>,
@@ -46,7 +46,7 @@ pub(crate) async fn within<T>(
     }
 }
 
-/// An error and what caused it, in one line.
+/// Returns an error and its sources in one line.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();

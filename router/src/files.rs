@@ -1,4 +1,4 @@
-//! Files that flags name, read up to a size.
+//! Reads files that flags name, up to a size.
 
 use std::{
     fs, io,
@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A file was not read.
+/// Error of reading a file.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
     #[error("cannot read {}", path.display())]
@@ -19,10 +19,10 @@ pub enum ReadError {
     TooLarge { path: PathBuf, most: usize },
 }
 
-/// Reads a file that has at most `most` bytes. Blocks; for the time before anybody is served.
+/// Reads a file of at most `most` bytes. Blocks: call it before the router serves clients.
 pub fn read(path: &Path, most: usize) -> Result<Vec<u8>, ReadError> {
     let mut content = Vec::new();
-    // One byte more tells a file that is too large from one that just fits.
+    // One more byte tells a file that is too large from one of exactly `most` bytes.
     let limit = u64::try_from(most).unwrap_or(u64::MAX).saturating_add(1);
     fs::File::open(path)
         .and_then(|file| file.take(limit).read_to_end(&mut content))
@@ -54,7 +54,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_without_an_end_is_not_read_to_it() {
+    fn an_endless_file_is_read_up_to_the_limit_only() {
         let error = read(Path::new("/dev/zero"), 4).unwrap_err();
         assert!(matches!(error, ReadError::TooLarge { .. }));
     }

@@ -1,5 +1,7 @@
-//! Command line: upstream's flags in the ways that Go programs take them, and Torpor's own. What upstream has and this router does not is an error where it would change
-//! who may reach what, and is named in the log where it would not.
+//! Command line: upstream's flags, parsed as Go programs parse them, and Torpor's own.
+//!
+//! The router does not have every flag of upstream. A missing flag that would change which clients
+//! reach which sandboxes is an error; any other is ignored and named in the log.
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
@@ -10,110 +12,111 @@ use torpor_daemon::go_flags::{BindAddress, GoBoolean, duration, with_two_dashes}
 
 use crate::{
     browser::{self, Browsers, SameSite},
-    connection::Patience,
+    connection::Timeouts,
     gate,
     pathroute::is_prefix,
-    places::Bounds,
     proxy::Settings,
     tls::{Files, MutualTls},
     upstream::Dialling,
+    wait_slots::Bounds,
     web::Origins,
 };
 
-/// How requests are authorized; upstream's names, and Torpor's `subjectaccessreview`.
+/// Mode of authorization: upstream's, and Torpor's `subjectaccessreview`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum AuthzMode {
-    /// Everybody may reach every sandbox; upstream's default
+    /// Every client may reach every sandbox; upstream's default
     AllowAll,
-    /// Whoever shows a token of the cluster may reach every sandbox
+    /// A client with a token of the cluster may reach every sandbox
     #[value(name = "tokenreview")]
     TokenReview,
-    /// Torpor's: the user of the token must have the right to `connect` to `sandboxes/proxy` of the
+    /// Torpor's: the user of the token needs the right to `connect` to `sandboxes/proxy` of the
     /// sandbox
     #[value(name = "subjectaccessreview")]
     SubjectAccessReview,
-    /// A token opens the sandbox that it names
+    /// Each token opens the sandbox that it names
     ScopedToken,
 }
 
-/// A time, in seconds since 1970.
+/// Time in seconds since 1970.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Instant(pub i64);
 
-/// The flags.
+/// Flags of the router.
 #[derive(Clone, Debug, Parser)]
 #[command(
     name = "sandbox-router",
-    version,
-    about = "Carries HTTP requests into sandboxes, and wakes those it may."
+    version = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("TORPOR_GIT_COMMIT"), ")"),
+    about = "Carries HTTP requests into sandboxes, and resumes suspended sandboxes that allow it."
 )]
 pub struct Flags {
-    /// Where requests are taken without TLS; empty: nowhere
+    /// Address that accepts requests without TLS; empty: none
     #[arg(long, default_value = ":8080")]
     pub http_bind_address: BindAddress,
-    /// Where requests are taken with TLS; empty: nowhere
+    /// Address that accepts requests with TLS; empty: none
     #[arg(long, default_value = "")]
     pub https_bind_address: BindAddress,
-    /// Where metrics are served; empty: nowhere
+    /// Address that serves metrics; empty: none
     #[arg(long, default_value = ":9090")]
     pub metrics_bind_address: BindAddress,
-    /// Where /healthz and /readyz are served; empty: nowhere
+    /// Address that serves /healthz and /readyz; empty: none
     #[arg(long, default_value = ":8081")]
     pub health_probe_bind_address: BindAddress,
-    /// Server's certificate chain, PEM
+    /// Certificate chain of the server, PEM
     #[arg(long)]
     pub tls_cert_file: Option<PathBuf>,
-    /// Server's private key, PEM
+    /// Private key of the server, PEM
     #[arg(long)]
     pub tls_key_file: Option<PathBuf>,
-    /// Who signed clients' certificates, PEM
+    /// CA certificates that sign clients' certificates, PEM
     #[arg(long)]
     pub tls_client_ca_file: Option<PathBuf>,
-    /// Whether clients show certificates
+    /// Client certificates: off, optional or required
     #[arg(long, value_enum, default_value_t)]
     pub mtls_mode: MutualTls,
-    /// How requests are authorized. Must be named: upstream's default, allow-all, lets everybody in
+    /// Mode of authorization. Required: upstream's default, allow-all, admits every client
     #[arg(long, value_enum)]
     pub authz_mode: Option<AuthzMode>,
-    /// How long a verdict on a token stands; with subjectaccessreview, one on a token and a sandbox
+    /// Time for which the review of a token is cached; with subjectaccessreview, of a token and a
+    /// sandbox
     #[arg(long, default_value = "30s", value_parser = positive)]
     pub authz_tokenreview_ttl: Duration,
-    /// How many such verdicts are remembered
+    /// Largest number of cached reviews
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     pub authz_tokenreview_cache_size: u32,
     /// Refuse requests without a token; subjectaccessreview always does
     #[arg(long, default_value = "false", go_boolean())]
     pub authz_tokenreview_require_token: bool,
-    /// Audiences of which a token must name one
+    /// Audiences, of which a token must name at least one; empty: any
     #[arg(long, value_delimiter = ',')]
     pub authz_tokenreview_audiences: Vec<String>,
-    /// Secret of scoped tokens of version 1, which whoever makes them has too
+    /// Secret of scoped tokens of version 1, shared with their issuer
     #[arg(long)]
     pub authz_scoped_token_secret_file: Option<PathBuf>,
-    /// Public keys of scoped tokens of version 2 (Ed25519), as JSON; read once
+    /// Public keys of scoped tokens of version 2 (Ed25519), as JSON; read only at the start
     #[arg(long)]
     pub authz_scoped_token_verification_keys_file: Option<PathBuf>,
-    /// Time (RFC 3339) from which on tokens of version 1 are void; must be said where both versions
-    /// are taken
+    /// Time (RFC 3339) from which on tokens of version 1 are invalid; required if both versions are
+    /// accepted
     #[arg(long, value_parser = instant)]
     pub authz_scoped_token_v1_accept_until: Option<Instant>,
-    /// Cookie in which browsers may show their token to a sandbox' host, or without --domain to its
-    /// path; for hosts it begins with __Host-
+    /// Cookie in which browsers may send their token to a sandbox's host, or without --domain to
+    /// its path; for hosts the name begins with __Host-
     #[arg(long, default_value = "")]
     pub authz_cookie_name: String,
-    /// Parameter of the query that becomes the cookie, once
+    /// Query parameter whose token the router moves to the cookie
     #[arg(long, default_value = "")]
     pub authz_cookie_query_param: String,
-    /// Whether the cookie is sent where another site's page leads to the sandbox
+    /// SameSite attribute of the cookie
     #[arg(long, value_enum, default_value_t)]
     pub authz_cookie_samesite: SameSite,
-    /// The cookie may go without TLS; for development
+    /// Allow the cookie without TLS; for development
     #[arg(long, default_value = "false", go_boolean())]
     pub authz_cookie_insecure: bool,
-    /// Origins whose pages may use the cookie, beside the sandbox' own
+    /// Origins, besides the sandbox's own, whose pages may use the cookie
     #[arg(long, value_delimiter = ',')]
     pub authz_cookie_allowed_origins: Vec<String>,
-    /// Token that every request must carry, as the Python router has it; only in the environment
+    /// Token that every request must carry, as with the Python router; set by the environment only
     #[arg(
         long = "router-auth-token",
         env = "ROUTER_AUTH_TOKEN",
@@ -122,87 +125,89 @@ pub struct Flags {
         default_value = ""
     )]
     pub router_auth_token: String,
-    /// Longest time of a request; PROXY_TIMEOUT_SECONDS is read too
+    /// Longest time of a request; the variable PROXY_TIMEOUT_SECONDS sets it too
     #[arg(long, default_value = "180s", value_parser = positive)]
     pub proxy_timeout: Duration,
-    /// Longest time from the end of a request to the head of its answer
+    /// Longest time from the end of a request to the response headers
     #[arg(long, default_value = "180s", value_parser = positive)]
     pub response_header_timeout: Duration,
-    /// Longest time of a gRPC call beside the client's own; 0: any
+    /// Longest time of a gRPC call, besides the client's own deadline; 0: no limit
     #[arg(long, default_value = "0s", value_parser = duration)]
     pub grpc_proxy_timeout: Duration,
-    /// Longest time for requests under way to end after SIGTERM
+    /// Longest time that requests in flight may take to end after SIGTERM
     #[arg(long, default_value = "30s", value_parser = duration)]
     pub shutdown_timeout: Duration,
-    /// Largest request body; 0: any
+    /// Largest request body in bytes; 0: no limit
     #[arg(long, default_value_t = 0)]
     pub max_request_body_bytes: u64,
-    /// Further attempts to connect to a sandbox
+    /// Attempts to connect to a sandbox after the first
     #[arg(long, default_value_t = 3)]
     pub upstream_max_retries: u32,
-    /// Before the second attempt; doubled before each further one
+    /// Delay before the second attempt; doubled before each further one
     #[arg(long, default_value = "200ms", value_parser = duration)]
     pub upstream_retry_initial_delay: Duration,
-    /// Longest time between attempts
+    /// Longest delay between attempts
     #[arg(long, default_value = "800ms", value_parser = duration)]
     pub upstream_retry_max_delay: Duration,
-    /// Only sandboxes of this namespace; empty: all
+    /// Namespace whose sandboxes the router serves; empty: all
     #[arg(long, default_value = "")]
     pub cache_namespace: String,
-    /// Kubeconfig; empty: KUBECONFIG, or the Pod's own
+    /// Kubeconfig file; empty: KUBECONFIG, or the ServiceAccount of the Pod
     #[arg(long, default_value = "")]
     pub kubeconfig: String,
-    /// Export a span for each request by OTLP over gRPC; on by itself where the variable
-    /// OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT says where to
+    /// Export a span for each request by OTLP over gRPC; on by default if the variable
+    /// OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set
     #[arg(long, default_value = "false", go_boolean())]
     pub enable_tracing: bool,
-    /// A line in the log for each request
+    /// Log each request
     #[arg(long, default_value = "true", go_boolean())]
     pub access_log: bool,
-    /// Paths <prefix>/<namespace>/<sandbox>/<port>/… name sandboxes too; empty: none does
+    /// Prefix of paths <prefix>/<namespace>/<sandbox>/<port>/… that name sandboxes; empty: none
     #[arg(long, default_value = "")]
     pub path_routing_prefix: String,
-    /// Put the paths of Set-Cookie and Location below the path that named the sandbox
+    /// Move paths in Set-Cookie and Location below the path that named the sandbox
     #[arg(long, default_value = "true", go_boolean())]
     pub path_routing_rewrite_responses: bool,
-    /// Torpor's: hosts <port>-<sandbox>-<namespace>.<domain> name sandboxes
+    /// Torpor's: domain of hosts <port>-<sandbox>-<namespace>.<domain> that name sandboxes
     #[arg(long, default_value = "")]
     pub domain: String,
-    /// Torpor's: origins (scheme://host[:port]; *: any) whose pages may make gRPC-Web calls of
-    /// sandboxes; cookies do not count for them
+    /// Torpor's: origins (scheme://host[:port]; *: any) whose pages may make gRPC-Web calls to
+    /// sandboxes; cookies do not authorize such calls
     #[arg(long, value_delimiter = ',')]
     pub grpc_web_allowed_origins: Vec<String>,
-    /// Torpor's: how long a request waits for a sandbox that is being resumed
+    /// Torpor's: longest time that a request waits for a sandbox that is being resumed
     #[arg(long, default_value = "60s", value_parser = positive)]
     pub resume_timeout: Duration,
-    /// Torpor's: how many requests may wait for sandboxes at once
+    /// Torpor's: most requests that may wait for sandboxes at once
     #[arg(long, default_value_t = 4096)]
     pub max_held_requests: usize,
-    /// Torpor's: how many requests may wait for one sandbox at once
+    /// Torpor's: most requests that may wait for one sandbox at once
     #[arg(long, default_value_t = 1024)]
     pub max_held_requests_per_sandbox: usize,
-    /// Torpor's: how many tunnels (WebSockets) and gRPC calls there may be at once
+    /// Torpor's: most tunnels (WebSockets) and gRPC calls at once
     #[arg(long, default_value_t = 16_384)]
     pub max_open_ended: usize,
-    /// Torpor's: how many tunnels and gRPC calls one sandbox may have at once
+    /// Torpor's: most tunnels and gRPC calls of one sandbox at once
     #[arg(long, default_value_t = 1024)]
     pub max_open_ended_per_sandbox: usize,
-    /// Torpor's: how many other requests may be under way to one sandbox at once; 0: any
+    /// Torpor's: most other requests in flight to one sandbox at once; 0: no limit
     #[arg(long, default_value_t = 2048)]
     pub max_requests_per_sandbox: usize,
-    /// Torpor's: how many tokens the apiserver may be asked about at once; as many again of those that were good before
+    /// Torpor's: most tokens in review at once; the same number again for tokens that were valid
+    /// before
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_token_reviews: u32,
-    /// Torpor's: how many tokens may wait for that; as many again of those that were good before
+    /// Torpor's: most tokens that wait for a review; the same number again for tokens that were
+    /// valid before
     #[arg(long, default_value_t = 512)]
     pub max_held_token_reviews: u32,
-    /// Torpor's: how many connections of clients there may be at once
+    /// Torpor's: most connections of clients at once
     #[arg(long, default_value_t = 20_000)]
     pub max_connections: usize,
     /// Torpor's: longest time for the head of a request
     #[arg(long, default_value = "10s", value_parser = positive)]
     pub read_header_timeout: Duration,
-    /// Torpor's: longest time between the requests of a connection
+    /// Torpor's: longest time between two requests of a connection
     #[arg(long, default_value = "120s", value_parser = positive)]
     pub idle_timeout: Duration,
     /// Torpor's: longest time of one call to the apiserver
@@ -213,22 +218,23 @@ pub struct Flags {
     pub log_format: String,
 }
 
-/// Upstream's other flags that change nothing about who reaches what. `bool` says whether they may stand bare.
+/// Flags of upstream that the router ignores: they do not change which clients reach which
+/// sandboxes. `true`: the flag may have no value.
 const WITHOUT_MEANING: [(&str, bool); 4] = [
-    // Whether a page is the sandbox' own does not depend on where TLS ends.
+    // The check of a page's origin does not depend on where TLS is terminated.
     ("authz-trust-forwarded-proto", true),
     ("cluster-domain", false),
     ("cache-enabled", true),
     ("enable-otel-metrics", true),
 ];
 
-/// Variables that say where spans go.
+/// Variables that name the collector of spans.
 const ENDPOINTS: [&str; 2] = [
     "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 ];
 
-/// The flags do not fit together.
+/// Flags that do not fit together.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("at least one of --http-bind-address and --https-bind-address must be set")]
@@ -240,8 +246,8 @@ pub enum Error {
     #[error("--mtls-mode needs --tls-client-ca-file")]
     NoClientCa,
     #[error(
-        "--authz-mode is missing: name subjectaccessreview (the token's user may connect to sandboxes/proxy), tokenreview (any token of the cluster), \
-         scoped-token (a token for each sandbox), or allow-all (everybody, as upstream's router does by default)"
+        "--authz-mode is missing: set subjectaccessreview (the token's user may connect to sandboxes/proxy), tokenreview (any token of the cluster), \
+         scoped-token (a token for each sandbox), or allow-all (every client; upstream's default)"
     )]
     NoMode,
     #[error(
@@ -258,7 +264,7 @@ pub enum Error {
         "--authz-scoped-token-v1-accept-until needs --authz-mode=scoped-token and --authz-scoped-token-secret-file"
     )]
     EndWithoutSecret,
-    #[error("ROUTER_AUTH_TOKEN goes with --authz-mode=allow-all only")]
+    #[error("ROUTER_AUTH_TOKEN requires --authz-mode=allow-all")]
     TwoModes,
     #[error("--domain: {0:?} is not a DNS name")]
     Domain(String),
@@ -266,12 +272,14 @@ pub enum Error {
         "--authz-cookie-query-param and --authz-cookie-allowed-origins need --authz-cookie-name"
     )]
     NoCookie,
-    #[error("--path-routing-prefix: {0:?} is no path that begins with / and does not end with it")]
+    #[error(
+        "--path-routing-prefix: {0:?} must be a path that begins with / and does not end with /"
+    )]
     PathPrefix(String),
     #[error("--grpc-web-allowed-origins: {0:?} is neither * nor scheme://host[:port]")]
     WebOrigin(String),
     #[error(
-        "--authz-cookie-name needs --domain or --path-routing-prefix: the cookie belongs to a sandbox' host or path"
+        "--authz-cookie-name needs --domain or --path-routing-prefix: the cookie belongs to a sandbox's host or path"
     )]
     CookieWithoutHosts,
     #[error(
@@ -284,7 +292,9 @@ pub enum Error {
     ProxyTimeout(String),
 }
 
-/// Reads the command line. Returns the flags, and the names of those that were given and mean nothing here.
+/// Parses the command line.
+///
+/// Returns the flags, and the names of the given flags that the router ignores.
 pub fn parse(
     arguments: impl IntoIterator<Item = OsString>,
 ) -> Result<(Flags, Vec<&'static str>), clap::Error> {
@@ -311,7 +321,7 @@ pub fn parse(
         let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
         flags.enable_tracing = ENDPOINTS.into_iter().any(set);
     }
-    // The flag wins over the Python router's variable.
+    // The flag takes precedence over the Python router's variable.
     if !given(&"proxy_timeout")
         && let Ok(seconds) = std::env::var("PROXY_TIMEOUT_SECONDS")
     {
@@ -322,7 +332,7 @@ pub fn parse(
     Ok((flags, ignored))
 }
 
-/// An empty list is none, as Go takes it, and not one of an empty value.
+/// Turns a list of one empty value into an empty list, as Go parses it.
 fn none_if_empty(list: &mut Vec<String>) {
     if *list == [""] {
         list.clear();
@@ -345,14 +355,14 @@ fn positive(text: &str) -> Result<Duration, String> {
     Ok(value)
 }
 
-/// A part of a second is left out: a token is void early rather than late.
+/// Parses an RFC 3339 time and drops fractions of a second: tokens expire early, never late.
 fn instant(text: &str) -> Result<Instant, jiff::Error> {
     let time: jiff::Timestamp = text.parse()?;
     Ok(Instant(time.as_second()))
 }
 
 impl Flags {
-    /// Whether the flags fit together.
+    /// Checks that the flags fit together.
     pub fn check(&self) -> Result<(), Error> {
         let tls = self.https_bind_address.0.is_some();
         if self.http_bind_address.0.is_none() && !tls {
@@ -389,7 +399,7 @@ impl Flags {
         self.check_cookie()
     }
 
-    /// As upstream's config.go does.
+    /// Checks the flags of scoped tokens as upstream's config.go does.
     fn check_scoped_tokens(&self, taken: bool) -> Result<(), Error> {
         let secret = self.authz_scoped_token_secret_file.is_some();
         let keys = self.authz_scoped_token_verification_keys_file.is_some();
@@ -417,8 +427,9 @@ impl Flags {
         browsers.check().map_err(Error::Cookie)
     }
 
-    /// How requests are authorized. ROUTER_AUTH_TOKEN alone names a mode too: the Python router has
-    /// no flag for it.
+    /// Returns the mode of authorization.
+    ///
+    /// ROUTER_AUTH_TOKEN alone selects a mode too: the Python router has no flag for it.
     pub fn mode(&self) -> Result<AuthzMode, Error> {
         match self.authz_mode {
             Some(mode) => Ok(mode),
@@ -427,7 +438,7 @@ impl Flags {
         }
     }
 
-    /// How browsers show their tokens, if they may.
+    /// Returns the settings of the cookie, if browsers may use one.
     fn browsers(&self) -> Option<Browsers> {
         let cookie = Some(self.authz_cookie_name.clone()).filter(|name| !name.is_empty())?;
         let parameter = self.authz_cookie_query_param.clone();
@@ -441,7 +452,7 @@ impl Flags {
         })
     }
 
-    /// The files of TLS, if it is served.
+    /// Returns the TLS files, if the router serves TLS.
     pub fn tls_files(&self) -> Option<Files> {
         self.https_bind_address.0?;
         Some(Files {
@@ -452,7 +463,7 @@ impl Flags {
         })
     }
 
-    /// How to connect to sandboxes.
+    /// Returns the settings of connections to sandboxes.
     pub fn dialling(&self) -> Dialling {
         Dialling {
             retries: self.upstream_max_retries,
@@ -461,7 +472,9 @@ impl Flags {
         }
     }
 
-    /// Bounds of waiting. A sandbox that is not known is waited for as long as upstream tries to connect to it.
+    /// Returns the limits of held requests.
+    ///
+    /// A request for an unknown sandbox is held for as long as upstream tries to connect.
     pub fn limits(&self) -> gate::Limits {
         gate::Limits {
             dial: self.dialling().delays().sum(),
@@ -473,7 +486,7 @@ impl Flags {
         }
     }
 
-    /// Bounds of exchanges that have no end in sight.
+    /// Returns the limits of tunnels and gRPC calls.
     pub fn open_ended(&self) -> Bounds {
         Bounds {
             all: self.max_open_ended,
@@ -481,17 +494,17 @@ impl Flags {
         }
     }
 
-    /// How long a client's connection may do nothing, or one thing.
-    pub fn patience(&self) -> Patience {
-        Patience {
+    /// Returns the timeouts of client connections.
+    pub fn connection_timeouts(&self) -> Timeouts {
+        Timeouts {
             head: self.read_header_timeout,
             idle: self.idle_timeout,
-            // The carrier of the request goes first.
+            // The proxy's own timeout expires first.
             busy: self.proxy_timeout + Duration::from_secs(1),
         }
     }
 
-    /// What is set for all requests.
+    /// Returns the settings of all requests.
     pub fn settings(&self) -> Settings {
         Settings {
             domain: Some(self.domain.to_ascii_lowercase()).filter(|domain| !domain.is_empty()),

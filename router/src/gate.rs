@@ -1,4 +1,6 @@
-//! Whether a request may go on to its sandbox, now, later or not at all. [`decide`] chooses and is pure; [`Gate::admit`] waits, within bounds.
+//! Admission of requests to sandboxes: now, later or not at all.
+//!
+//! [`decide`] chooses and is pure; [`Gate::admit`] waits, within limits.
 
 use std::{
     net::IpAddr,
@@ -10,13 +12,13 @@ use tokio::sync::watch;
 
 use crate::{
     directory::{Changes, Directory, View},
-    places::{Bounds, Places},
     refusal::Refusal,
-    resume::{Fence, Outcome, Resumer, Try},
+    resume::{Attempt, Fence, Outcome, Resumer},
     target::Target,
+    wait_slots::{Bounds, WaitSlots},
 };
 
-/// Where a request goes.
+/// Pod and port that receive a request.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Destination {
     pub namespace: String,
@@ -26,13 +28,13 @@ pub struct Destination {
     pub port: u16,
 }
 
-/// What to do with a request.
+/// Next step of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     Route(Destination),
-    /// Until the sandbox is there.
-    Wait(Patience),
-    /// Resume this version of the Sandbox, and wait.
+    /// Wait until the sandbox is ready.
+    Wait(WaitLimit),
+    /// Resume this version of the Sandbox and wait.
     Resume {
         uid: Arc<str>,
         version: Arc<str>,
@@ -40,22 +42,22 @@ pub enum Step {
     Refuse(Refusal),
 }
 
-/// How long a request may wait.
+/// Limit of the time that a request is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Patience {
-    /// As long as upstream tries to connect to a sandbox that is not there yet.
+pub enum WaitLimit {
+    /// The time for which upstream tries to connect to a sandbox that is not ready yet.
     Dial,
-    /// As long as a sandbox may take to come back.
+    /// The time that a sandbox may take to resume.
     Resume,
 }
 
-/// Decides from what the directory shows.
+/// Decides the next step from the directory's view of the Sandbox.
 pub fn decide(target: &Target, view: Option<&View>) -> Step {
     let Some(view) = view else {
-        return Step::Wait(Patience::Dial);
+        return Step::Wait(WaitLimit::Dial);
     };
     if !means(target, view) {
-        return Step::Wait(Patience::Dial);
+        return Step::Wait(WaitLimit::Dial);
     }
     if view.suspended {
         return if view.resume {
@@ -75,72 +77,74 @@ pub fn decide(target: &Target, view: Option<&View>) -> Step {
             address: pod.address,
             port: target.port,
         }),
-        // Perhaps somebody has just resumed it.
-        None if view.resume => Step::Wait(Patience::Resume),
-        None => Step::Wait(Patience::Dial),
+        // Another client may have just resumed the Sandbox.
+        None if view.resume => Step::Wait(WaitLimit::Resume),
+        None => Step::Wait(WaitLimit::Dial),
     }
 }
 
-/// Whether a target means the Sandbox of its name.
+/// Reports whether a target means the Sandbox of its name.
 fn means(target: &Target, view: &View) -> bool {
     match &target.uid {
         Some(uid) => **uid == *view.uid,
-        // It would be another's sandbox once it is claimed.
+        // An unclaimed Sandbox will belong to another user.
         None => !view.unclaimed,
     }
 }
 
-/// Bounds of waiting.
+/// Limits of held requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub dial: Duration,
     pub resume: Duration,
-    /// Requests that wait at once.
+    /// Most requests held at once.
     pub held: Bounds,
 }
 
-/// Lets requests through when their sandbox is there.
+/// Holds requests until their sandboxes are ready.
 #[derive(Debug)]
 pub struct Gate {
     directory: Directory,
     resumer: Resumer,
     limits: Limits,
-    places: Places,
+    slots: WaitSlots,
 }
 
 impl Gate {
-    /// A gate with all places free.
+    /// Returns a gate that holds no request.
     pub fn new(directory: Directory, resumer: Resumer, limits: Limits) -> Self {
-        let places = Places::new(limits.held);
+        let slots = WaitSlots::new(limits.held);
         Self {
             directory,
             resumer,
             limits,
-            places,
+            slots,
         }
     }
 
-    /// The directory it looks into.
+    /// Returns the directory of Sandboxes.
     pub fn directory(&self) -> &Directory {
         &self.directory
     }
 
-    /// How many requests wait.
+    /// Returns the number of held requests.
     pub fn held(&self) -> usize {
-        self.places.taken()
+        self.slots.taken()
     }
 
     fn view(&self, target: &Target) -> Option<View> {
         self.directory.look_up(&target.namespace, &target.id)
     }
 
-    /// UID of the Sandbox that a target means, if there is one.
+    /// Returns the UID of the Sandbox that a target means, if it exists.
     pub fn uid(&self, target: &Target) -> Option<Arc<str>> {
         let view = self.view(target)?;
         means(target, &view).then_some(view.uid)
     }
 
-    /// Waits until the request may go on, not past `deadline`. Dropping the future ends the waiting, and nothing else.
+    /// Waits until the request may go on, at most until `deadline`.
+    ///
+    /// Dropping the future ends the wait; a resume continues.
     pub async fn admit(
         &self,
         target: &Target,
@@ -152,32 +156,32 @@ impl Gate {
             Step::Refuse(refusal) => return Err(refusal),
             Step::Wait(_) | Step::Resume { .. } => {}
         }
-        // Names that nobody has share the places of one sandbox: they cost a client nothing.
+        // All unknown names share the slots of one sandbox: a client can invent any number of them.
         let sandbox = view.map_or_else(|| "".into(), |view| view.uid);
-        let _place = self.places.take(&sandbox).ok_or(Refusal::TooManyHeld)?;
+        let _slot = self.slots.take(&sandbox).ok_or(Refusal::TooManyHeld)?;
         let mut changes = self.directory.changes(&target.namespace, &target.id);
         let begin = Instant::now();
-        let mut resuming: Option<Try> = None;
+        let mut resuming: Option<Attempt> = None;
         loop {
-            let (patience, outcome) = match decide(target, self.view(target).as_ref()) {
+            let (wait, outcome) = match decide(target, self.view(target).as_ref()) {
                 Step::Route(destination) => return Ok(destination),
                 Step::Refuse(refusal) => return Err(refusal),
-                Step::Wait(patience) => (patience, None),
+                Step::Wait(wait) => (wait, None),
                 Step::Resume { uid, version } => {
                     let outcome = self.resume(target, uid, version, &mut resuming)?;
-                    (Patience::Resume, Some(outcome))
+                    (WaitLimit::Resume, Some(outcome))
                 }
             };
-            let (limit, late) = match patience {
-                Patience::Dial => (self.limits.dial, Refusal::Unreachable(target.id.clone())),
-                Patience::Resume => (
+            let (limit, late) = match wait {
+                WaitLimit::Dial => (self.limits.dial, Refusal::Unreachable(target.id.clone())),
+                WaitLimit::Resume => (
                     self.limits.resume,
                     Refusal::ResumeTimeout(target.id.clone()),
                 ),
             };
             let end = begin + limit;
             let end = deadline.map_or(end, |deadline| end.min(deadline));
-            let woken = tokio::time::timeout_at(end.into(), something_new(&mut changes, outcome));
+            let woken = tokio::time::timeout_at(end.into(), wait_for_change(&mut changes, outcome));
             match woken.await {
                 Err(_) => return Err(late),
                 Ok(Some(why)) => return Err(Refusal::NotResumed(target.id.clone(), why)),
@@ -187,38 +191,39 @@ impl Gate {
     }
 }
 
-/// The outcome of a try to resume, and whether it was of the version that is looked at.
-type Asked = (watch::Receiver<Outcome>, bool);
+/// Outcome of an attempt to resume, and whether it was for the version in the directory.
+type PendingResume = (watch::Receiver<Outcome>, bool);
 
 impl Gate {
-    /// Asks for the Sandbox to run. `last` is what the same request has asked for before.
+    /// Resumes the Sandbox. `last` is the previous attempt of the same request.
     fn resume(
         &self,
         target: &Target,
         uid: Arc<str>,
         version: Arc<str>,
-        last: &mut Option<Try>,
-    ) -> Result<Asked, Refusal> {
+        last: &mut Option<Attempt>,
+    ) -> Result<PendingResume, Refusal> {
         if last.as_ref().is_some_and(|last| last.was_undone(&version)) {
-            // Its user's last word. The next request may ask again, this one has done so.
+            // A user suspended the Sandbox after this request resumed it. Only another request may
+            // resume it again.
             let why = "it was suspended again".to_owned();
             return Err(Refusal::NotResumed(target.id.clone(), why));
         }
-        let asked = last.insert(self.resumer.ask(Fence {
+        let attempt = last.insert(self.resumer.resume(Fence {
             namespace: target.namespace.clone(),
             name: target.id.clone(),
             uid,
             version: Arc::clone(&version),
         }));
-        Ok((asked.outcome.clone(), asked.version == version))
+        Ok((attempt.outcome.clone(), attempt.version == version))
     }
 }
 
-/// How long to look only for changes after a try to resume whose outcome nobody knows; then to try again.
+/// Time to wait for changes after an attempt with an unknown outcome, before the next attempt.
 const UNKNOWN_OUTCOME: Duration = Duration::from_secs(1);
 
-/// Waits until there is a reason to look again, or one to give up.
-async fn something_new(changes: &mut Changes, outcome: Option<Asked>) -> Option<String> {
+/// Waits until the Sandbox changes or the attempt ends; returns the reason if it was refused.
+async fn wait_for_change(changes: &mut Changes, outcome: Option<PendingResume>) -> Option<String> {
     let ended = async {
         let Some((mut outcome, of_this_version)) = outcome else {
             return std::future::pending().await;
@@ -228,10 +233,10 @@ async fn something_new(changes: &mut Changes, outcome: Option<Asked>) -> Option<
             .await;
         match last.map(|last| last.clone()) {
             Ok(Outcome::Refused(why)) => Some(why),
-            Ok(Outcome::Asked) if !of_this_version => None,
-            // The watch will show it.
-            Ok(Outcome::Asked | Outcome::Pending) => std::future::pending().await,
-            Ok(Outcome::LookAgain) | Err(_) => {
+            Ok(Outcome::Patched) if !of_this_version => None,
+            // The watch will report the change.
+            Ok(Outcome::Patched | Outcome::Pending) => std::future::pending().await,
+            Ok(Outcome::Retry) | Err(_) => {
                 tokio::time::sleep(UNKNOWN_OUTCOME).await;
                 None
             }

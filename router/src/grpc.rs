@@ -1,5 +1,7 @@
-//! gRPC on its way through: which requests are calls, how long one may take, and how the router refuses one. Pure.
-//! The wire format is that of gRPC over HTTP/2 (github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md); what counts as a call, and the status of each refusal, are upstream's.
+//! gRPC calls: their recognition, their timeouts, and the router's own error responses. Pure.
+//!
+//! The wire format is that of gRPC over HTTP/2 (github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md). The
+//! definition of a call and the status of each refusal are upstream's.
 
 use std::time::Duration;
 
@@ -10,17 +12,17 @@ use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
 use crate::refusal::Refusal;
 
-/// How long the client waits.
+/// Time that the client waits.
 const TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");
 /// Media type of calls.
 pub(crate) const MEDIA_TYPE: &str = "application/grpc";
 const STATUS: HeaderName = HeaderName::from_static("grpc-status");
 const MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
-/// What `grpc-message` may not hold as it is: everything but the printable characters of ASCII, and `%`.
+/// Characters that `grpc-message` encodes: all but the printable ones of ASCII, and `%`.
 const NOT_IN_MESSAGES: &AsciiSet = &CONTROLS.add(b'%');
-/// `grpc-timeout` has at most so many digits.
+/// Most digits of `grpc-timeout`.
 const DIGITS: usize = 8;
-/// Its units in nanoseconds, finest first.
+/// Units of `grpc-timeout` in nanoseconds, finest first.
 const UNITS: [(u8, u128); 6] = [
     (b'n', 1),
     (b'u', 1_000),
@@ -43,8 +45,8 @@ enum Code {
     Unauthenticated = 16,
 }
 
-/// Whether a request is a call: a POST over HTTP/2 of `application/grpc`, with a codec (`+proto`)
-/// or without. gRPC-Web is [`crate::web`]'s.
+/// Reports whether a request is a call: a POST over HTTP/2 of `application/grpc`, with a codec
+/// (`+proto`) or without. [`crate::web`] recognizes gRPC-Web.
 pub fn is_call(version: Version, method: &Method, headers: &HeaderMap) -> bool {
     version == Version::HTTP_2
         && method == Method::POST
@@ -54,17 +56,18 @@ pub fn is_call(version: Version, method: &Method, headers: &HeaderMap) -> bool {
             .is_some_and(|kind| codec(kind, MEDIA_TYPE).is_some())
 }
 
-/// The codec of a media type with the `+`, empty without one; `None` where it is not of this kind.
+/// Returns the codec of a media type with the `+`, or an empty string without a codec; `None`: the
+/// media type is another.
 pub(crate) fn codec(media_type: &str, kind: &str) -> Option<String> {
     let essence = media_type.split(';').next()?.trim();
-    // Most requests are no calls, and pay for no copy.
+    // This check needs no copy: most requests are not calls.
     let begin = essence.get(..kind.len())?;
     let codec = essence.get(kind.len()..)?;
     let fine = codec.is_empty() || codec.len() > 1 && codec.starts_with('+');
     (begin.eq_ignore_ascii_case(kind) && fine).then(|| codec.to_ascii_lowercase())
 }
 
-/// How long the client waits, if it says so.
+/// Returns the time that the client waits, if the request names one.
 pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, Refusal> {
     let mut values = headers.get_all(&TIMEOUT).iter();
     let Some(value) = values.next() else {
@@ -84,7 +87,9 @@ fn read_timeout(text: &[u8]) -> Option<Duration> {
     Some(Duration::from_nanos_u128(number * nanoseconds))
 }
 
-/// Tells the sandbox how long the client still waits: rounded up, in the finest unit that eight digits can hold.
+/// Sets `grpc-timeout` to the time that the client still waits.
+///
+/// The value is rounded up, in the finest unit in which it has at most eight digits.
 pub fn set_timeout(headers: &mut HeaderMap, left: Duration) {
     let most = 10_u128.pow(8) - 1;
     let nanoseconds = left.as_nanos();
@@ -134,7 +139,7 @@ fn code(refusal: &Refusal) -> Code {
     }
 }
 
-/// Status and message of a refusal, as a sandbox would put them behind its last message.
+/// Returns status and message of a refusal as trailers.
 pub fn trailers(refusal: &Refusal) -> HeaderMap {
     let message = refusal.to_string();
     let message = utf8_percent_encode(&message, NOT_IN_MESSAGES).to_string();
@@ -146,7 +151,7 @@ pub fn trailers(refusal: &Refusal) -> HeaderMap {
     trailers
 }
 
-/// The answer to a call that goes nowhere. Its body is empty, so that its headers are its trailers.
+/// Returns the response to a refused call. The body is empty: the headers serve as trailers.
 pub fn response(refusal: &Refusal) -> Response<Full<Bytes>> {
     let mut response = Response::new(Full::default());
     *response.headers_mut() = trailers(refusal);
@@ -205,13 +210,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_timeout_never_gets_shorter_on_the_way(nanoseconds in any::<u64>()) {
+        fn rounding_never_shortens_a_timeout(nanoseconds in any::<u64>()) {
             let left = Duration::from_nanos(nanoseconds);
             let mut headers = HeaderMap::new();
             set_timeout(&mut headers, left);
             let read = timeout(&headers).unwrap().unwrap();
             prop_assert!(read >= left);
-            // One part in ten thousand is what eight digits lose at most, from one unit to the next.
+            // Eight digits lose at most one part in ten thousand, at a change of units.
             prop_assert!(read - left <= left / 1000 + Duration::from_nanos(1), "{:?}", headers);
         }
     }

@@ -1,5 +1,6 @@
-//! Lanes: threads that each serve some of the clients, with connections to sandboxes of their own. What belongs to one request stays on one thread, so that nothing is
-//! handed from core to core while it is carried.
+//! Lanes: threads that each serve some of the clients, with their own connections to sandboxes.
+//!
+//! A request and its response stay on one thread, so that no data moves between cores.
 
 use std::{
     io,
@@ -14,17 +15,17 @@ use tokio::runtime::{Builder, Handle};
 
 use crate::upstream::{self, Dialer, Pool};
 
-/// A thread that serves clients. Clones are the same one.
+/// Thread that serves clients. Clones share it.
 #[derive(Clone, Debug)]
 pub struct Lane {
     pub runtime: Handle,
     pub pool: Pool,
-    /// Connections of clients.
+    /// Number of client connections.
     load: Arc<AtomicUsize>,
 }
 
 impl Lane {
-    /// A lane on the caller's own runtime.
+    /// Returns a lane on the caller's runtime.
     pub fn here(dialer: Dialer) -> Self {
         Self::on(Handle::current(), dialer)
     }
@@ -37,14 +38,14 @@ impl Lane {
         }
     }
 
-    /// Counts a connection for as long as the result lives.
+    /// Counts a connection until the result is dropped.
     pub fn occupy(&self) -> Occupied {
         self.load.fetch_add(1, Ordering::Relaxed);
         Occupied(Arc::clone(&self.load))
     }
 }
 
-/// A connection on a lane.
+/// Connection counted on a lane.
 #[derive(Debug)]
 pub struct Occupied(Arc<AtomicUsize>);
 
@@ -54,7 +55,7 @@ impl Drop for Occupied {
     }
 }
 
-/// Starts a lane for each core that the process may use. They last as long as the process.
+/// Starts a lane for each core that the process may use. The threads never end.
 pub fn one_per_core(dialer: &Dialer) -> io::Result<Vec<Lane>> {
     let cores = thread::available_parallelism()?.get();
     (0..cores).map(|number| start(number, dialer)).collect()
@@ -69,7 +70,7 @@ fn start(number: usize, dialer: &Dialer) -> io::Result<Lane> {
     Ok(Lane::on(handle, dialer.clone()))
 }
 
-/// The lane with the fewest connections.
+/// Returns the lane with the fewest connections.
 pub fn emptiest(lanes: &[Lane]) -> Option<&Lane> {
     lanes
         .iter()

@@ -1,4 +1,4 @@
-//! `sandbox-router`: see the crate's own documentation.
+//! Runs `sandbox-router`; the library crate documents it.
 
 use std::{process::ExitCode, sync::Arc, time::Duration};
 
@@ -18,33 +18,35 @@ use torpor_router::{
     gate::Gate,
     lanes,
     metrics::Metrics,
-    places::Places,
     proxy::Proxy,
     resume::Resumer,
+    sandbox_limit::SandboxLimit,
     scoped_token::{
         LARGEST_SECRET, Secret, Tokens,
         keys::{Keys, LARGEST_FILE},
     },
     server::Server,
-    shares::Shares,
     spans, tls,
     token_review::{ReviewOptions, Reviewer},
     tunnel::Tunnels,
-    upstream, watch,
+    upstream,
+    wait_slots::WaitSlots,
+    watch,
 };
 
-/// How often the files of the certificates are looked at.
+/// Time between checks of the certificate files.
 const CERTIFICATE_CHECK: Duration = Duration::from_secs(10);
-/// A client's and one to a sandbox.
+/// File descriptors of one connection: the client's and the sandbox's.
 const FILES_PER_CONNECTION: u64 = 2;
 
 fn main() -> ExitCode {
-    // First of all: with two TLS providers in the tree the first connection would panic.
+    // The dependencies include two TLS providers. Unless one is installed, the first connection
+    // panics.
     if rustls::crypto::aws_lc_rs::default_provider()
         .install_default()
         .is_err()
     {
-        eprintln!("sandbox-router: a TLS provider is installed already");
+        eprintln!("sandbox-router: a TLS provider is already installed");
         return ExitCode::FAILURE;
     }
     let (flags, ignored) = match flags::parse(std::env::args_os()) {
@@ -54,20 +56,20 @@ fn main() -> ExitCode {
     match work(&flags, &ignored) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            tracing::error!(error = format!("{error:#}"), "cannot go on");
+            tracing::error!(error = format!("{error:#}"), "fatal error");
             ExitCode::FAILURE
         }
     }
 }
 
-/// Watches, probes and the accepting of connections are on this thread; clients are served by [`lanes`].
+/// Runs watches, probes and accept loops on this thread; [`lanes`] serve clients on theirs.
 #[tokio::main(flavor = "current_thread")]
 async fn work(flags: &Flags, ignored: &[&str]) -> anyhow::Result<()> {
     let exporter = flags
         .enable_tracing
         .then(|| Exporter::start(spans::SERVICE))
         .transpose();
-    // A process that cannot begin says why in its log, too.
+    // The log starts before an exporter error is returned, so that the log holds the error.
     let exported = exporter.as_ref().ok().and_then(Option::as_ref);
     torpor_daemon::log::start_with_spans(
         &flags.log_format,
@@ -78,13 +80,13 @@ async fn work(flags: &Flags, ignored: &[&str]) -> anyhow::Result<()> {
     if !ignored.is_empty() {
         tracing::info!(
             flags = ignored.join(" "),
-            "these flags have no meaning here"
+            "ignored upstream flags that have no effect here"
         );
     }
     let exporter = exporter?;
     let ended = serve_all(flags).await;
     if let Some(exporter) = exporter {
-        // It waits for its own thread.
+        // `end` blocks on the exporter's own thread.
         tokio::task::spawn_blocking(move || exporter.end()).await?;
     }
     ended
@@ -96,7 +98,7 @@ async fn serve_all(flags: &Flags) -> anyhow::Result<()> {
     stop_on_signal(stopping.clone())?;
     let client = client(&flags.kubeconfig)
         .await
-        .context("no way to an apiserver")?;
+        .context("cannot make a client for the apiserver")?;
     let directory = Directory::new(AddressPolicy::default());
     let namespace = Some(flags.cache_namespace.as_str()).filter(|namespace| !namespace.is_empty());
     let watching = tokio::spawn(watch::follow(client.clone(), namespace, &directory));
@@ -112,8 +114,8 @@ async fn serve_all(flags: &Flags) -> anyhow::Result<()> {
         authorizer: authorizer(flags, &client)?,
         calls: Calls::new(dialer.clone(), flags.open_ended()),
         tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
-        open_ended: Places::new(flags.open_ended()),
-        shares: Shares::new(flags.max_requests_per_sandbox),
+        open_ended: WaitSlots::new(flags.open_ended()),
+        sandbox_limit: SandboxLimit::new(flags.max_requests_per_sandbox),
         metrics,
         settings: flags.settings(),
     };
@@ -122,25 +124,26 @@ async fn serve_all(flags: &Flags) -> anyhow::Result<()> {
         let probes = endpoints::probes(directory.clone(), stopping.clone());
         serve::serve(address, probes, cut.clone())
             .await
-            .context("probes")?;
+            .context("cannot serve probes")?;
     }
     if let Some(address) = flags.metrics_bind_address.0 {
         let metrics = endpoints::metrics(Arc::clone(&proxy));
         serve::serve(address, metrics, cut.clone())
             .await
-            .context("metrics")?;
+            .context("cannot serve metrics")?;
     }
-    // What has become a tunnel is counted as a connection no more.
+    // A connection that becomes a tunnel no longer counts towards --max-connections.
     raise_open_files(flags.max_connections.saturating_add(flags.max_open_ended));
     let server = Server::new(
         Arc::clone(&proxy),
-        lanes::one_per_core(&dialer).context("threads that serve clients")?,
-        flags.patience(),
+        lanes::one_per_core(&dialer).context("cannot start the threads that serve clients")?,
+        flags.connection_timeouts(),
         flags.max_connections,
         tasks,
         cut.clone(),
     );
-    // Nobody is told that a sandbox does not exist by a router that has not looked yet.
+    // The router serves no client before both watches have listed all objects: it would refuse
+    // requests for sandboxes that exist.
     tokio::select! {
         () = directory.wait_ready() => {}
         () = stopping.cancelled() => return Ok(()),
@@ -178,7 +181,9 @@ async fn serve_all(flags: &Flags) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Raises the limit of open files to the highest that the process may have, as programs in Go do by themselves: container runtimes start with a low one.
+/// Raises the limit of open files to the hard limit.
+///
+/// Container runtimes start processes with a low soft limit; Go programs raise it by themselves.
 fn raise_open_files(connections: usize) {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -186,7 +191,7 @@ fn raise_open_files(connections: usize) {
         ..limit
     };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, "the limit of open files stays as it is");
+        tracing::warn!(%error, "cannot raise the limit of open files");
     }
     let files = limit.maximum.unwrap_or(u64::MAX);
     let needed = FILES_PER_CONNECTION.saturating_mul(connections as u64);
@@ -194,7 +199,7 @@ fn raise_open_files(connections: usize) {
         tracing::warn!(
             files,
             needed,
-            "fewer files may be open than --max-connections and --max-open-ended can need"
+            "the limit of open files is too low for --max-connections and --max-open-ended"
         );
     }
 }
@@ -209,15 +214,16 @@ fn authorizer(flags: &Flags, client: &Client) -> anyhow::Result<Authorizer> {
         }
         AuthzMode::AllowAll => {
             tracing::warn!(
-                "--authz-mode=allow-all: whoever reaches this port reaches every sandbox"
+                "--authz-mode=allow-all: every client of this port may reach every sandbox"
             );
             Authorizer::AllowAll
         }
     })
 }
 
-/// Reads what verifies scoped tokens; what is changed later counts after a restart, as with
-/// upstream.
+/// Reads the secret and the keys that verify scoped tokens.
+///
+/// As with upstream, a later change of the files takes effect after a restart.
 fn tokens(flags: &Flags) -> anyhow::Result<Tokens> {
     let mut tokens = Tokens {
         secret_until: flags

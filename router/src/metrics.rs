@@ -1,4 +1,4 @@
-//! What the router counts: upstream's names, labels and buckets, and Torpor's own beside them.
+//! Metrics: upstream's, with its names, labels and buckets, and Torpor's own.
 
 use std::{
     fmt,
@@ -12,12 +12,12 @@ use prometheus_client::{
     registry::Registry,
 };
 
-/// Upstream's bounds of request durations in seconds, with Torpor's below 5 ms.
+/// Histogram bounds of request durations in seconds: upstream's, and Torpor's below 5 ms.
 const SECONDS: [f64; 17] = [
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
     60.0, 180.0,
 ];
-/// Upstream's bounds of body sizes in bytes.
+/// Histogram bounds of body sizes in bytes; upstream's.
 const BYTES: [f64; 8] = [
     100.0,
     1024.0,
@@ -29,10 +29,11 @@ const BYTES: [f64; 8] = [
     1_073_741_824.0,
 ];
 
-/// Status code under which a request is counted whose client went away before the answer; nobody gets it.
+/// Status code that counts a request whose client disconnected before the response. It is never
+/// sent.
 pub const CLIENT_GONE: u16 = 499;
 
-/// Value of `sandbox_namespace` where no sandbox is known.
+/// Value of `sandbox_namespace` for requests without a known sandbox.
 pub const NO_NAMESPACE: &str = "-";
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -64,7 +65,7 @@ pub struct OutcomeLabel {
     pub outcome: &'static str,
 }
 
-/// The metrics.
+/// Metrics of the router.
 pub struct Metrics {
     registry: Mutex<Registry>,
     pub requests: Family<RequestLabels, Counter>,
@@ -85,8 +86,8 @@ pub struct Metrics {
     pub tunnels: Gauge,
     pub calls: Gauge,
     pub refusals: Family<ReasonLabels, Counter>,
-    /// Connections that were ended for others.
-    pub made_way: Counter,
+    /// Connections evicted at the connection limit.
+    pub evicted_connections: Counter,
 }
 
 impl fmt::Debug for Metrics {
@@ -121,7 +122,7 @@ impl Default for Metrics {
             tunnels: Gauge::default(),
             calls: Gauge::default(),
             refusals: Family::default(),
-            made_way: Counter::default(),
+            evicted_connections: Counter::default(),
         };
         metrics.register();
         metrics
@@ -139,12 +140,12 @@ impl Metrics {
         );
         upstreams.register(
             "request_duration_seconds",
-            "Time of requests to the end of the answer",
+            "Duration of requests up to the end of the response",
             self.seconds.clone(),
         );
         upstreams.register(
             "inflight_requests",
-            "Requests under way",
+            "Requests in flight",
             self.inflight.clone(),
         );
         upstreams.register(
@@ -159,7 +160,7 @@ impl Metrics {
         );
         upstreams.register(
             "cache_invalidations",
-            "Addresses that were given up because the Pod had left them",
+            "Cached addresses dropped because the Pod no longer had them",
             self.cache_invalidations.clone(),
         );
         upstreams.register(
@@ -202,7 +203,7 @@ impl Metrics {
             "Sizes of response bodies",
             self.response_bytes.clone(),
         );
-        upstreams.register("build", "What runs", build_info());
+        upstreams.register("build", "Build of the router", build_info());
         let torpors = registry.sub_registry_with_prefix("torpor_router");
         torpors.register(
             "held_requests",
@@ -210,20 +211,20 @@ impl Metrics {
             self.held.clone(),
         );
         torpors.register("tunnels", "Upgraded connections", self.tunnels.clone());
-        torpors.register("grpc_calls", "gRPC calls under way", self.calls.clone());
+        torpors.register("grpc_calls", "gRPC calls in flight", self.calls.clone());
         torpors.register(
             "refusals",
-            "Requests that the router answered itself, by reason",
+            "Requests that the router refused, by reason",
             self.refusals.clone(),
         );
         torpors.register(
             "connections_made_way",
-            "Connections without a request that were asked to end because there was no place left",
-            self.made_way.clone(),
+            "Idle connections closed at the connection limit to admit others",
+            self.evicted_connections.clone(),
         );
     }
 
-    /// The metrics in OpenMetrics text format.
+    /// Returns the metrics in OpenMetrics text format.
     pub fn text(&self) -> Result<String, fmt::Error> {
         let mut text = String::new();
         encode(
@@ -242,10 +243,7 @@ const PLATFORM: &str = "linux/amd64";
 fn build_info() -> Info<Vec<(&'static str, &'static str)>> {
     Info::new(vec![
         ("git_version", concat!("v", env!("CARGO_PKG_VERSION"))),
-        (
-            "git_commit",
-            option_env!("TORPOR_GIT_COMMIT").unwrap_or("unknown"),
-        ),
+        ("git_commit", env!("TORPOR_GIT_COMMIT")),
         (
             "build_date",
             option_env!("TORPOR_BUILD_DATE").unwrap_or("unknown"),
@@ -256,7 +254,9 @@ fn build_info() -> Info<Vec<(&'static str, &'static str)>> {
     ])
 }
 
-/// The method as a label: clients may invent methods, and each label value stays for ever.
+/// Returns the label of a method; all unknown methods share one.
+///
+/// Clients may invent methods, and label values are never removed.
 pub fn method(method: &Method) -> &'static str {
     match method.as_str() {
         "GET" => "GET",
@@ -270,7 +270,9 @@ pub fn method(method: &Method) -> &'static str {
     }
 }
 
-/// The status code as a label: sandboxes may invent codes too. What HTTP does not know counts as the first of its hundred.
+/// Returns the label of a status code; unknown codes of a hundred share its first code.
+///
+/// Sandboxes may invent codes.
 pub fn code(code: u16) -> u16 {
     let known = StatusCode::from_u16(code).is_ok_and(|code| code.canonical_reason().is_some());
     if known || code == CLIENT_GONE {
@@ -284,8 +286,8 @@ pub fn code(code: u16) -> u16 {
 mod tests {
     use super::*;
 
-    #[test]
-    fn names_and_labels_are_upstreams() {
+    /// Exposition in which each metric has a sample. Families without one are not shown.
+    fn text_with_everything() -> String {
         let metrics = Metrics::default();
         let namespace: Arc<str> = "ns".into();
         let labels = RequestLabels {
@@ -315,6 +317,11 @@ mod tests {
         metrics.upstream_retries.get_or_create(&label).inc();
         metrics.cache_invalidations.get_or_create(&label).inc();
         metrics.client_rx.get_or_create(&label).inc();
+        metrics.client_tx.get_or_create(&label).inc();
+        metrics.upstream_rx.get_or_create(&label).inc();
+        metrics.upstream_tx.get_or_create(&label).inc();
+        metrics.request_bytes.get_or_create(&label).observe(1.0);
+        metrics.response_bytes.get_or_create(&label).observe(1.0);
         metrics
             .cert_reloads
             .get_or_create(&OutcomeLabel { outcome: "success" })
@@ -326,7 +333,19 @@ mod tests {
                 reason: "suspended",
             })
             .inc();
-        let text = metrics.text().unwrap();
+        metrics.text().unwrap()
+    }
+
+    #[test]
+    fn reference_of_metrics_is_current() {
+        let (text, source) = (text_with_everything(), include_str!("metrics.rs"));
+        let title = "Metrics of the router";
+        torpor_test_reference::assert_metrics_page("metrics-router.md", title, &text, source);
+    }
+
+    #[test]
+    fn names_and_labels_are_upstreams() {
+        let text = text_with_everything();
         torpor_test_monitoring::check("sandbox_router_", &text);
         torpor_test_monitoring::check("torpor_router_", &text);
         for line in [

@@ -1,7 +1,8 @@
-//! Requests whose path names their sandbox, for browsers without a wildcard record in DNS:
-//! `<prefix>/<namespace>/<sandbox>/<port>/…`, as upstream's router takes them since 1.0.0
-//! (sandbox-router/proxy/pathroute.go); and what of an answer belongs below that path, since 1.0.11
-//! (PR #2203). Pure.
+//! Routing by path, for browsers without a wildcard record in DNS. Pure.
+//!
+//! The form `<prefix>/<namespace>/<sandbox>/<port>/…` is upstream's since 1.0.0
+//! (sandbox-router/proxy/pathroute.go). The rewriting of responses is upstream's since 1.0.11
+//! (PR #2203).
 
 use std::borrow::Cow;
 
@@ -17,9 +18,12 @@ use crate::{
     target::{Target, is_dns_label},
 };
 
-/// What a browser takes for the whole origin or host, and so for all sandboxes of the router's host:
-/// what it deletes, which scripts answer for which paths, where it reports, and how it connects.
-const OF_ALL_PATHS: [HeaderName; 9] = [
+/// Response headers that browsers apply to a whole origin or host, and thus to all sandboxes of the
+/// router's host.
+///
+/// They control what a browser deletes, which scripts answer for which paths, where the browser
+/// reports, and how it connects.
+const HOST_WIDE: [HeaderName; 9] = [
     HeaderName::from_static("accept-ch"),
     HeaderName::from_static("alt-svc"),
     HeaderName::from_static("clear-site-data"),
@@ -31,24 +35,26 @@ const OF_ALL_PATHS: [HeaderName; 9] = [
     HeaderName::from_static("use-as-dictionary"),
 ];
 
-/// A sandbox that a path names.
+/// Sandbox that a path names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {
     pub target: Target,
-    /// How many bytes of the path come before what the sandbox gets.
+    /// Length in bytes of the part of the path that the sandbox does not receive.
     pub base: usize,
 }
 
-/// Whether `--path-routing-prefix` can be one: upstream's rules, and nothing that ends a path or the
-/// attribute of a cookie.
+/// Reports whether a text is a valid `--path-routing-prefix`.
+///
+/// The rules are upstream's; in addition, no character may end a path or a cookie's attribute.
 pub fn is_prefix(text: &str) -> bool {
     let begins_and_ends = text.starts_with('/') && !text.ends_with('/');
     let inner = |byte: u8| byte.is_ascii_graphic() && !b"?#;,%\"<>\\^`{|}".contains(&byte);
     begins_and_ends && text.bytes().all(inner)
 }
 
-/// Reads a path; `None`: it is not below the prefix. Whatever is below it names a sandbox or is
-/// refused.
+/// Reads a path; `None`: the path is not below the prefix.
+///
+/// A path below the prefix that names no sandbox is an error.
 pub fn read(prefix: &str, path: &str) -> Option<Result<Route, Refusal>> {
     let rest = path.strip_prefix(prefix)?.strip_prefix('/')?;
     Some(read_rest(path.len() - rest.len(), rest))
@@ -85,18 +91,19 @@ fn decoded(segment: &str) -> Result<Cow<'_, str>, Refusal> {
     if escapes.any(|escape| escape.len() != 2 || !escape.bytes().all(|b| b.is_ascii_hexdigit())) {
         return Err(Refusal::PathEncoding);
     }
-    // A segment that is no text is no name either.
+    // Invalid UTF-8 becomes a replacement character, which no name contains.
     Ok(percent_decode_str(segment).decode_utf8_lossy())
 }
 
-/// The path that a sandbox gets; with `base` 0 the whole one.
+/// Returns the path that a sandbox receives: all after the first `base` bytes.
 pub fn rest(path: &str, base: usize) -> &str {
     let rest = path.get(base..).unwrap_or_default();
     if rest.is_empty() { "/" } else { rest }
 }
 
-/// Takes the first `base` bytes off the path of an address, and whatever comes before the path. The
-/// rest stays as it was written.
+/// Removes scheme, authority and the first `base` bytes of the path from a URI.
+///
+/// The rest keeps its bytes.
 pub fn strip(uri: &Uri, base: usize) -> Uri {
     let whole = uri.path_and_query().map_or("/", PathAndQuery::as_str);
     let rest = whole.get(base..).unwrap_or_default();
@@ -105,23 +112,23 @@ pub fn strip(uri: &Uri, base: usize) -> Uri {
     } else {
         format!("/{rest}").parse()
     };
-    // A part of what was an address is one too.
+    // The remaining parts of a valid URI are a valid URI.
     rest.unwrap_or_default()
 }
 
-/// Path of a sandbox for its client: redirects and cookies of an answer are put below it.
+/// Path of a sandbox for its client; redirects and cookies of its responses are moved below it.
 #[derive(Clone, Debug)]
-pub struct Place {
-    /// The beginning of the request's path that names the sandbox, without a slash at its end.
+pub struct PublicPath {
+    /// Part of the request's path that names the sandbox, without a slash at its end.
     base: String,
-    /// The request's path was nothing but that.
+    /// The request's path was equal to `base`.
     bare: bool,
-    /// Hosts that are the sandbox: its own as it sees it, and the client's.
+    /// Hosts that mean the sandbox: the sandbox's own address, and the host that the client uses.
     hosts: Vec<String>,
 }
 
-impl Place {
-    /// The place of a sandbox for the client of a request with this path.
+impl PublicPath {
+    /// Returns the path of a sandbox for the client of a request.
     pub fn new(path: &str, base: usize, hosts: Vec<String>) -> Self {
         let (base, rest) = path.split_at_checked(base).unwrap_or((path, ""));
         Self {
@@ -131,7 +138,7 @@ impl Place {
         }
     }
 
-    /// Puts what a sandbox' answer says of paths below the path that names the sandbox.
+    /// Moves the paths in `Location` and `Set-Cookie` below the path that names the sandbox.
     pub fn rewrite(&self, headers: &mut HeaderMap) {
         if let Some(there) = headers
             .get(LOCATION)
@@ -148,8 +155,8 @@ impl Place {
         }
     }
 
-    /// Where a redirect goes that goes to the sandbox itself by its host or by a path from the root;
-    /// others stay.
+    /// Returns the new target of a redirect to the sandbox itself, by its host or by an absolute
+    /// path; `None`: the redirect stays.
     fn location(&self, there: &str) -> Option<HeaderValue> {
         let path = match there.split_once("://") {
             Some((scheme, rest)) if is_http(scheme) => self.own_path(scheme, rest)?,
@@ -166,7 +173,7 @@ impl Place {
         HeaderValue::from_bytes(format!("{base}{slash}{path}").as_bytes()).ok()
     }
 
-    /// What comes after the host in `rest`, if the host is the sandbox.
+    /// Returns the part of `rest` after the host, if the host means the sandbox.
     fn own_path<'a>(&self, scheme: &str, rest: &'a str) -> Option<&'a str> {
         let end = rest.find(['/', '?', '#', '\\']).unwrap_or(rest.len());
         let (host, path) = rest.split_at_checked(end)?;
@@ -185,8 +192,8 @@ impl Place {
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['/', '?', '#']))
     }
 
-    /// A cookie for the sandbox' paths alone. The host is shared, so that no cookie is for more
-    /// than it.
+    /// Restricts a cookie to the sandbox's paths. Other sandboxes share the host, so that the
+    /// `Domain` attribute is dropped.
     fn cookie(&self, cookie: &[u8]) -> Option<HeaderValue> {
         let mut attributes = cookie.split(|byte| *byte == b';');
         let mut written = attributes.next()?.to_vec();
@@ -198,10 +205,10 @@ impl Place {
             }
             written.push(b';');
             let is_path = name.eq_ignore_ascii_case(b"path");
-            // Any other is no path, and browsers take that of the request.
+            // Browsers ignore any other value and use the request's path.
             let is_absolute = value.starts_with(b"/");
             if is_path {
-                // Of several the last counts (RFC 6265, 5.3).
+                // Browsers use the last `Path` of several (RFC 6265, 5.3).
                 has_path = is_absolute;
             }
             if is_path && is_absolute {
@@ -214,16 +221,16 @@ impl Place {
             }
         }
         if !has_path && self.bare {
-            // A browser would take the path above, which other ports of the sandbox have too.
+            // A browser would use the parent path, which other ports of the sandbox share.
             written.extend_from_slice(format!("; Path={}/", self.base).as_bytes());
         }
         HeaderValue::from_bytes(&written).ok()
     }
 }
 
-/// Takes out of an answer what would be for all sandboxes of the host.
-pub fn keep_to_itself(headers: &mut HeaderMap) {
-    for name in OF_ALL_PATHS {
+/// Removes headers that browsers apply to all sandboxes of the host.
+pub fn remove_host_wide_headers(headers: &mut HeaderMap) {
+    for name in HOST_WIDE {
         headers.remove(name);
     }
 }

@@ -1,4 +1,4 @@
-//! One request from its head to the end of its answer.
+//! Handles one request, from its head to the end of its response.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -12,59 +12,60 @@ use http_body_util::{Either, Full};
 use hyper::{body::Incoming, upgrade};
 
 use crate::{
-    ahead::Ahead,
-    authz::{self, Asked, Authorizer, BoundTo},
-    body::{Exchange, RequestBody, ResponseBody, Seen},
-    browser::{Browsers, Shown},
+    authz::{self, Authorizer, AuthzRequest, BoundUid},
+    body::{BodyProgress, Exchange, RequestBody, ResponseBody},
+    body_prefetch::BodyPrefetch,
+    browser::{BrowserToken, Browsers},
     calls::{Calls, InUse},
-    connection::{Bound, Pulse},
+    connection::{Activity, Bound},
     failure::{Failure, chain, within},
     gate::{Destination, Gate},
-    grpc,
+    grpc, idle_timeout,
     metrics::{self, CLIENT_GONE, DecisionLabels, Metrics, NO_NAMESPACE, ReasonLabels},
-    pathroute::{self, Place, Route},
-    places::Places,
+    pathroute::{self, PublicPath, Route},
     refusal::{Refusal, json_response},
     rewrite,
-    shares::Shares,
-    silence, spans,
+    sandbox_limit::SandboxLimit,
+    spans,
     target::{self, Named, Target},
     tunnel::Tunnels,
     upstream::{self, Pool},
+    wait_slots::WaitSlots,
     web::{self, Origins, Web},
 };
 
-/// What is set once for all requests.
+/// Settings that apply to all requests.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Hosts below it name sandboxes.
+    /// Domain of hosts that name sandboxes.
     pub domain: Option<String>,
-    /// Paths below it name sandboxes.
+    /// Prefix of paths that name sandboxes.
     pub path_prefix: Option<String>,
-    /// What an answer says of paths is put below the one that named the sandbox.
+    /// Paths in `Location` and `Set-Cookie` are moved below the path that named the sandbox.
     pub rewrite_responses: bool,
-    /// How browsers show their tokens to those hosts or paths, if they may.
+    /// Cookie in which browsers send their tokens to those hosts or paths, if allowed.
     pub browsers: Option<Browsers>,
-    /// Whose pages may make gRPC-Web calls from another origin.
+    /// Origins whose pages may make gRPC-Web calls.
     pub web_origins: Origins,
-    /// For a whole request.
+    /// Longest time of a request.
     pub proxy_timeout: Duration,
-    /// For a whole gRPC call, beside the client's own; 0: any.
+    /// Longest time of a gRPC call, besides the client's own deadline; 0: no limit.
     pub grpc_proxy_timeout: Duration,
-    /// From the end of a request to the head of its answer; also without more of the request.
+    /// Longest time from the end of a request to the response headers; also between two parts of
+    /// the request body.
     pub response_header_timeout: Duration,
-    /// Largest request body in bytes; 0: any.
+    /// Largest request body in bytes; 0: no limit.
     pub max_request_body: u64,
     pub access_log: bool,
 }
 
-/// The client's end of a connection.
+/// Client of a connection.
 #[derive(Clone, Debug)]
 pub struct Peer {
     pub address: IpAddr,
     pub tls: bool,
-    pub pulse: Pulse,
-    /// Connections to sandboxes of the lane that serves it.
+    pub activity: Activity,
+    /// Connections to sandboxes of the lane that serves the client.
     pub pool: Pool,
 }
 
@@ -75,20 +76,22 @@ pub struct Proxy {
     pub authorizer: Authorizer,
     pub calls: Calls,
     pub tunnels: Tunnels,
-    /// For exchanges that have no end in sight: tunnels and gRPC calls.
-    pub open_ended: Places,
-    /// For all others.
-    pub shares: Shares,
+    /// Slots of tunnels and gRPC calls.
+    pub open_ended: WaitSlots,
+    /// Limit of all other requests to each sandbox.
+    pub sandbox_limit: SandboxLimit,
     pub metrics: Arc<Metrics>,
     pub settings: Settings,
 }
 
-/// An answer: the router's own, or a sandbox'.
+/// Response: the router's own or a sandbox's.
 pub type Answer = Response<Either<Full<Bytes>, ResponseBody>>;
 
 impl Proxy {
-    /// Carries out one request. Dropping the future, as happens when the client goes away, ends the
-    /// waiting and the call to the sandbox.
+    /// Handles one request.
+    ///
+    /// hyper drops the future when the client disconnects; that ends the wait and the request to
+    /// the sandbox.
     pub async fn handle(&self, peer: &Peer, request: Request<Incoming>) -> Answer {
         let exchange = self.begin(peer, &request);
         let page = exchange
@@ -96,7 +99,7 @@ impl Proxy {
             .and_then(|_| self.settings.web_origins.allowed(request.headers()));
         let mut answer = self.answer(peer, request, exchange).await;
         if let Some(origin) = page {
-            web::readable_by(origin, answer.headers_mut());
+            web::allow_reading(origin, answer.headers_mut());
         }
         answer
     }
@@ -107,23 +110,23 @@ impl Proxy {
         request: Request<Incoming>,
         mut exchange: Exchange,
     ) -> Answer {
-        let refusal = match self.carry(peer, request, &mut exchange).await {
-            Ok(Carried::Own(response)) => {
+        let refusal = match self.process(peer, request, &mut exchange).await {
+            Ok(Handled::Own(response)) => {
                 exchange.code = response.status().as_u16();
                 return response.map(Either::Left);
             }
-            Ok(Carried::Sandbox(response, connection)) => {
+            Ok(Handled::Sandbox(response, connection)) => {
                 let (mut parts, body) = response.into_parts();
                 rewrite::response(&mut parts.headers, false);
                 exchange.code = parts.status.as_u16();
                 if exchange.grpc {
-                    spans::ended(&exchange.span, &parts.headers);
+                    spans::record_grpc_status(&exchange.span, &parts.headers);
                 }
                 let web = exchange.web.filter(|web| web.response(&mut parts.headers));
                 let body = ResponseBody::new(body, exchange, web, connection);
                 return Response::from_parts(parts, Either::Right(body));
             }
-            Ok(Carried::Switched(mut response, client)) => {
+            Ok(Handled::Switched(mut response, client)) => {
                 rewrite::response(response.headers_mut(), true);
                 exchange.code = StatusCode::SWITCHING_PROTOCOLS.as_u16();
                 let sandbox = upgrade::on(&mut response);
@@ -144,7 +147,7 @@ impl Proxy {
             refusal.response()
         };
         if exchange.grpc {
-            spans::ended(&exchange.span, response.headers());
+            spans::record_grpc_status(&exchange.span, response.headers());
         }
         if let Some(web) = exchange.web {
             web.response(response.headers_mut());
@@ -156,14 +159,14 @@ impl Proxy {
     fn begin(&self, peer: &Peer, request: &Request<Incoming>) -> Exchange {
         self.metrics.inflight.inc();
         let (method, headers) = (request.method(), request.headers());
-        let web = Web::asked(method, headers);
+        let web = Web::of_request(method, headers);
         let grpc = web.is_some() || grpc::is_call(request.version(), method, headers);
         if grpc {
             self.metrics.calls.inc();
         }
         let path = || request.uri().path().to_owned();
         let http2 = request.version() == Version::HTTP_2;
-        let bound = if grpc { Bound::Own } else { Bound::Busy };
+        let bound = if grpc { Bound::Client } else { Bound::Router };
         let begin = Instant::now();
         Exchange {
             metrics: Arc::clone(&self.metrics),
@@ -176,23 +179,23 @@ impl Proxy {
             web,
             span: spans::request(method, request.uri().path(), headers),
             begin,
-            patience: None,
+            client_timeout: None,
             deadline: (!grpc).then(|| begin + self.settings.proxy_timeout),
             received: None,
             sent: 0,
             reached: false,
-            place: None,
-            share: None,
-            in_flight: peer.pulse.request(http2, bound),
+            slot: None,
+            sandbox_permit: None,
+            in_flight: peer.activity.request(http2, bound),
         }
     }
 
-    async fn carry(
+    async fn process(
         &self,
         peer: &Peer,
         mut request: Request<Incoming>,
         exchange: &mut Exchange,
-    ) -> Result<Carried, Refusal> {
+    ) -> Result<Handled, Refusal> {
         if request.method() == Method::CONNECT {
             return Err(Refusal::Method);
         }
@@ -201,37 +204,40 @@ impl Proxy {
             .web_origins
             .preflight(request.method(), request.headers());
         if let Some(answer) = asked {
-            return Ok(Carried::Own(answer));
+            return Ok(Handled::Own(answer));
         }
         if exchange.grpc {
             exchange.deadline = self.end_of_call(request.headers(), exchange.begin)?;
         }
         let named = self.named(&request, exchange);
         if named == Err(Refusal::NoSandbox) && request.uri().path() == "/healthz" {
-            // As the Python router: load balancers ask here.
+            // The Python router has this endpoint for load balancers.
             let body = serde_json::json!({"status": "ok"});
-            return Ok(Carried::Own(json_response(StatusCode::OK, &body, None)));
+            return Ok(Handled::Own(json_response(StatusCode::OK, &body, None)));
         }
-        let meant = match self.let_in(named?, &mut request, exchange).await? {
-            Entry::Meant(meant) => meant,
-            Entry::Welcome(answer) => return Ok(Carried::Own(answer)),
+        let routed = match self
+            .authorize_target(named?, &mut request, exchange)
+            .await?
+        {
+            Entry::Forward(routed) => routed,
+            Entry::SetCookie(answer) => return Ok(Handled::Own(answer)),
         };
         let limit = self.settings.max_request_body;
         if limit > 0 && http_body::Body::size_hint(request.body()).lower() > limit {
             return Err(Refusal::BodyTooLarge);
         }
         let given_up = exchange
-            .patience
+            .client_timeout
             .and_then(|p| exchange.begin.checked_add(p));
         let limits = [exchange.deadline, given_up];
         let limit = limits.into_iter().flatten().min();
-        let (destination, ahead) = self.admit(&mut request, &meant.target, limit).await?;
-        let request = (request, ahead);
-        self.forward(peer, request, meant, destination, exchange)
+        let (destination, prefetch) = self.admit(&mut request, &routed.target, limit).await?;
+        let request = (request, prefetch);
+        self.forward(peer, request, routed, destination, exchange)
             .await
     }
 
-    /// What a request names.
+    /// Reads which sandbox a request names.
     fn named(&self, request: &Request<Incoming>, exchange: &Exchange) -> Result<Named, Refusal> {
         let is_native_call = exchange.grpc && exchange.web.is_none();
         let prefix = self.settings.path_prefix.as_deref();
@@ -244,8 +250,8 @@ impl Proxy {
         )
     }
 
-    /// The sandbox that a request is for, if its client may reach it.
-    async fn let_in(
+    /// Returns the sandbox that a request is for, if the client may reach it.
+    async fn authorize_target(
         &self,
         named: Named,
         request: &mut Request<Incoming>,
@@ -256,7 +262,7 @@ impl Proxy {
             return Err(Refusal::NoPort);
         }
         if !exchange.grpc && !by_address {
-            exchange.patience = silence::allowed(request.headers());
+            exchange.client_timeout = idle_timeout::from_headers(request.headers());
         }
         let base = match &named {
             Named::ByPath(route) => route.base,
@@ -267,12 +273,12 @@ impl Proxy {
             exchange.namespace = target.namespace.as_str().into();
         }
         exchange.sandbox.clone_from(&target.id);
-        spans::is_for(&exchange.span, &target);
+        spans::record_target(&exchange.span, &target);
         let browsers = self.settings.browsers.as_ref();
         let browsers = browsers.filter(|browsers| by_address && browsers.of_paths == (base > 0));
-        let shown = browsers.and_then(|browsers| browsers.take(request));
-        let token = self.token(request, shown.as_ref());
-        // First: an unauthorized client hears nothing of what exists.
+        let browser_token = browsers.and_then(|browsers| browsers.take(request));
+        let token = self.token(request, browser_token.as_ref());
+        // Authorization precedes all checks that would reveal which sandboxes exist.
         let bound = self
             .authorize(token, request, (&target, base), exchange)
             .await?;
@@ -282,19 +288,20 @@ impl Proxy {
         if let Some(refusal) = refusal {
             return Err(refusal);
         }
-        if let (Some(browsers), Some(shown)) = (browsers, &shown)
-            && let Some(answer) = browsers.welcome(shown, request, base)
+        if let (Some(browsers), Some(browser_token)) = (browsers, &browser_token)
+            && let Some(answer) = browsers.cookie_redirect(browser_token, request, base)
         {
-            return Ok(Entry::Welcome(answer));
+            return Ok(Entry::SetCookie(answer));
         }
-        Ok(Entry::Meant(Meant {
+        Ok(Entry::Forward(Routed {
             target,
             by_address,
             base,
         }))
     }
 
-    /// The target; or one that cannot exist, to be authorized like any other, and why there is none.
+    /// Returns the target. Without one, returns a refusal and a target that cannot exist, to be
+    /// authorized like any other.
     fn choose(&self, named: Named) -> (Target, Option<Refusal>) {
         let (port, text) = match named {
             Named::ByHeaders(target)
@@ -309,31 +316,34 @@ impl Proxy {
             Ok(target) => (target, None),
             Err(refusal) => {
                 let (namespace, uid) = (String::new(), None);
-                let nobody = Target {
+                let impossible = Target {
                     id: text,
                     namespace,
                     port,
                     uid,
                 };
-                (nobody, Some(refusal))
+                (impossible, Some(refusal))
             }
         }
     }
 
-    /// The token of a request; refused where it is a cookie that the page of another origin has had sent.
+    /// Returns the token of a request, if any; refuses a cookie if a page of another origin caused
+    /// the request.
     fn token<'a>(
         &self,
         request: &'a Request<Incoming>,
-        shown: Option<&'a Shown>,
+        browser_token: Option<&'a BrowserToken>,
     ) -> Result<Option<&'a str>, Refusal> {
         let (headers, browsers) = (request.headers(), self.settings.browsers.as_ref());
-        if let (Some(browsers), Some(Shown::InCookie(_))) = (browsers, shown) {
+        if let (Some(browsers), Some(BrowserToken::InCookie(_))) = (browsers, browser_token) {
             let host = rewrite::host(request.uri(), headers);
             if !browsers.may_use_cookie(request.method(), headers, host.as_ref()) {
                 return Err(Refusal::ForeignOrigin);
             }
         }
-        Ok(shown.map(Shown::token).or_else(|| authz::bearer(headers)))
+        Ok(browser_token
+            .map(BrowserToken::token)
+            .or_else(|| authz::bearer(headers)))
     }
 
     async fn authorize(
@@ -342,12 +352,12 @@ impl Proxy {
         request: &Request<Incoming>,
         (target, base): (&Target, usize),
         exchange: &Exchange,
-    ) -> Result<BoundTo, Refusal> {
+    ) -> Result<BoundUid, Refusal> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let now = now.map_or(0, |now| now.as_secs());
-        // Beyond the year 292 billion every token is void, which is right.
+        // A time beyond `i64` makes every token invalid.
         let now = i64::try_from(now).unwrap_or(i64::MAX);
-        let asked = Asked {
+        let asked = AuthzRequest {
             target,
             method: request.method(),
             headers: request.headers(),
@@ -366,7 +376,7 @@ impl Proxy {
         result
     }
 
-    /// When a call is over that began then, if its client or the flags say so.
+    /// Returns the deadline of a call that began at `begin`, if its client or the flags set one.
     fn end_of_call(
         &self,
         headers: &http::HeaderMap,
@@ -378,70 +388,70 @@ impl Proxy {
             Some(own).filter(|own| !own.is_zero()),
         ];
         let limit = limits.into_iter().flatten().min();
-        // A time beyond the clock's end is none.
+        // A deadline that `Instant` cannot represent is no deadline.
         Ok(limit.and_then(|limit| begin.checked_add(limit)))
     }
 
-    /// Waits for the sandbox, and returns what has come of the request's body meanwhile.
+    /// Waits for the sandbox; returns the destination and the part of the body read meanwhile.
     async fn admit(
         &self,
         request: &mut Request<Incoming>,
         target: &Target,
         deadline: Option<Instant>,
-    ) -> Result<(Destination, Ahead), Refusal> {
-        let mut ahead = Ahead::default();
+    ) -> Result<(Destination, BodyPrefetch), Refusal> {
+        let mut prefetch = BodyPrefetch::default();
         let admitted = self.gate.admit(target, deadline);
         let admitted = if request.version() == Version::HTTP_2 {
             admitted.await
         } else {
-            let admitted = ahead.while_waiting(request.body_mut(), admitted).await;
-            // Its client has gone, or sends what is no body.
+            let admitted = prefetch.read_while(request.body_mut(), admitted).await;
+            // The client has disconnected or sent an invalid body.
             admitted.unwrap_or_else(|_| Err(Refusal::Unreachable(target.id.clone())))
         };
         if admitted.is_err() {
             tracing::debug!(
                 namespace = target.namespace,
                 sandbox = target.id,
-                "not admitted"
+                "request not admitted"
             );
         }
-        Ok((admitted?, ahead))
+        Ok((admitted?, prefetch))
     }
 
     async fn forward(
         &self,
         peer: &Peer,
-        (mut request, ahead): (Request<Incoming>, Ahead),
-        meant: Meant,
+        (mut request, prefetch): (Request<Incoming>, BodyPrefetch),
+        routed: Routed,
         destination: Destination,
         exchange: &mut Exchange,
-    ) -> Result<Carried, Refusal> {
+    ) -> Result<Handled, Refusal> {
         let may_change = request.version() == Version::HTTP_11 && !exchange.grpc;
         let protocol = rewrite::upgrade(request.headers()).filter(|_| may_change);
         if exchange.grpc || protocol.is_some() {
-            let place = self.open_ended.take(&destination.sandbox_uid);
-            exchange.place = Some(place.ok_or(Refusal::TooManyOpen)?);
+            let slot = self.open_ended.take(&destination.sandbox_uid);
+            exchange.slot = Some(slot.ok_or(Refusal::TooManyOpen)?);
         } else {
-            let share = self.shares.take(&destination.sandbox_uid);
-            let refusal = || Refusal::TooManyRequests(meant.target.id.clone());
-            exchange.share = Some(share.ok_or_else(refusal)?);
+            let permit = self.sandbox_limit.take(&destination.sandbox_uid);
+            let refusal = || Refusal::TooManyRequests(routed.target.id.clone());
+            exchange.sandbox_permit = Some(permit.ok_or_else(refusal)?);
         }
         let client = protocol.as_ref().map(|_| upgrade::on(&mut request));
         let arrival = rewrite::Arrival {
             client: peer.address,
             tls: peer.tls,
             host: rewrite::host(request.uri(), request.headers()),
-            by_address: meant.by_address,
+            by_address: routed.by_address,
         };
-        let (target, base) = (&meant.target, meant.base);
+        let (target, base) = (&routed.target, routed.base);
         let to = (destination.address, destination.port).into();
-        let place = (base > 0).then(|| Self::place_of(request.uri(), base, &arrival, to));
+        let public_path = (base > 0).then(|| Self::public_path(request.uri(), base, &arrival, to));
         let (mut parts, body) = request.into_parts();
         let text = exchange.web.is_some_and(|web| web.text);
-        let body = RequestBody::new(ahead, body, self.settings.max_request_body, text);
-        let seen = body.seen();
+        let body = RequestBody::new(prefetch, body, self.settings.max_request_body, text);
+        let progress = body.progress();
         if !http_body::Body::is_end_stream(&body) {
-            exchange.received = Some(Arc::clone(&seen));
+            exchange.received = Some(Arc::clone(&progress));
         }
         if base > 0 {
             parts.uri = pathroute::strip(&parts.uri, base);
@@ -456,16 +466,16 @@ impl Proxy {
         let answer = if exchange.grpc {
             self.call(&destination, request, deadline).await
         } else {
-            let limits = (deadline, exchange.patience);
+            let limits = (deadline, exchange.client_timeout);
             self.ask(&peer.pool, &destination, request, limits).await
         };
         let (mut response, connection) =
-            answer.map_err(|failure| self.failed(target, &failure, &seen))?;
+            answer.map_err(|failure| self.failed(target, &failure, &progress))?;
         exchange.reached = true;
-        if let Some(place) = place {
-            pathroute::keep_to_itself(response.headers_mut());
+        if let Some(public_path) = public_path {
+            pathroute::remove_host_wide_headers(response.headers_mut());
             if self.settings.rewrite_responses {
-                place.rewrite(response.headers_mut());
+                public_path.rewrite(response.headers_mut());
             }
         }
         let switched = response.status() == StatusCode::SWITCHING_PROTOCOLS;
@@ -473,41 +483,49 @@ impl Proxy {
             Some(client)
                 if switched && rewrite::same_protocol(response.headers(), protocol.as_ref()) =>
             {
-                Ok(Carried::Switched(response, client))
+                Ok(Handled::Switched(response, client))
             }
-            // Nobody asked for it.
+            // The client did not ask for a change of protocol.
             _ if switched => Err(Refusal::Unreachable(target.id.clone())),
-            _ => Ok(Carried::Sandbox(response, connection)),
+            _ => Ok(Handled::Sandbox(response, connection)),
         }
     }
 
-    /// Path and host of a sandbox that a path names, as its client sees them.
-    fn place_of(uri: &Uri, base: usize, arrival: &rewrite::Arrival, to: SocketAddr) -> Place {
+    /// Returns path and hosts of a sandbox that a path names, as its client sees them.
+    fn public_path(
+        uri: &Uri,
+        base: usize,
+        arrival: &rewrite::Arrival,
+        to: SocketAddr,
+    ) -> PublicPath {
         let outside = arrival.host.as_ref().and_then(|host| host.to_str().ok());
         let hosts = [Some(to.to_string()), outside.map(str::to_owned)];
-        Place::new(uri.path(), base, hosts.into_iter().flatten().collect())
+        PublicPath::new(uri.path(), base, hosts.into_iter().flatten().collect())
     }
 
-    /// Sends a request over HTTP/1 and returns the head of the answer.
+    /// Sends a request over HTTP/1 and returns the response headers.
     async fn ask(
         &self,
         pool: &Pool,
         to: &Destination,
         mut request: Request<RequestBody>,
-        (deadline, patience): (Option<Instant>, Option<Duration>),
+        (deadline, client_timeout): (Option<Instant>, Option<Duration>),
     ) -> Result<Head, Failure> {
-        let seen = request.body().seen();
+        let progress = request.body().progress();
         *request.uri_mut() = upstream::pool_uri(to, path(request.uri()))?;
         *request.version_mut() = Version::HTTP_11;
         let longest = self.settings.response_header_timeout;
-        let allowed = patience.map_or(longest, |patience| patience.min(longest));
-        let answer = silence::answered(allowed, &seen, pool.request(request));
+        let allowed = client_timeout.map_or(longest, |client_timeout| client_timeout.min(longest));
+        let answer = idle_timeout::await_response(allowed, &progress, pool.request(request));
         let answer = within(deadline, answer).await?;
-        let response = answer.map_err(|silence::Silent| Failure::Timeout)??;
+        let response = answer.map_err(|idle_timeout::TimedOut| Failure::Timeout)??;
         Ok((response, None))
     }
 
-    /// Sends a gRPC call and returns the head of the answer. A command may run for as long as the client waits before there is one.
+    /// Sends a gRPC call and returns the response headers.
+    ///
+    /// Only the call's deadline limits the time until the headers: a command may run before it
+    /// sends them.
     async fn call(
         &self,
         to: &Destination,
@@ -515,7 +533,7 @@ impl Proxy {
         deadline: Option<Instant>,
     ) -> Result<Head, Failure> {
         *request.uri_mut() = upstream::uri(to, path(request.uri()))?;
-        // Over HTTP/2 the URI says it.
+        // HTTP/2 carries the host in the URI.
         request.headers_mut().remove(header::HOST);
         if let Some(deadline) = deadline {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -525,11 +543,11 @@ impl Proxy {
         Ok((response, Some(connection)))
     }
 
-    fn failed(&self, target: &Target, failure: &Failure, seen: &Seen) -> Refusal {
-        if seen.too_large() {
+    fn failed(&self, target: &Target, failure: &Failure, progress: &BodyProgress) -> Refusal {
+        if progress.too_large() {
             return Refusal::BodyTooLarge;
         }
-        if seen.not_base64() {
+        if progress.not_base64() {
             return Refusal::NotBase64;
         }
         let reason = failure.reason();
@@ -554,33 +572,34 @@ impl Proxy {
     }
 }
 
-/// Next step of a request whose client is let in.
+/// Next step of an authorized request.
 enum Entry {
-    /// It goes on to a sandbox.
-    Meant(Meant),
-    /// A browser has shown its token, and gets a cookie.
-    Welcome(Response<Full<Bytes>>),
+    /// The router sends the request to a sandbox.
+    Forward(Routed),
+    /// The router answers a browser's token in the query with a cookie.
+    SetCookie(Response<Full<Bytes>>),
 }
 
-/// The sandbox that a request is for.
-struct Meant {
+/// Sandbox that a request is for.
+struct Routed {
     target: Target,
-    /// Named by a host or a path.
+    /// A host or a path named the sandbox.
     by_address: bool,
-    /// Length of the path that names it, 0 where none does.
+    /// Length of the path that names the sandbox, 0 where none does.
     base: usize,
 }
 
-enum Carried {
-    /// The router's own answer.
+/// Result of a request.
+enum Handled {
+    /// Response of the router itself.
     Own(Response<Full<Bytes>>),
-    /// A sandbox' answer, and the connection that its body comes on if the answer must keep it.
+    /// Response of a sandbox, with the connection that must stay open for its body, if any.
     Sandbox(Response<Incoming>, Option<InUse>),
-    /// Both ends go on in another protocol.
+    /// Client and sandbox have agreed on another protocol.
     Switched(Response<Incoming>, upgrade::OnUpgrade),
 }
 
-/// The head of an answer, and the connection to keep for its body.
+/// Response headers, with the connection that must stay open for the body, if any.
 type Head = (Response<Incoming>, Option<InUse>);
 
 fn path(uri: &Uri) -> PathAndQuery {

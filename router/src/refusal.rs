@@ -1,4 +1,7 @@
-//! What a client is told when its request goes nowhere. Status codes and the texts that upstream's router has too are upstream's, letter for letter: its clients read them.
+//! Error responses of the router itself.
+//!
+//! Clients parse them. The status codes, and the texts that upstream's router has too, are
+//! upstream's, letter for letter.
 
 use std::time::Duration;
 
@@ -6,7 +9,7 @@ use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::Full;
 
-/// A request was not carried out.
+/// Reason why the router refused a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("X-Sandbox-ID header is required.")]
@@ -19,7 +22,7 @@ pub enum Refusal {
     PortFormat,
     #[error("Invalid target IP address.")]
     AddressFormat,
-    /// gRPC has no port that most sandboxes would mean.
+    /// gRPC has no default port.
     #[error("X-Sandbox-Port header is required for gRPC.")]
     NoPort,
     #[error("Invalid grpc-timeout format.")]
@@ -28,7 +31,7 @@ pub enum Refusal {
     PathFormat,
     #[error("Invalid percent-encoding in path.")]
     PathEncoding,
-    /// Torpor's: upstream takes the path.
+    /// Torpor's: upstream ignores the headers and uses the path.
     #[error("X-Sandbox-* headers contradict the path.")]
     PathContradicted,
     /// Torpor's: the host is below `--domain` and names no sandbox.
@@ -36,28 +39,28 @@ pub enum Refusal {
         "Invalid host format; expected <port>-<sandbox>-<namespace>.{0} or <port>-<sandbox>.<namespace>.{0}."
     )]
     HostFormat(String),
-    /// Torpor's: `<sandbox>-<namespace>` can be read in two ways and both exist.
+    /// Torpor's: `<sandbox>-<namespace>` has two readings, and both sandboxes exist.
     #[error("Ambiguous host; use <port>-<sandbox>.<namespace>.{0}.")]
     HostAmbiguous(String),
     #[error("unauthenticated")]
     Unauthenticated,
-    /// As the Python router says it.
+    /// Text of the Python router.
     #[error("Missing or invalid Authorization header.")]
     NoBearer,
-    /// As the Python router says it.
+    /// Text of the Python router.
     #[error("Invalid token.")]
     WrongToken,
     #[error("forbidden")]
     Forbidden,
-    /// Upstream's too: the token was a cookie, and the page of another origin has had it sent.
+    /// Upstream's too: the token was in a cookie, and a page of another origin caused the request.
     #[error("origin not allowed for cookie-authenticated request")]
     ForeignOrigin,
-    /// The token could not be checked; the reason is in the log.
+    /// The token could not be reviewed; the log has the reason.
     #[error("tokenreview: the apiserver could not be asked")]
     ReviewFailed,
     #[error("Could not connect to the backend sandbox: {0}")]
     Unreachable(String),
-    /// Torpor's from here on.
+    /// This and the following variants are Torpor's.
     #[error(
         "Sandbox {0} is suspended. Set spec.operatingMode to Running, or annotate it with torpor.dev/resume-on-request: \"true\"."
     )]
@@ -74,8 +77,8 @@ pub enum Refusal {
     TooManyRequests(String),
     #[error("Too many tokens wait to be checked.")]
     TooManyReviews,
-    /// Of a gRPC call alone.
-    #[error("The time for the call is over.")]
+    /// Only of a gRPC call.
+    #[error("The deadline of the call has passed.")]
     TooLate,
     #[error("Request body too large.")]
     BodyTooLarge,
@@ -87,7 +90,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Status code of the answer.
+    /// Returns the status code of the response.
     pub fn status(&self) -> StatusCode {
         match self {
             Self::NoSandbox
@@ -119,7 +122,7 @@ impl Refusal {
         }
     }
 
-    /// One word for logs and metrics.
+    /// Returns a CamelCase reason for logs and metrics.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NoSandbox => "NoSandbox",
@@ -155,7 +158,7 @@ impl Refusal {
         }
     }
 
-    /// When the same request may do better, if waiting alone can help.
+    /// Returns the delay after which the same request may succeed, if waiting alone can help.
     pub fn retry(&self) -> Option<Duration> {
         match self {
             Self::NotResumed(..)
@@ -168,7 +171,7 @@ impl Refusal {
         }
     }
 
-    /// The answer: `{"detail": …}`, as upstream's routers write it.
+    /// Returns the response, `{"detail": …}`, in the form of upstream's routers.
     pub fn response(&self) -> Response<Full<Bytes>> {
         json_response(
             self.status(),
@@ -178,7 +181,7 @@ impl Refusal {
     }
 }
 
-/// A JSON answer of the router itself.
+/// Returns a JSON response of the router itself.
 pub fn json_response(
     status: StatusCode,
     body: &serde_json::Value,

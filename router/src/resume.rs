@@ -1,4 +1,4 @@
-//! Resumes suspended Sandboxes: one patch at a time for each, however many requests ask.
+//! Resumes suspended Sandboxes: one patch at a time for each, whatever the number of requests.
 
 use std::{
     collections::HashMap,
@@ -16,19 +16,19 @@ use tokio::sync::{Semaphore, watch};
 
 use crate::watched::WatchedSandbox;
 
-/// A patch did not resume the Sandbox.
+/// Error of a patch that should resume a Sandbox.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// No answer in time; it may have taken effect.
-    #[error("no answer from the apiserver in {0:?}")]
+    /// The apiserver did not respond in time; the patch may have taken effect.
+    #[error("no response from the apiserver in {0:?}")]
     Timeout(Duration),
-    /// The apiserver refused, or could not be reached.
+    /// The apiserver refused the patch or could not be reached.
     #[error(transparent)]
     Kube(#[from] kube::Error),
 }
 
 impl Error {
-    /// One word for logs and metrics.
+    /// Returns a CamelCase reason for logs and metrics.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Timeout(_) => "Timeout",
@@ -40,7 +40,7 @@ impl Error {
         }
     }
 
-    /// Whether looking again may help: the object changed, or nobody knows what happened.
+    /// Reports whether another attempt may succeed: the object changed, or the outcome is unknown.
     pub fn retry(&self) -> bool {
         match self {
             Self::Timeout(_) => true,
@@ -55,20 +55,20 @@ impl Error {
     }
 }
 
-/// How a patch ended.
+/// Outcome of a patch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Under way.
+    /// The patch is in flight.
     Pending,
-    /// The Sandbox shall run; the watch will show it.
-    Asked,
-    /// Look again: another version of the Sandbox decides.
-    LookAgain,
-    /// It will not be resumed.
+    /// The patch succeeded; the watch will report the change.
+    Patched,
+    /// The Sandbox may have changed; the caller decides again on its new version.
+    Retry,
+    /// The apiserver refused the patch for this reason.
     Refused(String),
 }
 
-/// The Sandbox that shall run, as it was when that was decided.
+/// Sandbox to resume, with the version for which that was decided.
 #[derive(Clone, Debug)]
 pub struct Fence {
     pub namespace: String,
@@ -77,32 +77,34 @@ pub struct Fence {
     pub version: Arc<str>,
 }
 
-/// A try to resume a Sandbox.
+/// Attempt to resume a Sandbox.
 #[derive(Clone, Debug)]
-pub struct Try {
-    /// Of the Sandbox when the patch was made.
+pub struct Attempt {
+    /// resourceVersion of the Sandbox in the patch.
     pub version: Arc<str>,
     pub outcome: watch::Receiver<Outcome>,
     since: Instant,
 }
 
-/// Makes the patches.
+/// Resumes Sandboxes by patches.
 pub struct Resumer {
     client: Client,
     timeout: Duration,
-    /// Patches under way at once.
-    places: Arc<Semaphore>,
-    /// By UID of the Sandbox.
-    tries: Mutex<HashMap<Arc<str>, Try>>,
+    /// Slots of patches in flight.
+    permits: Arc<Semaphore>,
+    /// Last attempts by UID of the Sandbox.
+    attempts: Mutex<HashMap<Arc<str>, Attempt>>,
 }
 
 /// Field manager of the patches.
 const FIELD_MANAGER: &str = "sandbox-router";
-/// How long a refusal stands for requests that come after it, and how long before a try of unknown outcome is repeated.
+/// Time for which a refusal applies to later requests, and before an attempt with an unknown
+/// outcome is repeated.
 const PAUSE: Duration = Duration::from_secs(1);
-/// Patches under way at once: each takes a connection to the apiserver, and thousands of sandboxes may be asked for in one moment.
+/// Most patches in flight: each takes a connection to the apiserver, and clients may ask for
+/// thousands of sandboxes at once.
 const AT_ONCE: usize = 64;
-/// Tries kept before old ones are dropped.
+/// Most attempts kept before old ones are dropped.
 const KEPT: usize = 1024;
 
 impl fmt::Debug for Resumer {
@@ -112,44 +114,47 @@ impl fmt::Debug for Resumer {
 }
 
 impl Resumer {
-    /// Patches through `client`, each call at most `timeout` long.
+    /// Returns a resumer that patches through `client`, each call at most `timeout` long.
     pub fn new(client: Client, timeout: Duration) -> Self {
         Self {
             client,
             timeout,
-            places: Arc::new(Semaphore::new(AT_ONCE)),
-            tries: Mutex::default(),
+            permits: Arc::new(Semaphore::new(AT_ONCE)),
+            attempts: Mutex::default(),
         }
     }
 
-    /// Asks for the Sandbox to run. All who ask while a patch is under way, also one of an earlier version, or before the watch shows what it did, get the same try. The
-    /// patch does not depend on any of them: whoever goes away takes nothing from the others.
-    pub fn ask(&self, fence: Fence) -> Try {
-        let mut tries = self.tries.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(last) = tries.get(&fence.uid)
-            && last.stands_for(&fence)
+    /// Resumes the Sandbox.
+    ///
+    /// All requests share one attempt while its patch is in flight, even an earlier version's, and
+    /// until the watch reports its effect. The patch depends on no request: a client that
+    /// disconnects does not cancel it for the others.
+    pub fn resume(&self, fence: Fence) -> Attempt {
+        let mut attempts = self.attempts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(last) = attempts.get(&fence.uid)
+            && last.applies_to(&fence)
         {
             return last.clone();
         }
-        if tries.len() >= KEPT {
-            tries.retain(|_, last| {
+        if attempts.len() >= KEPT {
+            attempts.retain(|_, last| {
                 last.since.elapsed() < PAUSE || *last.outcome.borrow() == Outcome::Pending
             });
         }
         let (sender, outcome) = watch::channel(Outcome::Pending);
         let uid = Arc::clone(&fence.uid);
-        let last = Try {
+        let last = Attempt {
             version: Arc::clone(&fence.version),
             since: Instant::now(),
             outcome,
         };
-        tries.insert(uid, last.clone());
-        drop(tries);
+        attempts.insert(uid, last.clone());
+        drop(attempts);
         let (client, timeout) = (self.client.clone(), self.timeout);
-        let places = Arc::clone(&self.places);
+        let permits = Arc::clone(&self.permits);
         tokio::spawn(async move {
             // The semaphore is never closed.
-            let _place = places.acquire_owned().await;
+            let _permit = permits.acquire_owned().await;
             let result = patch(client, timeout, &fence).await;
             let Fence {
                 namespace, name, ..
@@ -166,18 +171,19 @@ impl Resumer {
     }
 }
 
-impl Try {
-    /// Whether it resumed an earlier version than this one, which is suspended again.
+impl Attempt {
+    /// Reports whether the attempt resumed an earlier version than this one, which is suspended
+    /// again.
     pub fn was_undone(&self, version: &str) -> bool {
-        *self.version != *version && *self.outcome.borrow() == Outcome::Asked
+        *self.version != *version && *self.outcome.borrow() == Outcome::Patched
     }
 
-    fn stands_for(&self, fence: &Fence) -> bool {
+    fn applies_to(&self, fence: &Fence) -> bool {
         match &*self.outcome.borrow() {
             Outcome::Pending => true,
-            // The patch was fenced with the version: what follows it is running.
-            Outcome::Asked => self.version == fence.version,
-            Outcome::LookAgain => self.version == fence.version && self.since.elapsed() < PAUSE,
+            // The patch was fenced with the version: the next version is running.
+            Outcome::Patched => self.version == fence.version,
+            Outcome::Retry => self.version == fence.version && self.since.elapsed() < PAUSE,
             Outcome::Refused(_) => self.since.elapsed() < PAUSE,
         }
     }
@@ -185,8 +191,8 @@ impl Try {
 
 fn outcome_of(result: Result<(), Error>) -> Outcome {
     match result {
-        Ok(()) => Outcome::Asked,
-        Err(error) if error.retry() => Outcome::LookAgain,
+        Ok(()) => Outcome::Patched,
+        Err(error) if error.retry() => Outcome::Retry,
         Err(Error::Kube(kube::Error::Api(status))) => Outcome::Refused(status.reason.clone()),
         Err(error) => Outcome::Refused(error.reason().to_owned()),
     }
@@ -194,7 +200,8 @@ fn outcome_of(result: Result<(), Error>) -> Outcome {
 
 async fn patch(client: Client, timeout: Duration, fence: &Fence) -> Result<(), Error> {
     let api: Api<WatchedSandbox> = Api::namespaced(client, &fence.namespace);
-    // Exactly the object that was looked at: not another of its name, and not against a change of mind that the watch has not shown yet.
+    // UID and version fence the patch: it must not resume another Sandbox of the same name, nor
+    // revert a user's change that the watch has not reported yet.
     let patch = json!({
         "metadata": {"uid": &*fence.uid, "resourceVersion": &*fence.version},
         "spec": {"operatingMode": "Running"},

@@ -1,4 +1,4 @@
-//! Headers on the way to the sandbox and back. Pure.
+//! Rewrites headers of requests and responses. Pure.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -12,7 +12,7 @@ use http::{
 
 use crate::target;
 
-/// Headers of one connection, not of the message.
+/// Headers of a connection, not of the message.
 const HOP_BY_HOP: [HeaderName; 8] = [
     CONNECTION,
     HeaderName::from_static("proxy-connection"),
@@ -27,8 +27,10 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 
-/// The protocol that a client asks to change to, if it does. Not cleartext HTTP/2: requests in such a tunnel would reach the sandbox with headers that nobody has
-/// rewritten.
+/// Returns the protocol that a client asks to upgrade to, if any.
+///
+/// Cleartext HTTP/2 is excluded: requests in such a tunnel would reach the sandbox with headers
+/// that the router has not rewritten.
 pub fn upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
     let wanted = headers
         .get_all(CONNECTION)
@@ -42,7 +44,7 @@ pub fn upgrade(headers: &HeaderMap) -> Option<HeaderValue> {
         .cloned()
 }
 
-/// Whether a sandbox has changed to the protocol that it was asked for.
+/// Reports whether a sandbox upgraded to the requested protocol.
 pub fn same_protocol(headers: &HeaderMap, asked: Option<&HeaderValue>) -> bool {
     let protocol = headers.get(UPGRADE).and_then(|value| value.to_str().ok());
     protocol.is_some_and(|protocol| asked.is_some_and(|asked| names(asked, protocol.trim())))
@@ -54,22 +56,22 @@ fn names(value: &HeaderValue, token: &str) -> bool {
         .any(|part| part.trim().eq_ignore_ascii_case(token))
 }
 
-/// What is known of a request beside its headers.
+/// Facts about a request besides its headers.
 #[derive(Clone, Debug)]
 pub struct Arrival {
     pub client: IpAddr,
     pub tls: bool,
-    /// Host that the client asked for.
+    /// Host in the client's request.
     pub host: Option<HeaderValue>,
-    /// The sandbox was named by the address: its other names are the client's own invention.
+    /// Host or path named the sandbox: the client's `X-Sandbox-*` headers are not verified.
     pub by_address: bool,
 }
 
-/// The host that the client asked for.
+/// Returns the host in a client's request.
 pub fn host(uri: &Uri, headers: &HeaderMap) -> Option<HeaderValue> {
     match uri.authority() {
         Some(authority) => {
-            // Without user and password, which HTTP has no use for.
+            // Host headers have no user and password.
             let host = authority.as_str().rsplit('@').next()?;
             HeaderValue::from_str(host).ok()
         }
@@ -77,7 +79,7 @@ pub fn host(uri: &Uri, headers: &HeaderMap) -> Option<HeaderValue> {
     }
 }
 
-/// Turns a client's headers into those that the sandbox gets.
+/// Rewrites a client's headers for the sandbox.
 pub fn request(
     headers: &mut HeaderMap,
     arrival: &Arrival,
@@ -92,9 +94,9 @@ pub fn request(
     if trailers {
         headers.insert(TE, HeaderValue::from_static("trailers"));
     }
-    // The client's credential is for the router. A sandbox that saw it could act as the client.
+    // The credential is for the router. A sandbox that received it could act as the client.
     headers.remove(AUTHORIZATION);
-    // The server side has answered it already.
+    // hyper has already answered `Expect` to the client.
     headers.remove(EXPECT);
     headers.remove(FORWARDED);
     headers.insert(
@@ -126,12 +128,13 @@ pub fn request(
     if let Some(protocol) = upgrade {
         headers.insert(CONNECTION, HeaderValue::from_static("Upgrade"));
         headers.insert(UPGRADE, protocol);
-        // Editors in browsers compare it with Host, which is not what the browser saw.
+        // Web editors compare Origin with Host. The Host header of the sandbox differs from the
+        // browser's.
         headers.remove(ORIGIN);
     }
 }
 
-/// Turns a sandbox' headers into those that the client gets. After a change of protocol they say so.
+/// Rewrites a sandbox's headers for the client. `switching`: keeps the upgrade to another protocol.
 pub fn response(headers: &mut HeaderMap, switching: bool) {
     let protocol = headers.get(UPGRADE).cloned();
     drop_hop_by_hop(headers);
@@ -154,7 +157,7 @@ fn drop_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// HTTP/2 may split cookies into several headers, HTTP/1 may not.
+/// Joins cookies: HTTP/2 may split them into several headers, HTTP/1 may not.
 fn join_cookies(headers: &mut HeaderMap) {
     let all: Vec<&[u8]> = headers
         .get_all(COOKIE)
@@ -168,7 +171,7 @@ fn join_cookies(headers: &mut HeaderMap) {
     }
 }
 
-/// Addresses are always good header values.
+/// Returns the header value of an address, which is always valid.
 fn text(value: &str) -> HeaderValue {
     HeaderValue::from_str(value).unwrap_or_else(|_| HeaderValue::from_static(""))
 }
@@ -227,7 +230,7 @@ mod tests {
     #[case::cleartext_http2_among_others(&[("connection", "Upgrade"), ("upgrade", "websocket, H2C")], &[])]
     #[case::announced_trailers(&[("trailer", "x-sum")], &["trailer: x-sum"])]
     #[case::names(&[("x-sandbox-id", "a")], &["x-sandbox-id: a"])]
-    fn a_sandbox_gets_what_is_meant_for_it(
+    fn requests_to_a_sandbox_keep_only_headers_meant_for_it(
         #[case] pairs: &[(&'static str, &'static str)],
         #[case] lines: &[&str],
     ) {
@@ -235,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn where_a_request_came_from_is_said_by_the_router_alone() {
+    fn only_the_router_sets_forwarded_headers() {
         let mut map = headers(&[
             ("host", "outside.example.com"),
             ("x-forwarded-for", "1.2.3.4"),
@@ -279,7 +282,7 @@ mod tests {
     #[case(Some("websocket"), Some("irc"), false)]
     #[case(Some("websocket"), None, false)]
     #[case(None, Some("websocket"), false)]
-    fn a_sandbox_changes_to_what_it_was_asked_for(
+    fn a_sandbox_upgrades_to_the_requested_protocol(
         #[case] asked: Option<&'static str>,
         #[case] protocol: Option<&'static str>,
         #[case] same: bool,
@@ -298,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_loses_what_was_its_connections() {
+    fn a_response_loses_the_headers_of_its_connection() {
         let mut map = headers(&[
             ("connection", "close, x-own"),
             ("x-own", "1"),

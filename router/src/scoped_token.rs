@@ -1,6 +1,7 @@
-//! Tokens that open one sandbox, as upstream's router takes them
-//! (sandbox-router/authz/scopedtoken.go). The word before the first dot is the version: `v1` is
-//! [`Secret`]'s, `v2` is [`keys`]'. Pure.
+//! Tokens that open one sandbox, as upstream's router accepts them
+//! (sandbox-router/authz/scopedtoken.go). Pure.
+//!
+//! The text before the first dot is the version: [`Secret`] verifies `v1`, [`keys`] verify `v2`.
 
 pub mod keys;
 
@@ -10,39 +11,47 @@ use serde::{Deserialize, Serialize};
 
 use self::keys::Keys;
 
-/// Shortest secret, in bytes without surrounding white space. Whoever sees one token can try secrets without asking anybody.
+/// Shortest secret, in bytes without surrounding white space.
+///
+/// An attacker with one token can try secrets offline.
 pub const SHORTEST_SECRET: usize = 32;
 /// Largest file of a secret, in bytes.
 pub const LARGEST_SECRET: usize = 4096;
-/// First bytes of each signed text: no other use of the secret makes tokens.
+/// First bytes of each signed text: no other use of the secret produces a token.
 const CONTEXT: &str = "agent-sandbox/scoped-token/v1.";
 
-/// Keys that verify tokens. Without any of the two no token is good.
+/// Keys that verify tokens. Without a secret and without keys no token is valid.
 #[derive(Debug, Default)]
 pub struct Tokens {
     /// Key of tokens of version 1.
     pub secret: Option<Secret>,
-    /// Second since 1970 from which on tokens of version 1 are void, if there is one.
+    /// Time in seconds since 1970 from which on tokens of version 1 are invalid, if set.
     pub secret_until: Option<i64>,
     /// Keys of tokens of version 2.
     pub keys: Option<Keys>,
 }
 
-/// Claims of a good token.
+/// Claims of a valid token.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Opened {
+pub enum VerifiedClaims {
     V1(Claims),
     V2(keys::Claims),
 }
 
 impl Tokens {
-    /// Claims of the token, if it is good at `now` (seconds since 1970).
-    pub fn verify(&self, token: &str, now: i64) -> Option<Opened> {
+    /// Returns the claims of a token, if it is valid at `now` (seconds since 1970).
+    pub fn verify(&self, token: &str, now: i64) -> Option<VerifiedClaims> {
         match token.split_once('.')? {
-            ("v1", rest) if self.secret_until.is_none_or(|until| now < until) => {
-                self.secret.as_ref()?.verify(rest, now).map(Opened::V1)
-            }
-            ("v2", rest) => self.keys.as_ref()?.verify(rest, now).map(Opened::V2),
+            ("v1", rest) if self.secret_until.is_none_or(|until| now < until) => self
+                .secret
+                .as_ref()?
+                .verify(rest, now)
+                .map(VerifiedClaims::V1),
+            ("v2", rest) => self
+                .keys
+                .as_ref()?
+                .verify(rest, now)
+                .map(VerifiedClaims::V2),
             _ => None,
         }
     }
@@ -63,23 +72,24 @@ pub struct Claims {
     #[serde(rename = "ns")]
     pub namespace: String,
     pub name: String,
-    /// Second from which on it is void.
+    /// Time in seconds since 1970 from which on the token is invalid.
     pub exp: i64,
 }
 
-/// The shared secret cannot be used.
+/// Error of a shared secret that is too short.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the secret of scoped tokens has {0} bytes; it needs at least {SHORTEST_SECRET}")]
 pub struct ShortSecret(pub usize);
 
-/// The shared secret of version 1: `v1.<payload>.<HMAC-SHA256 of the context and the payload's
-/// text>`. Payload and signature are in unpadded URL-safe base64; the payload is JSON with
-/// namespace, name and expiry.
+/// Shared secret of version 1.
+///
+/// A token is `v1.<payload>.<HMAC-SHA256 of the context and the payload's text>`. Payload and
+/// signature are in unpadded URL-safe base64; the payload is JSON with namespace, name and expiry.
 #[derive(Debug)]
 pub struct Secret(Box<hmac::Key>);
 
 impl Secret {
-    /// Takes the content of a file; white space around it does not count.
+    /// Reads the secret from the content of a file, without surrounding white space.
     pub fn new(content: &[u8]) -> Result<Self, ShortSecret> {
         let secret = content.trim_ascii();
         if secret.len() < SHORTEST_SECRET {
@@ -88,18 +98,18 @@ impl Secret {
         Ok(Self(Box::new(hmac::Key::new(hmac::HMAC_SHA256, secret))))
     }
 
-    /// Claims of `<payload>.<signature>`.
+    /// Returns the claims of `<payload>.<signature>`, if valid.
     fn verify(&self, token: &str, now: i64) -> Option<Claims> {
         let (payload, signature) = token.split_once('.')?;
         let signature = URL_SAFE_NO_PAD.decode(signature).ok()?;
-        // Before a byte of the payload is looked at; in constant time.
+        // The signature is verified before the payload is parsed, in constant time.
         hmac::verify(&self.0, signed(payload).as_bytes(), &signature).ok()?;
         let payload = URL_SAFE_NO_PAD.decode(payload).ok()?;
         let claims: Claims = serde_json::from_slice(&payload).ok()?;
         (now < claims.exp).then_some(claims)
     }
 
-    /// A token, as whoever creates sandboxes makes it. The router itself never does.
+    /// Signs a token, as an issuer does. The router itself never signs one.
     pub fn sign(&self, claims: &Claims) -> Result<String, serde_json::Error> {
         let payload = URL_SAFE_NO_PAD.encode(serde_json::to_vec(claims)?);
         let signature = hmac::sign(&self.0, signed(&payload).as_bytes());
@@ -137,9 +147,12 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_good_until_its_second_and_with_its_secret_only() {
+    fn a_token_is_valid_until_it_expires_and_with_its_secret_only() {
         let token = secret().sign(&claims()).unwrap();
-        assert_eq!(tokens().verify(&token, 999), Some(Opened::V1(claims())));
+        assert_eq!(
+            tokens().verify(&token, 999),
+            Some(VerifiedClaims::V1(claims()))
+        );
         assert_eq!(tokens().verify(&token, 1000), None);
         let other = Tokens::from(Secret::new(&[b'x'; 32]).unwrap());
         assert_eq!(other.verify(&token, 0), None);
@@ -148,19 +161,22 @@ mod tests {
 
     #[test]
     fn upstreams_tokens_are_read() {
-        // By Python's hmac: {"ns":"team","name":"box","exp":1000}.
+        // Python's hmac made this token of {"ns":"team","name":"box","exp":1000}.
         let token = "v1.eyJucyI6InRlYW0iLCJuYW1lIjoiYm94IiwiZXhwIjoxMDAwfQ.wObH9bzdwTPOtVVs4IA-gGVh1HucnL0eD5klF6Sp-1o";
-        assert_eq!(tokens().verify(token, 0), Some(Opened::V1(claims())));
+        assert_eq!(
+            tokens().verify(token, 0),
+            Some(VerifiedClaims::V1(claims()))
+        );
         let white_space = Secret::new(&[b"  \n", SECRET, b"\n"].concat()).unwrap();
         assert_eq!(white_space.sign(&claims()).unwrap(), token);
-        // Without the version, and of one that nobody knows.
+        // One token lacks the version, the other has an unknown version.
         for other in [&token[3..], &token.replacen("v1", "v3", 1)] {
             assert_eq!(tokens().verify(other, 0), None);
         }
     }
 
     #[test]
-    fn tokens_of_version_1_end_together_where_that_is_said() {
+    fn tokens_of_version_1_are_invalid_from_the_given_time() {
         let token = secret().sign(&claims()).unwrap();
         let tokens = Tokens {
             secret_until: Some(500),
@@ -177,7 +193,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_changed_byte_makes_it_void(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
+        fn any_changed_byte_makes_a_token_invalid(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
             let token = secret().sign(&claims()).unwrap();
             let mut bytes = token.into_bytes();
             let at = at.index(bytes.len());
@@ -189,7 +205,7 @@ mod tests {
         }
 
         #[test]
-        fn nothing_makes_it_panic(token in "(v1\\.)?\\PC{0,80}") {
+        fn no_input_causes_a_panic(token in "(v1\\.)?\\PC{0,80}") {
             prop_assert_eq!(tokens().verify(&token, 0), None);
         }
     }

@@ -1,4 +1,4 @@
-//! Listeners and connections: limits on what a client may send, and the orderly end.
+//! Listeners and client connections: limits on what a client may send, and graceful shutdown.
 
 use std::{convert::Infallible, io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -16,8 +16,8 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{
-    connection::{Felt, Patience, Pulse, QUIET},
-    crowd::Crowd,
+    connection::{Activity, Monitored, QUIET, Timeouts},
+    connection_limit::ConnectionLimit,
     lanes::{self, Lane},
     proxy::{Peer, Proxy},
     tls::Acceptor,
@@ -28,55 +28,61 @@ use crate::{
 pub const MAX_HEAD: usize = 64 * 1024;
 /// Most headers of a request.
 pub const MAX_HEADERS: usize = 128;
-/// Most requests of one HTTP/2 connection at once.
+/// Most concurrent requests of one HTTP/2 connection.
 pub const MAX_STREAMS: u32 = 128;
-/// Streams that an HTTP/2 client may open and reset before they were looked at; one more ends the connection.
+/// Streams that an HTTP/2 client may open and reset before the router has accepted them; one more
+/// ends the connection.
 const MAX_RESETS: usize = 20;
-/// Streams that may be reset because of a client's faults.
+/// Streams of a connection that the router may reset because of errors of the client.
 const MAX_FAULTS: usize = 64;
-/// What an HTTP/2 client may send of one request, and of all of a connection, before the sandboxes have taken it; in bytes.
+/// Bytes of one request that an HTTP/2 client may send before the sandbox has read them.
 const STREAM_WINDOW: u32 = 256 * 1024;
+/// Bytes of all requests of a connection that an HTTP/2 client may send before the sandboxes have
+/// read them.
 const CONNECTION_WINDOW: u32 = 512 * 1024;
-/// What is kept of an answer that an HTTP/2 client does not take, in bytes.
+/// Bytes of a response that the router buffers for an HTTP/2 client that does not read.
 const SEND_BUFFER: usize = 64 * 1024;
-/// Between pings of an HTTP/2 connection.
+/// Time between pings of an HTTP/2 connection.
 pub const PING: Duration = Duration::from_secs(30);
-/// How long the answer to a ping may take.
+/// Longest time for the response to a ping.
 pub const PONG: Duration = Duration::from_secs(20);
-/// How long a TLS handshake may take.
+/// Longest time of a TLS handshake.
 const HANDSHAKE: Duration = Duration::from_secs(10);
-/// After a failed accept, such as when no file descriptor is left.
+/// Delay after a failed accept, for instance without free file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What connections share.
+/// Server that accepts and serves client connections.
 #[derive(Debug)]
 pub struct Server {
     proxy: Arc<Proxy>,
     lanes: Vec<Lane>,
-    patience: Patience,
-    places: Arc<Semaphore>,
-    /// Whoever has a place.
-    crowd: Crowd,
+    timeouts: Timeouts,
+    permits: Arc<Semaphore>,
+    /// Connections that hold a permit of `permits`.
+    connection_limit: ConnectionLimit,
     http: auto::Builder<TokioExecutor>,
     tasks: TaskTracker,
-    /// No new connection, no further request on an old one.
+    /// Cancelled to accept no new connections and no further requests.
     closing: CancellationToken,
-    /// The end of all connections.
+    /// Cancelled to close all connections.
     cut: CancellationToken,
 }
 
 impl Server {
-    /// Serves `proxy` on at most `connections` connections at once, spread over `lanes`. `tasks` holds every connection; `cut` ends what is left of them.
+    /// Returns a server that runs `proxy` for at most `connections` connections at once, spread
+    /// over `lanes`.
+    ///
+    /// `tasks` tracks the task of every connection; `cut` closes the rest at the end.
     pub fn new(
         proxy: Arc<Proxy>,
         lanes: Vec<Lane>,
-        patience: Patience,
+        timeouts: Timeouts,
         connections: usize,
         tasks: TaskTracker,
         cut: CancellationToken,
     ) -> Arc<Self> {
         let mut http = auto::Builder::new(TokioExecutor::new());
-        // Slow heads end by the connection's own clock: see `connection`.
+        // The module `connection` has the timeout of slow heads.
         http.http1()
             .timer(TokioTimer::new())
             .header_read_timeout(None)
@@ -96,9 +102,9 @@ impl Server {
         Arc::new(Self {
             proxy,
             lanes,
-            patience,
-            places: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
-            crowd: Crowd::default(),
+            timeouts,
+            permits: Arc::new(Semaphore::new(connections.min(Semaphore::MAX_PERMITS))),
+            connection_limit: ConnectionLimit::default(),
             http,
             tasks,
             closing: CancellationToken::new(),
@@ -106,7 +112,7 @@ impl Server {
         })
     }
 
-    /// Takes connections until [`Server::drain`].
+    /// Accepts connections until [`Server::drain`].
     pub fn accept(self: &Arc<Self>, listener: TcpListener, tls: Option<Acceptor>) {
         let server = Arc::clone(self);
         self.tasks.spawn(async move {
@@ -125,14 +131,14 @@ impl Server {
             let (stream, address) = match accepted {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    if !of_one_connection(&error) {
-                        tracing::warn!(%error, "cannot accept");
+                    if !is_of_one_connection(&error) {
+                        tracing::warn!(%error, "cannot accept a connection");
                         tokio::time::sleep(ACCEPT_PAUSE).await;
                     }
                     continue;
                 }
             };
-            let Some(place) = self.place().await else {
+            let Some(permit) = self.permit().await else {
                 return;
             };
             let Some(lane) = lanes::emptiest(&self.lanes) else {
@@ -140,36 +146,40 @@ impl Server {
             };
             let (server, tls, lane) = (Arc::clone(self), tls.clone(), lane.clone());
             let (runtime, occupied) = (lane.runtime.clone(), lane.occupy());
-            let pulse = Pulse::new(self.patience);
-            let entered = self.crowd.enter(pulse.clone());
+            let activity = Activity::new(self.timeouts);
+            let registration = self.connection_limit.register(activity.clone());
             let connection = async move {
                 let cut = server.cut.clone();
                 tokio::select! {
-                    () = server.connection(stream, address, tls, lane, pulse.clone()) => {}
-                    () = pulse.has_to_go() => {
-                        tracing::debug!(%address, "closed: its place was needed");
+                    () = server.connection(stream, address, tls, lane, activity.clone()) => {}
+                    () = activity.evicted() => {
+                        tracing::debug!(%address, "closed an idle connection at the connection limit");
                     }
                     () = cut.cancelled() => {}
                 }
-                drop((entered, place, occupied));
+                drop((registration, permit, occupied));
             };
             self.tasks.spawn_on(connection, &runtime);
         }
     }
 
-    /// A place: if all are taken, that of a connection which has nothing under way; or the next one that gets free, and who comes meanwhile waits in the kernel's queue.
-    async fn place(&self) -> Option<OwnedSemaphorePermit> {
+    /// Waits for a permit to serve a connection.
+    ///
+    /// At the limit, evicts an idle connection or waits for one to end. Further clients wait in the
+    /// kernel's queue meanwhile.
+    async fn permit(&self) -> Option<OwnedSemaphorePermit> {
         loop {
-            if let Ok(place) = Arc::clone(&self.places).try_acquire_owned() {
-                return Some(place);
+            if let Ok(permit) = Arc::clone(&self.permits).try_acquire_owned() {
+                return Some(permit);
             }
-            if self.crowd.make_way() {
-                self.proxy.metrics.made_way.inc();
+            if self.connection_limit.evict_idle() {
+                self.proxy.metrics.evicted_connections.inc();
             }
-            let freed = timeout(QUIET, Arc::clone(&self.places).acquire_owned());
-            // Else who was asked has had a request meanwhile; and who was busy may be idle by now.
-            if let Ok(place) = freed.await {
-                return place.ok();
+            let freed = timeout(QUIET, Arc::clone(&self.permits).acquire_owned());
+            // Without a permit, try again: the evicted connection had a new request, and another
+            // connection may be idle by now.
+            if let Ok(permit) = freed.await {
+                return permit.ok();
             }
         }
     }
@@ -180,9 +190,9 @@ impl Server {
         address: SocketAddr,
         tls: Option<Acceptor>,
         lane: Lane,
-        pulse: Pulse,
+        activity: Activity,
     ) {
-        // The lane's own runtime hears of it from here on.
+        // Registers the socket with the lane's runtime.
         let stream = match TcpStream::from_std(stream) {
             Ok(stream) => stream,
             Err(error) => {
@@ -194,7 +204,7 @@ impl Server {
         let peer = |tls| Peer {
             address: address.ip(),
             tls,
-            pulse: pulse.clone(),
+            activity: activity.clone(),
             pool: lane.pool.clone(),
         };
         let Some(tls) = tls else {
@@ -202,7 +212,7 @@ impl Server {
         };
         match timeout(HANDSHAKE, tls.accept(stream)).await {
             Ok(Ok(stream)) => {
-                pulse.begin_head();
+                activity.begin_head();
                 self.serve(stream, peer(true)).await;
             }
             Ok(Err(error)) => tracing::debug!(%address, %error, "TLS handshake failed"),
@@ -214,17 +224,17 @@ impl Server {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let (pulse, address) = (peer.pulse.clone(), peer.address);
+        let (activity, address) = (peer.activity.clone(), peer.address);
         let peer = Arc::new(peer);
         let service = service_fn(|request| {
             let (proxy, peer) = (Arc::clone(&self.proxy), Arc::clone(&peer));
             async move { Ok::<_, Infallible>(proxy.handle(&peer, request).await) }
         });
-        let stream = TokioIo::new(Felt::new(stream, pulse.clone()));
+        let stream = TokioIo::new(Monitored::new(stream, activity.clone()));
         let mut connection =
             std::pin::pin!(self.http.serve_connection_with_upgrades(stream, service));
         let mut draining = false;
-        while let Some(deadline) = pulse.deadline() {
+        while let Some(deadline) = activity.deadline() {
             tokio::select! {
                 ended = connection.as_mut() => {
                     if let Err(error) = ended {
@@ -239,17 +249,18 @@ impl Server {
                 }
             }
         }
-        tracing::debug!(%address, "closed: nothing came in time");
+        tracing::debug!(%address, "closed a connection after a timeout");
     }
 
-    /// Takes no more requests, and waits until those under way have ended, at most `limit` long; what is left is cut.
+    /// Stops accepting requests and waits until those in flight have ended, at most `limit` long;
+    /// then closes the remaining connections.
     pub async fn drain(&self, limit: Duration) {
         self.closing.cancel();
         self.tasks.close();
         if timeout(limit, self.tasks.wait()).await.is_err() {
             tracing::warn!(
                 connections = self.tasks.len(),
-                "cut: they did not end in time"
+                "closed connections that did not end in time"
             );
             self.cut.cancel();
             self.tasks.wait().await;
@@ -257,8 +268,8 @@ impl Server {
     }
 }
 
-/// Whether accepting failed because of the one connection that was being accepted.
-fn of_one_connection(error: &io::Error) -> bool {
+/// Reports whether accept failed because of that one connection.
+fn is_of_one_connection(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::ConnectionRefused

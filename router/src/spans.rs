@@ -1,9 +1,9 @@
-//! A span for each request, under upstream's name and with its attributes
-//! (sandbox-router/observability/tracing.go). It is in the trace that the client's `traceparent`
-//! names, and the sandbox gets its own name as `traceparent`.
+//! A span for each request, with upstream's name and attributes
+//! (sandbox-router/observability/tracing.go).
 //!
-//! Without `--enable-tracing` nobody listens to [`TARGET`]: its spans are never made, and what the
-//! client says of its trace goes on as it is.
+//! The span belongs to the trace in the client's `traceparent`; the sandbox receives the span as
+//! its `traceparent`. Without `--enable-tracing` no layer enables [`TARGET`]: no spans are made,
+//! and the client's trace headers pass unchanged.
 
 use http::{HeaderMap, Method};
 use torpor_daemon::spans;
@@ -11,19 +11,19 @@ use tracing::{Span, field::Empty};
 
 use crate::{metrics, target::Target};
 
-/// Target of the spans that are exported; the log leaves it out.
+/// Target of exported spans, which the log excludes.
 pub const TARGET: &str = "torpor_router::spans";
 /// Upstream's name of the service and of the tracer.
 pub const SERVICE: &str = "sandbox-router";
 
-/// Number of a gRPC status in the headers or trailers of an answer.
+/// Header or trailer with the number of a gRPC status.
 const GRPC_STATUS: &str = "grpc-status";
 
-/// Most bytes of a path that a span has: a client writes paths of up to a head's length, and spans
-/// wait in memory for the collector.
+/// Most bytes of a path in a span: a path may be as long as a request's head, and spans wait in
+/// memory for the collector.
 const LONGEST_PATH: usize = 1024;
 
-/// The span of a request, from its head to the end of its answer.
+/// Returns the span of a request, from its head to the end of its response.
 pub fn request(method: &Method, path: &str, headers: &HeaderMap) -> Span {
     let span = tracing::info_span!(
         target: TARGET,
@@ -50,19 +50,19 @@ pub fn request(method: &Method, path: &str, headers: &HeaderMap) -> Span {
     span
 }
 
-/// Says which sandbox a request is for.
-pub fn is_for(span: &Span, target: &Target) {
+/// Records which sandbox a request is for.
+pub fn record_target(span: &Span, target: &Target) {
     span.record("sandbox.id", target.id.as_str());
     span.record("sandbox.namespace", target.namespace.as_str());
 }
 
-/// Says how a gRPC call ended, if these headers or trailers do.
-pub fn ended(span: &Span, trailers: &HeaderMap) {
+/// Records the gRPC status, if these headers or trailers have one.
+pub fn record_grpc_status(span: &Span, trailers: &HeaderMap) {
     let status = trailers
         .get(GRPC_STATUS)
         .and_then(|value| value.to_str().ok()?.parse::<u16>().ok());
     if let Some(status) = status {
-        // A text, as upstream's.
+        // Upstream records a string.
         span.record("grpc.status_code", status.to_string());
     }
 }
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_nobody_exports_there_is_no_span_and_headers_stay() {
+    fn without_an_exporter_there_is_no_span_and_headers_stay() {
         let mut headers = HeaderMap::new();
         let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         headers.insert("traceparent", http::HeaderValue::from_static(parent));

@@ -1,4 +1,4 @@
-//! Which sandbox a request is for: upstream's `X-Sandbox-*` headers, a path below
+//! Reads which sandbox a request is for: from upstream's `X-Sandbox-*` headers, a path below
 //! `--path-routing-prefix`, or a host below `--domain`. Pure.
 
 use std::net::IpAddr;
@@ -13,47 +13,53 @@ use crate::{
 
 /// Name of the sandbox.
 pub const ID: HeaderName = HeaderName::from_static("x-sandbox-id");
-/// UID of the Sandbox object, optional: then exactly that one is meant.
+/// UID of the Sandbox object, optional; the request is then for exactly that object.
 pub const UID: HeaderName = HeaderName::from_static("x-sandbox-uid");
-/// Namespace of the sandbox, else [`DEFAULT_NAMESPACE`].
+/// Namespace of the sandbox; without it, [`DEFAULT_NAMESPACE`].
 pub const NAMESPACE: HeaderName = HeaderName::from_static("x-sandbox-namespace");
-/// Port in the sandbox, else [`DEFAULT_PORT`].
+/// Port in the sandbox; without it, [`DEFAULT_PORT`].
 pub const PORT: HeaderName = HeaderName::from_static("x-sandbox-port");
-/// Address of the Pod as the client knows it. It is checked, and the watch cache's is used.
+/// Address of the Pod, from the client. The router validates it, but uses the watch cache's
+/// address.
 pub const POD_IP: HeaderName = HeaderName::from_static("x-sandbox-pod-ip");
-/// How many seconds the client waits for an answer ([`crate::silence`]).
+/// Seconds that the client waits for a response ([`crate::idle_timeout`]).
 pub const TIMEOUT: HeaderName = HeaderName::from_static("x-sandbox-timeout");
 
-/// Namespace where the client names none; upstream's.
+/// Namespace if the client names none; upstream's.
 pub const DEFAULT_NAMESPACE: &str = "default";
-/// Port where the client names none; upstream's.
+/// Port if the client names none; upstream's.
 pub const DEFAULT_PORT: u16 = 8888;
 
-/// A port of a sandbox.
+/// Port of a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
     pub id: String,
     pub namespace: String,
     pub port: u16,
-    /// The client means this very object, and may therefore reach a sandbox that nobody has claimed.
+    /// UID of the Sandbox object, if the client names it. Only with its UID may a client reach an
+    /// unclaimed Sandbox.
     pub uid: Option<String>,
 }
 
-/// What a request names.
+/// Sandbox that a request names, and the source of the name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Named {
-    /// By headers.
+    /// The headers name the sandbox.
     ByHeaders(Target),
-    /// By its host. Its `X-Sandbox-*` headers count for nothing: a page that a sandbox serves can set them.
+    /// The host names the sandbox. `X-Sandbox-*` headers are ignored: a page of a sandbox can set
+    /// them.
     ByHost(Target),
-    /// By a host whose `<sandbox>-<namespace>` has several dashes: [`choose`] says which is meant.
+    /// The host names the sandbox, and its `<sandbox>-<namespace>` has several dashes: [`choose`]
+    /// finds the reading that exists.
     Joined { port: u16, text: String },
-    /// By its path, which its `X-Sandbox-*` headers do not contradict.
+    /// The path names the sandbox, and the `X-Sandbox-*` headers do not contradict it.
     ByPath(Route),
 }
 
-/// The prefix of paths that name sandboxes, where it counts. A native call's path is its method,
-/// which may lie below the prefix: such a call goes by its headers if it has them, as with upstream
+/// Returns the prefix of paths that name sandboxes, if it applies to a request.
+///
+/// The path of a native gRPC call is its method, which may lie below the prefix. As with upstream,
+/// headers name the target of such a call if they are present
 /// (`TestGRPCPreservesMethodUnderBrowserPrefix`).
 pub fn prefix_for<'a>(
     prefix: Option<&'a str>,
@@ -63,8 +69,9 @@ pub fn prefix_for<'a>(
     prefix.filter(|_| !is_native_call || !headers.contains_key(ID))
 }
 
-/// Reads what a request names. `domain` is in lower case. A host goes before a path: every path of a
-/// sandbox' host is the sandbox' own.
+/// Reads which sandbox a request names. `domain` is in lower case.
+///
+/// A host takes precedence over a path: all paths of a sandbox's host belong to the sandbox.
 pub fn read(
     uri: &Uri,
     headers: &HeaderMap,
@@ -85,8 +92,8 @@ pub fn read(
     by_headers(headers, policy).map(Named::ByHeaders)
 }
 
-/// Refuses headers that name another target than the path does: whoever checked the request before
-/// us may have looked at them.
+/// Refuses headers that name another target than the path: a proxy in front of the router may have
+/// authorized the request by its headers.
 fn agree(target: &Target, headers: &HeaderMap) -> Result<(), Refusal> {
     let port = target.port.to_string();
     let ours = [
@@ -129,7 +136,7 @@ fn by_headers(headers: &HeaderMap, policy: AddressPolicy) -> Result<Target, Refu
             return Err(Refusal::AddressFormat);
         }
     }
-    // A UID that is none fits no sandbox, which is answer enough.
+    // A malformed UID matches no Sandbox, so that it needs no error of its own.
     let uid = single(headers, &UID).map_err(|()| Refusal::SandboxFormat)?;
     let uid = uid.filter(|uid| !uid.is_empty());
     Ok(Target {
@@ -140,8 +147,8 @@ fn by_headers(headers: &HeaderMap, policy: AddressPolicy) -> Result<Target, Refu
     })
 }
 
-/// The value of a header. Two different ones are an error: whoever checked the request before us may
-/// have looked at the other.
+/// Returns the value of a header. Two different values are an error: a proxy in front of the router
+/// may have authorized the request by the other one.
 pub(crate) fn single<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Result<Option<&'a str>, ()> {
     let mut all = headers.get_all(name).iter();
     let Some(first) = all.next() else {
@@ -157,9 +164,9 @@ fn port(text: &str) -> Option<u16> {
     text.parse().ok().filter(|port| *port != 0)
 }
 
-/// The request's host in lower case, without port and final dot; empty when there is none.
+/// Returns the request's host in lower case, without port and final dot; empty: no host.
 fn host_of(uri: &Uri, headers: &HeaderMap, domain: &str) -> Result<String, Refusal> {
-    // HTTP/2 and the absolute form carry it in the URI, which then counts alone.
+    // HTTP/2 and the absolute form carry the host in the URI, which takes precedence.
     let host = match uri.host() {
         Some(host) => host,
         None => {
@@ -168,7 +175,7 @@ fn host_of(uri: &Uri, headers: &HeaderMap, domain: &str) -> Result<String, Refus
                 .unwrap_or_default()
         }
     };
-    // Only an IPv6 literal has more than one colon, and it is below no domain.
+    // Only an IPv6 literal has more than one colon, and no IPv6 literal is below a domain.
     let host = host.split_once(':').map_or(host, |(host, _)| host);
     Ok(host.strip_suffix('.').unwrap_or(host).to_ascii_lowercase())
 }
@@ -182,7 +189,7 @@ fn prefix_below(host: &str, domain: &str) -> Option<String> {
 fn by_host(prefix: &str, domain: &str) -> Result<Named, Refusal> {
     let wrong = || Refusal::HostFormat(domain.to_owned());
     let (number, rest) = prefix.split_once('-').ok_or_else(wrong)?;
-    // No sign: one host, one target.
+    // No sign and no leading zero: a port has one spelling.
     let digits = number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
     let port = port(number).filter(|_| digits).ok_or_else(wrong)?;
     let target = |id: &str, namespace: &str| {
@@ -207,7 +214,7 @@ fn by_host(prefix: &str, domain: &str) -> Result<Named, Refusal> {
     }
 }
 
-/// All ways to read `<sandbox>-<namespace>`.
+/// Returns all readings of `<sandbox>-<namespace>`.
 fn readings(text: &str) -> Vec<(&str, &str)> {
     text.match_indices('-')
         .map(|(at, _)| (&text[..at], &text[at + 1..]))
@@ -215,7 +222,8 @@ fn readings(text: &str) -> Vec<(&str, &str)> {
         .collect()
 }
 
-/// The sandbox that a joined host means: the only one that exists. `exists` takes namespace and name.
+/// Returns the sandbox that a joined host means: the only reading that exists. `exists` takes
+/// namespace and name.
 pub fn choose(
     port: u16,
     text: &str,
@@ -239,7 +247,8 @@ pub fn choose(
     })
 }
 
-/// RFC 1123 label: what Kubernetes asks of a namespace's name, and upstream's router of a sandbox's.
+/// Reports whether a text is an RFC 1123 label, which Kubernetes requires of namespaces' names and
+/// upstream's router of sandboxes'.
 pub fn is_dns_label(text: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     let bytes = text.as_bytes();

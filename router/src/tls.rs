@@ -1,4 +1,6 @@
-//! TLS towards clients, with or without certificates of theirs. What is renewed on disk, the server's certificate or the clients' CA, is taken up without a restart.
+//! TLS for clients, with or without client certificates.
+//!
+//! The server's certificate and the clients' CA are reloaded from disk without a restart.
 
 use std::{
     fmt, fs, io,
@@ -19,57 +21,57 @@ use tokio_rustls::{Accept, TlsAcceptor};
 
 use crate::metrics::{Metrics, OutcomeLabel};
 
-/// Whether clients show certificates.
+/// Mode of client certificates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum MutualTls {
     #[default]
     Off,
-    /// A certificate is checked if one is shown.
+    /// The router verifies a client certificate if the client sends one.
     Optional,
     Required,
 }
 
-/// Where the files lie.
+/// Paths of the TLS files.
 #[derive(Clone, Debug)]
 pub struct Files {
     pub certificate: PathBuf,
     pub key: PathBuf,
-    /// Whoever signed clients' certificates.
+    /// CA certificates that sign clients' certificates.
     pub client_ca: Option<PathBuf>,
     pub mutual: MutualTls,
 }
 
-/// TLS cannot be served.
+/// Error of the TLS files.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("{path}")]
+    #[error("cannot read {path}")]
     Read {
         path: PathBuf,
         #[source]
         error: io::Error,
     },
-    #[error("{path} holds no PEM of the kind")]
+    #[error("{path} does not hold the expected kind of PEM")]
     Pem {
         path: PathBuf,
         #[source]
         error: pem::Error,
     },
-    #[error("certificate and key cannot be used")]
+    #[error("cannot use the certificate and its key")]
     Key(#[source] rustls::Error),
-    #[error("{path} holds a certificate that no CA has")]
+    #[error("{path} holds a certificate that cannot be a CA's")]
     Authority {
         path: PathBuf,
         #[source]
         error: rustls::Error,
     },
-    #[error("the clients' CA cannot be used")]
+    #[error("cannot use the clients' CA")]
     ClientCa(#[source] rustls::server::VerifierBuilderError),
-    #[error("certificates of clients cannot be checked without a CA")]
+    #[error("cannot verify client certificates without a CA")]
     NoClientCa,
 }
 
 impl Error {
-    /// One word for logs.
+    /// Returns a CamelCase reason for logs.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Read { .. } => "Read",
@@ -81,13 +83,13 @@ impl Error {
         }
     }
 
-    /// Whether the files may be right a moment later, as while they are being replaced.
+    /// Reports whether a later read may succeed: the files may be in the middle of a replacement.
     pub fn retry(&self) -> bool {
         !matches!(self, Self::NoClientCa)
     }
 }
 
-/// Makes TLS of connections. Clones are the same one.
+/// Acceptor of TLS connections. Clones share it.
 #[derive(Clone)]
 pub struct Acceptor(Arc<Shared>);
 
@@ -101,7 +103,7 @@ struct Current {
     config: Arc<ServerConfig>,
 }
 
-/// What the files hold.
+/// Content of the files.
 #[derive(PartialEq, Eq)]
 struct Content {
     certificate: Vec<u8>,
@@ -115,7 +117,7 @@ impl fmt::Debug for Acceptor {
     }
 }
 
-/// Reads the files and makes what accepts TLS connections.
+/// Reads the files and returns an acceptor.
 pub fn acceptor(files: Files) -> Result<Acceptor, Error> {
     let content = read_all(&files)?;
     let config = config(&files, &content)?;
@@ -124,15 +126,17 @@ pub fn acceptor(files: Files) -> Result<Acceptor, Error> {
 }
 
 impl Acceptor {
-    /// Shakes hands with a client.
+    /// Performs the TLS handshake with a client.
     pub fn accept(&self, stream: TcpStream) -> Accept<TcpStream> {
         let current = self.0.current.read();
         let current = current.unwrap_or_else(PoisonError::into_inner);
         TlsAcceptor::from(Arc::clone(&current.config)).accept(stream)
     }
 
-    /// Takes up the files if they have changed; says whether they had. What cannot be used leaves the old ones in place. Sessions of before are not resumed: a client whose CA
-    /// has gone does not get in by one.
+    /// Reloads the files if they have changed; reports whether they had.
+    ///
+    /// Invalid files leave the old configuration in place. A reload invalidates TLS sessions: a
+    /// client whose CA was removed cannot resume one.
     pub fn reload(&self) -> Result<bool, Error> {
         let (files, current) = (&self.0.files, &self.0.current);
         let content = read_all(files)?;
@@ -146,7 +150,10 @@ impl Acceptor {
         Ok(true)
     }
 
-    /// Looks at the files again and again. A mounted Secret changes by renaming a directory above them, which no watch of the files themselves shows.
+    /// Reloads the files periodically.
+    ///
+    /// A mounted Secret changes by the rename of a parent directory, which a watch of the files
+    /// does not report.
     pub async fn keep_fresh(&self, metrics: &Metrics, every: Duration) {
         loop {
             tokio::time::sleep(every).await;
@@ -189,7 +196,7 @@ fn config(files: &Files, content: &Content) -> Result<Arc<ServerConfig>, Error> 
         path: files.key.clone(),
         error,
     })?;
-    // Also checks that the key is the certificate's.
+    // `with_single_cert` also checks that the key belongs to the certificate.
     let mut config = builder.with_single_cert(chain, key).map_err(Error::Key)?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Arc::new(config))
@@ -225,7 +232,7 @@ fn client_verifier(
 
 fn read_all(files: &Files) -> Result<Content, Error> {
     let client_ca = match (files.mutual, &files.client_ca) {
-        // Nobody looks at it, and it need not be there.
+        // The CA is not used, and its file need not exist.
         (MutualTls::Off, _) => None,
         (MutualTls::Optional | MutualTls::Required, Some(path)) => Some(read(path)?),
         (MutualTls::Optional | MutualTls::Required, None) => return Err(Error::NoClientCa),

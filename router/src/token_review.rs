@@ -1,11 +1,13 @@
-//! Asks the apiserver whose a token is, and whether its user may connect to a sandbox, and
-//! remembers the answer for a while. Many requests with one token (and to one sandbox) make one
-//! review; and only so many reviews are under way at once, since inventing a token costs nothing,
-//! and each review takes a connection to the apiserver.
+//! Reviews tokens, and the right of their users to connect to a sandbox, at the apiserver; caches
+//! the decisions for a time.
 //!
-//! Verdicts are kept for each sandbox, since the right to connect can be bound to one by its name.
-//! A verdict on a sandbox holds the whole way to it, token included: so a token that is revoked
-//! opens nothing longer than a verdict stands.
+//! Concurrent requests with one token (and for one sandbox) share one review. The number of reviews
+//! in flight is limited: inventing tokens costs a client nothing, and each review takes a
+//! connection to the apiserver.
+//!
+//! Decisions are cached for each sandbox, since the right to connect can be bound to one by its
+//! name. A decision on a sandbox includes the validity of the token: a revoked token opens nothing
+//! for longer than the decision stays cached.
 
 use std::{
     fmt,
@@ -27,20 +29,20 @@ use tokio::{
     time::timeout,
 };
 
-use crate::verdicts::{Key, Known, Review, Verdict, Verdicts};
+use crate::authz_cache::{AuthzCache, Cached, Decision, Key, Review};
 
-/// How long one question to the apiserver may take; upstream's. Also how long a token waits for its
-/// turn.
+/// Longest time of one review; upstream's. Also the longest time that a token waits for its review.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The right that a client needs: this verb on this subresource of the Sandbox, as `kubectl
-/// port-forward` and `kubectl proxy` need theirs of a Pod.
+/// Verb of the right that a client needs, on the subresource `proxy` of the Sandbox.
+///
+/// `kubectl port-forward` and `kubectl proxy` need similar rights on subresources of a Pod.
 const VERB: &str = "connect";
 const GROUP: &str = "agents.x-k8s.io";
 const RESOURCE: &str = "sandboxes";
 const SUBRESOURCE: &str = "proxy";
 
-/// The sandbox that a client wants to reach.
+/// Sandbox that a client wants to reach.
 #[derive(Clone, Copy, Debug)]
 pub struct Sandbox<'a> {
     pub namespace: &'a str,
@@ -50,28 +52,28 @@ pub struct Sandbox<'a> {
 /// Settings of the reviews.
 #[derive(Clone, Debug)]
 pub struct ReviewOptions {
-    /// How long a verdict stands.
+    /// Time for which a decision is cached.
     pub ttl: Duration,
-    /// How many verdicts are remembered.
+    /// Most cached decisions.
     pub size: usize,
-    /// A request without a token is refused.
+    /// Requests without a token are refused.
     pub require_token: bool,
-    /// Audiences of which the token must name one; none: any.
+    /// Audiences, of which the token must name at least one; empty: any.
     pub audiences: Vec<String>,
-    /// How many tokens are asked about at once.
+    /// Most reviews in flight.
     pub at_once: usize,
-    /// How many wait for that.
+    /// Most tokens that wait for a review.
     pub waiting: usize,
 }
 
-/// Reviews tokens.
+/// Reviews tokens at the apiserver.
 pub struct Reviewer {
     client: Client,
     options: ReviewOptions,
-    verdicts: Mutex<Verdicts>,
-    /// Tokens that were good when they were last asked about. Whoever invents tokens does not keep them waiting.
-    acquainted: Line,
-    strangers: Line,
+    cache: Mutex<AuthzCache>,
+    /// Queue of tokens that their last review found valid. Invented tokens cannot delay them.
+    valid_tokens: Queue,
+    other_tokens: Queue,
 }
 
 impl fmt::Debug for Reviewer {
@@ -81,59 +83,62 @@ impl fmt::Debug for Reviewer {
 }
 
 impl Reviewer {
-    /// Asks through `client`.
+    /// Returns a reviewer that calls the apiserver through `client`.
     pub fn new(client: Client, options: ReviewOptions) -> Self {
-        let line = || Line::new(options.at_once, options.waiting);
+        let queue = || Queue::new(options.at_once, options.waiting);
         Self {
             client,
-            verdicts: Mutex::new(Verdicts::new(options.ttl, options.size)),
-            acquainted: line(),
-            strangers: line(),
+            cache: Mutex::new(AuthzCache::new(options.ttl, options.size)),
+            valid_tokens: queue(),
+            other_tokens: queue(),
             options,
         }
     }
 
-    /// Whether a request needs a token.
+    /// Reports whether a request needs a token.
     pub fn requires_token(&self) -> bool {
         self.options.require_token
     }
 
-    /// What the apiserver says of the token and of its user's right to connect to the sandbox, if
-    /// one is named; or said lately.
-    pub async fn review(&self, token: &str, sandbox: Option<Sandbox<'_>>) -> Verdict {
-        let mut review = match self.find_or_ask(token, sandbox) {
-            Known::Stands(verdict) => return verdict,
-            Known::UnderWay(review) => review,
+    /// Returns the apiserver's decision on the token and, if `sandbox` is set, on the right of its
+    /// user to connect to the sandbox. The decision may come from the cache.
+    pub async fn review(&self, token: &str, sandbox: Option<Sandbox<'_>>) -> Decision {
+        let mut review = match self.find_or_start(token, sandbox) {
+            Cached::Decided(decision) => return decision,
+            Cached::InReview(review) => review,
         };
-        // Each review comes to a verdict, unless the process ends.
-        let verdict = review.wait_for(Option::is_some).await;
-        verdict.map_or(Verdict::Unknown, |verdict| {
-            verdict.unwrap_or(Verdict::Unknown)
+        // Every review ends with a decision, unless the process ends.
+        let decision = review.wait_for(Option::is_some).await;
+        decision.map_or(Decision::Unknown, |decision| {
+            decision.unwrap_or(Decision::Unknown)
         })
     }
 
-    fn find_or_ask(&self, token: &str, sandbox: Option<Sandbox<'_>>) -> Known {
+    fn find_or_start(&self, token: &str, sandbox: Option<Sandbox<'_>>) -> Cached {
         let (key, now) = (key(token, sandbox), Instant::now());
-        let mut verdicts = self.verdicts();
-        if let Some(known) = verdicts.find(&key, now) {
+        let mut cache = self.cache();
+        if let Some(known) = cache.find(&key, now) {
             return known;
         }
-        let line = if verdicts.was_good(&key) {
-            &self.acquainted
+        let queue = if cache.was_valid(&key) {
+            &self.valid_tokens
         } else {
-            &self.strangers
+            &self.other_tokens
         };
-        // Not remembered: it makes no other token forgotten.
-        let Some(place) = line.enter() else {
-            return Known::Stands(Verdict::Crowded);
+        // This decision is not cached, so that it evicts no other.
+        let Some(slot) = queue.enter() else {
+            return Cached::Decided(Decision::QueueFull);
         };
-        let review = self.ask(token, sandbox, place);
-        verdicts.insert(key, review.clone(), now);
-        Known::UnderWay(review)
+        let review = self.start(token, sandbox, slot);
+        cache.insert(key, review.clone(), now);
+        Cached::InReview(review)
     }
 
-    /// Begins a review. It does not depend on the request that wants it: whoever goes away takes nothing from the others, and makes no room for the next token.
-    fn ask(&self, token: &str, sandbox: Option<Sandbox<'_>>, place: Place) -> Review {
+    /// Starts a review.
+    ///
+    /// The review does not depend on the request: a client that disconnects does not cancel it for
+    /// others, and does not free a slot for its next token.
+    fn start(&self, token: &str, sandbox: Option<Sandbox<'_>>, slot: QueueSlot) -> Review {
         let (sender, review) = watch::channel(None);
         let client = self.client.clone();
         let spec = TokenReviewSpec {
@@ -142,19 +147,19 @@ impl Reviewer {
         };
         let attributes = sandbox.map(attributes_of);
         tokio::spawn(async move {
-            let verdict = match place.turn(TIMEOUT).await {
-                Some(_turn) => verdict_on(client, spec, attributes).await,
-                None => Verdict::Crowded,
+            let decision = match slot.wait_to_start(TIMEOUT).await {
+                Some(_review_slot) => decide(client, spec, attributes).await,
+                None => Decision::QueueFull,
             };
-            drop(place);
-            sender.send_replace(Some(verdict));
+            drop(slot);
+            sender.send_replace(Some(decision));
         });
         review
     }
 
-    // A poisoned lock only says that somebody panicked; each change is whole.
-    fn verdicts(&self) -> MutexGuard<'_, Verdicts> {
-        self.verdicts.lock().unwrap_or_else(PoisonError::into_inner)
+    // Each change is complete, so that a poisoned lock still guards valid data.
+    fn cache(&self) -> MutexGuard<'_, AuthzCache> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -162,7 +167,7 @@ fn key(token: &str, sandbox: Option<Sandbox<'_>>) -> Key {
     let mut all = digest::Context::new(&digest::SHA256);
     all.update(token.as_bytes());
     for name in sandbox.iter().flat_map(|one| [one.namespace, one.name]) {
-        // No token, no namespace and no name has this byte: clients send them in headers.
+        // Tokens, namespaces and names come from headers, which cannot contain this byte.
         all.update(&[0]);
         all.update(name.as_bytes());
     }
@@ -183,39 +188,40 @@ fn attributes_of(sandbox: Sandbox<'_>) -> ResourceAttributes {
     }
 }
 
-async fn verdict_on(
+async fn decide(
     client: Client,
     spec: TokenReviewSpec,
     attributes: Option<ResourceAttributes>,
-) -> Verdict {
+) -> Decision {
     let audiences = spec.audiences.clone().unwrap_or_default();
     let review = TokenReview {
         spec,
         ..TokenReview::default()
     };
-    let Some(answer) = asked(&client, "token", &review).await else {
-        return Verdict::Unknown;
+    let Some(answer) = create_review(&client, "token", &review).await else {
+        return Decision::Unknown;
     };
     let status = answer.status.unwrap_or_default();
-    if !is_good(&status, &audiences) {
-        return Verdict::Unauthenticated;
+    if !is_valid(&status, &audiences) {
+        return Decision::Unauthenticated;
     }
     let Some(attributes) = attributes else {
-        return Verdict::Allowed;
+        return Decision::Allowed;
     };
     let review = SubjectAccessReview {
         spec: subject(status.user.unwrap_or_default(), attributes),
         ..SubjectAccessReview::default()
     };
-    match asked(&client, "right to connect", &review).await {
-        None => Verdict::Unknown,
-        Some(answer) if answer.status.as_ref().is_some_and(may) => Verdict::Allowed,
-        Some(_) => Verdict::Forbidden,
+    match create_review(&client, "right to connect", &review).await {
+        None => Decision::Unknown,
+        Some(answer) if answer.status.as_ref().is_some_and(is_allowed) => Decision::Allowed,
+        Some(_) => Decision::Forbidden,
     }
 }
 
-/// The apiserver's answer to a review; none where it gave none.
-async fn asked<K>(client: &Client, what: &str, review: &K) -> Option<K>
+/// Creates a review and returns it with its status; `None`: the apiserver did not respond or
+/// refused.
+async fn create_review<K>(client: &Client, what: &str, review: &K) -> Option<K>
 where
     K: kube::Resource<Scope = ClusterResourceScope>
         + Serialize
@@ -239,7 +245,7 @@ where
     }
 }
 
-/// The user of a token, as the authorizer wants it.
+/// Returns the spec of a review for the user of a token.
 fn subject(user: UserInfo, attributes: ResourceAttributes) -> SubjectAccessReviewSpec {
     SubjectAccessReviewSpec {
         user: user.username,
@@ -251,60 +257,62 @@ fn subject(user: UserInfo, attributes: ResourceAttributes) -> SubjectAccessRevie
     }
 }
 
-/// An authorizer that could not decide has allowed nothing.
-fn may(status: &SubjectAccessReviewStatus) -> bool {
+/// Reports whether the authorizer allowed the request; an authorizer without an opinion did not.
+fn is_allowed(status: &SubjectAccessReviewStatus) -> bool {
     status.allowed && status.denied != Some(true)
 }
 
-/// Whether the token is somebody's and names one of `audiences`; none: any. Who is asked and knows nothing of audiences names none, and speaks of the apiserver's own: so the API
-/// leaves it to its clients to look.
-fn is_good(status: &TokenReviewStatus, audiences: &[String]) -> bool {
+/// Reports whether the token is valid and names one of `audiences`; empty: any.
+///
+/// An authenticator that does not support audiences returns none, and has validated the token for
+/// the apiserver's own audience. The API leaves this check to its clients.
+fn is_valid(status: &TokenReviewStatus, audiences: &[String]) -> bool {
     let named = status.audiences.as_deref().unwrap_or_default();
     let meant = audiences.is_empty() || audiences.iter().any(|one| named.contains(one));
     meant && status.authenticated == Some(true)
 }
 
-/// Tokens that are asked about, and those that wait for it.
+/// Queue of tokens in review and of tokens that wait for a review.
 #[derive(Debug)]
-struct Line {
-    /// For all of them.
-    places: Arc<Semaphore>,
-    /// For those that are asked about.
-    turns: Arc<Semaphore>,
+struct Queue {
+    /// Slots for all tokens of the queue.
+    slots: Arc<Semaphore>,
+    /// Slots for tokens in review.
+    reviews: Arc<Semaphore>,
 }
 
-impl Line {
+impl Queue {
     fn new(at_once: usize, waiting: usize) -> Self {
         let semaphore = |permits: usize| {
             let permits = permits.min(Semaphore::MAX_PERMITS);
             Arc::new(Semaphore::new(permits))
         };
         Self {
-            places: semaphore(at_once.saturating_add(waiting)),
-            turns: semaphore(at_once),
+            slots: semaphore(at_once.saturating_add(waiting)),
+            reviews: semaphore(at_once),
         }
     }
 
-    /// A place at the end, unless it is full.
-    fn enter(&self) -> Option<Place> {
-        Some(Place {
-            _place: Arc::clone(&self.places).try_acquire_owned().ok()?,
-            turns: Arc::clone(&self.turns),
+    /// Returns a slot at the end of the queue; `None`: the queue is full.
+    fn enter(&self) -> Option<QueueSlot> {
+        Some(QueueSlot {
+            _slot: Arc::clone(&self.slots).try_acquire_owned().ok()?,
+            reviews: Arc::clone(&self.reviews),
         })
     }
 }
 
-/// A place in a line, given back when it is dropped.
+/// Slot in a queue, freed on drop.
 #[derive(Debug)]
-struct Place {
-    _place: OwnedSemaphorePermit,
-    turns: Arc<Semaphore>,
+struct QueueSlot {
+    _slot: OwnedSemaphorePermit,
+    reviews: Arc<Semaphore>,
 }
 
-impl Place {
-    /// Waits for its turn, at most `limit` long.
-    async fn turn(&self, limit: Duration) -> Option<SemaphorePermit<'_>> {
-        timeout(limit, self.turns.acquire()).await.ok()?.ok()
+impl QueueSlot {
+    /// Waits until the review may start, at most `limit` long.
+    async fn wait_to_start(&self, limit: Duration) -> Option<SemaphorePermit<'_>> {
+        timeout(limit, self.reviews.acquire()).await.ok()?.ok()
     }
 }
 
@@ -318,7 +326,7 @@ mod tests {
 
     use super::*;
 
-    /// The next review has no answer.
+    /// Makes the apiserver lose the response to the next TokenReview.
     fn lose_answer(api: &Apiserver) {
         api.fail(Fault {
             verb: "create",
@@ -327,7 +335,7 @@ mod tests {
         });
     }
 
-    /// Waits until the apiserver has been asked, and says about how many tokens.
+    /// Waits for reviews at the apiserver and returns their number.
     async fn asked(api: &Apiserver) -> usize {
         loop {
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -356,7 +364,7 @@ mod tests {
     const HOUR: Duration = Duration::from_secs(3600);
 
     #[tokio::test]
-    async fn one_token_is_asked_about_and_one_waits_and_the_next_is_told_so_at_once() {
+    async fn one_token_is_reviewed_one_waits_and_the_next_is_refused_at_once() {
         let api = Apiserver::new();
         lose_answer(&api);
         let reviewer = reviewer(&api, HOUR, 1);
@@ -364,42 +372,45 @@ mod tests {
         let mut second = pin!(reviewer.review("b", None));
         assert!(poll!(first.as_mut()).is_pending());
         assert!(poll!(second.as_mut()).is_pending());
-        assert_eq!(reviewer.review("c", None).await, Verdict::Crowded);
+        assert_eq!(reviewer.review("c", None).await, Decision::QueueFull);
         let mut as_first = pin!(reviewer.review("a", None));
-        assert!(poll!(as_first.as_mut()).is_pending(), "it shares the place");
+        assert!(
+            poll!(as_first.as_mut()).is_pending(),
+            "it shares the review"
+        );
         assert_eq!(asked(&api).await, 1);
     }
 
     #[tokio::test]
-    async fn a_place_is_given_back_with_the_verdict_and_kept_when_the_client_goes_away() {
+    async fn a_slot_is_freed_by_the_decision_and_not_by_a_client_that_disconnects() {
         let api = Apiserver::new();
         api.accept_token("good");
         let reviewer = reviewer(&api, HOUR, 0);
-        assert_eq!(reviewer.review("a", None).await, Verdict::Unauthenticated);
-        assert_eq!(reviewer.review("good", None).await, Verdict::Allowed);
+        assert_eq!(reviewer.review("a", None).await, Decision::Unauthenticated);
+        assert_eq!(reviewer.review("good", None).await, Decision::Allowed);
         lose_answer(&api);
         {
             let mut gone = pin!(reviewer.review("b", None));
             assert!(poll!(gone.as_mut()).is_pending());
         }
-        assert_eq!(reviewer.review("c", None).await, Verdict::Crowded);
-        assert_eq!(reviewer.review("good", None).await, Verdict::Allowed);
+        assert_eq!(reviewer.review("c", None).await, Decision::QueueFull);
+        assert_eq!(reviewer.review("good", None).await, Decision::Allowed);
     }
 
     #[tokio::test]
     async fn a_token_that_was_good_does_not_wait_behind_invented_ones() {
         let api = Apiserver::new();
         api.accept_token("good");
-        // No verdict stands.
+        // No decision stays cached.
         let reviewer = reviewer(&api, Duration::ZERO, 0);
-        assert_eq!(reviewer.review("good", None).await, Verdict::Allowed);
+        assert_eq!(reviewer.review("good", None).await, Decision::Allowed);
         asked(&api).await;
         lose_answer(&api);
         let mut invented = pin!(reviewer.review("a", None));
         assert!(poll!(invented.as_mut()).is_pending());
         asked(&api).await;
-        assert_eq!(reviewer.review("b", None).await, Verdict::Crowded);
-        assert_eq!(reviewer.review("good", None).await, Verdict::Allowed);
+        assert_eq!(reviewer.review("b", None).await, Decision::QueueFull);
+        assert_eq!(reviewer.review("good", None).await, Decision::Allowed);
     }
 
     #[rstest]
@@ -407,7 +418,7 @@ mod tests {
     #[case::any_and_some_are_named(&["a"], &[], true)]
     #[case::one_of_them(&["a", "b"], &["b", "c"], true)]
     #[case::another(&["a"], &["b"], false)]
-    #[case::not_looked_at(&[], &["b"], false)]
+    #[case::not_supported(&[], &["b"], false)]
     fn a_token_is_good_for_the_audiences_that_are_named(
         #[case] named: &[&str],
         #[case] asked: &[&str],
@@ -421,12 +432,12 @@ mod tests {
                 audiences: Some(named.clone()),
                 ..TokenReviewStatus::default()
             };
-            assert_eq!(is_good(&status, &asked), known && good);
+            assert_eq!(is_valid(&status, &asked), known && good);
         }
     }
 
     #[tokio::test]
-    async fn who_is_asked_about_audiences_and_says_nothing_of_them_lets_nobody_in() {
+    async fn a_review_that_names_no_audience_authorizes_no_client() {
         let api = Apiserver::new();
         api.accept_token("good");
         let options = ReviewOptions {
@@ -436,12 +447,12 @@ mod tests {
         let reviewer = Reviewer::new(api.client(), options);
         assert_eq!(
             reviewer.review("good", None).await,
-            Verdict::Unauthenticated
+            Decision::Unauthenticated
         );
     }
 
     #[test]
-    fn a_verdict_is_about_one_token_and_one_sandbox() {
+    fn a_decision_is_about_one_token_and_one_sandbox() {
         let sandbox = |namespace, name| Some(Sandbox { namespace, name });
         let keys = [
             key("t", None),
@@ -462,7 +473,7 @@ mod tests {
     #[case(true, Some(true), false)]
     #[case(false, None, false)]
     #[case(false, Some(true), false)]
-    fn whoever_is_denied_or_not_allowed_may_not(
+    fn a_user_that_is_denied_or_not_allowed_lacks_the_right(
         #[case] allowed: bool,
         #[case] denied: Option<bool>,
         #[case] expected: bool,
@@ -472,21 +483,21 @@ mod tests {
             denied,
             ..SubjectAccessReviewStatus::default()
         };
-        assert_eq!(may(&status), expected);
+        assert_eq!(is_allowed(&status), expected);
     }
 
     #[tokio::test]
-    async fn nobody_waits_for_a_turn_without_end() {
-        let line = Line::new(1, 1);
-        let (first, second) = (line.enter().unwrap(), line.enter().unwrap());
-        assert!(line.enter().is_none());
-        let turn = first.turn(HOUR).await;
-        assert!(turn.is_some());
+    async fn the_wait_for_a_review_is_bounded() {
+        let queue = Queue::new(1, 1);
+        let (first, second) = (queue.enter().unwrap(), queue.enter().unwrap());
+        assert!(queue.enter().is_none());
+        let started = first.wait_to_start(HOUR).await;
+        assert!(started.is_some());
         let short = Duration::from_millis(1);
-        assert!(second.turn(short).await.is_none());
-        drop(turn);
-        assert!(second.turn(short).await.is_some());
+        assert!(second.wait_to_start(short).await.is_none());
+        drop(started);
+        assert!(second.wait_to_start(short).await.is_some());
         drop(first);
-        assert!(line.enter().is_some());
+        assert!(queue.enter().is_some());
     }
 }

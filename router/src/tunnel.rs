@@ -1,5 +1,7 @@
-//! Connections that have changed their protocol (WebSocket and its like): bytes in both directions, each ended by itself. A tunnel in which nothing moves has no buffer,
-//! which tokio's `copy_bidirectional` cannot give (16 KiB for each).
+//! Tunnels: connections that have changed their protocol, such as WebSockets.
+//!
+//! A tunnel carries bytes in both directions; each direction ends by itself. An idle tunnel has no
+//! buffer; tokio's `copy_bidirectional` would keep 16 KiB for each direction.
 
 use std::{
     cell::RefCell,
@@ -17,25 +19,25 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{body::Exchange, metrics::Metrics};
 
-/// What is read at once, in bytes.
+/// Bytes of one read.
 const PIECE: usize = 16 * 1024;
 
 thread_local! {
-    /// Where bytes are between one stream and the other, if the other takes them at once.
+    /// Buffer shared by all tunnels of a thread, for bytes that the other stream accepts at once.
     static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; PIECE].into_boxed_slice());
 }
 
-/// The tunnels that are open.
+/// Open tunnels.
 #[derive(Clone, Debug)]
 pub struct Tunnels {
     tasks: TaskTracker,
-    /// Cuts all of them.
+    /// Cancelled to close all tunnels.
     cut: CancellationToken,
     metrics: Arc<Metrics>,
 }
 
 impl Tunnels {
-    /// None yet. `tasks` waits for them at the end; `cut` ends that wait.
+    /// Returns a set without tunnels. `tasks` tracks their tasks; `cut` closes them at the end.
     pub fn new(tasks: TaskTracker, cut: CancellationToken, metrics: Arc<Metrics>) -> Self {
         Self {
             tasks,
@@ -44,14 +46,16 @@ impl Tunnels {
         }
     }
 
-    /// Carries bytes between the two once both have changed the protocol. There is no limit in time: TCP's keepalive says whether the ends live.
+    /// Carries bytes between client and sandbox once both have changed the protocol.
+    ///
+    /// A tunnel has no time limit; TCP keepalive detects lost peers.
     pub fn open(&self, client: OnUpgrade, sandbox: OnUpgrade, exchange: Exchange) {
         let (cut, metrics) = (self.cut.clone(), Arc::clone(&self.metrics));
         self.tasks.spawn(async move {
-            // The whole of it, which is counted when the tunnel ends.
+            // Moves the whole exchange into the task: dropping it counts the request.
             let mut exchange = exchange;
             metrics.tunnels.inc();
-            let (mut up, mut down) = (Way::default(), Way::default());
+            let (mut up, mut down) = (Direction::default(), Direction::default());
             let carry = async {
                 let (client, sandbox) = tokio::try_join!(client, sandbox)?;
                 carry(
@@ -66,38 +70,40 @@ impl Tunnels {
             tokio::select! {
                 carried = carry => {
                     if let Err(error) = carried {
-                        tracing::debug!(%error, "tunnel broke");
+                        tracing::debug!(%error, "tunnel failed");
                     }
                 }
                 () = cut.cancelled() => {}
             }
-            exchange.seen().add(up.bytes);
+            exchange.progress().add(up.bytes);
             exchange.sent = down.bytes;
             metrics.tunnels.dec();
         });
     }
 }
 
-/// One direction.
+/// One direction of a tunnel.
 #[derive(Debug, Default)]
-struct Way {
-    /// Read and not yet written.
+struct Direction {
+    /// Bytes read but not accepted at once by the other stream.
     kept: Vec<u8>,
-    /// Of `kept`, what is written.
+    /// Number of bytes of `kept` that are written.
     written: usize,
-    /// Nothing more comes.
+    /// The source has ended.
     ended: bool,
-    /// The other end knows.
+    /// The destination is shut down.
     done: bool,
     bytes: u64,
 }
 
-/// Carries bytes until both directions have ended, or one breaks. The end of one is passed on and leaves the other open.
+/// Carries bytes until both directions have ended or one fails.
+///
+/// The end of one direction is passed on and leaves the other open.
 async fn carry(
     mut client: impl AsyncRead + AsyncWrite + Unpin,
     mut sandbox: impl AsyncRead + AsyncWrite + Unpin,
-    up: &mut Way,
-    down: &mut Way,
+    up: &mut Direction,
+    down: &mut Direction,
 ) -> io::Result<()> {
     poll_fn(|task| {
         let upward = up.poll(task, Pin::new(&mut client), Pin::new(&mut sandbox))?;
@@ -110,7 +116,7 @@ async fn carry(
     .await
 }
 
-impl Way {
+impl Direction {
     fn poll(
         &mut self,
         task: &mut Context<'_>,
@@ -150,7 +156,7 @@ impl Way {
         Poll::Ready(Ok(()))
     }
 
-    /// Reads a piece and writes what is taken at once; the rest is kept.
+    /// Reads up to [`PIECE`] bytes, writes those accepted at once and keeps the rest.
     fn poll_pass_on(
         &mut self,
         task: &mut Context<'_>,

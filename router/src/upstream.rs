@@ -1,5 +1,7 @@
-//! Connections to sandboxes. The pool's key is Sandbox UID, Pod UID, address and port: a connection that was made to one sandbox is never used for another, whatever
-//! happens to its address.
+//! Connection pool for sandboxes.
+//!
+//! The key is Sandbox UID, Pod UID, address and port. A connection to one sandbox is therefore
+//! never used for another, even if the address passes to another Pod.
 
 use std::{
     fmt, io,
@@ -26,18 +28,18 @@ use crate::{
     server::{MAX_HEAD, MAX_HEADERS},
 };
 
-/// How often and how long to try to connect.
+/// Retries of connection attempts.
 #[derive(Clone, Copy, Debug)]
 pub struct Dialling {
     /// Attempts after the first.
     pub retries: u32,
-    /// Before the second attempt; doubled before each further one.
+    /// Delay before the second attempt; doubled before each further one.
     pub first_delay: Duration,
     pub longest_delay: Duration,
 }
 
 impl Dialling {
-    /// Waits between the attempts.
+    /// Returns the delays between attempts.
     pub fn delays(self) -> impl Iterator<Item = Duration> {
         let delay = move |n: u32| {
             let factor = 1_u32.checked_shl(n).unwrap_or(u32::MAX);
@@ -49,26 +51,26 @@ impl Dialling {
     }
 }
 
-/// How long one attempt may take. A sandbox that hibernates in place answers within it.
+/// Longest time of one attempt. A sandbox that hibernates in place accepts a connection within it.
 const ATTEMPT: Duration = Duration::from_secs(10);
-/// How long an unused connection is kept; upstream's.
+/// Time after which an unused connection is closed; upstream's.
 const IDLE: Duration = Duration::from_secs(90);
-/// Unused connections kept for one port of one sandbox.
+/// Most unused connections to one port of one sandbox.
 const IDLE_PER_PORT: usize = 64;
-/// Unused time after which a connection is probed, and between probes.
+/// Idle time before the first TCP keepalive probe, and time between probes.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
-/// A sandbox could not be connected to.
+/// Error of connecting to a sandbox.
 #[derive(Debug, thiserror::Error)]
 pub enum DialError {
-    #[error("{0} is no key of the pool")]
+    #[error("{0} is not a key of the connection pool")]
     Key(Uri),
-    /// The watch has shown something else meanwhile.
+    /// The watch has reported a change since the request was routed.
     #[error("the Pod is no longer at {0}")]
     Moved(IpAddr),
     #[error("no connection to {0} in {ATTEMPT:?}")]
     Timeout(SocketAddr),
-    #[error("no connection to {address}")]
+    #[error("cannot connect to {address}")]
     Connect {
         address: SocketAddr,
         #[source]
@@ -77,7 +79,7 @@ pub enum DialError {
 }
 
 impl DialError {
-    /// Upstream's word for it in metrics.
+    /// Returns upstream's `reason` label.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Timeout(_) => "timeout",
@@ -85,7 +87,7 @@ impl DialError {
         }
     }
 
-    /// Whether another attempt may succeed.
+    /// Reports whether another attempt may succeed.
     pub fn retry(&self) -> bool {
         match self {
             Self::Timeout(_) | Self::Connect { .. } => true,
@@ -94,10 +96,10 @@ impl DialError {
     }
 }
 
-/// The pool.
+/// Pool of HTTP/1 connections.
 pub type Pool = Client<Dialer, RequestBody>;
 
-/// A pool without connections.
+/// Returns a pool without connections.
 pub fn pool(dialer: Dialer) -> Pool {
     Client::builder(TokioExecutor::new())
         .pool_timer(TokioTimer::new())
@@ -105,17 +107,17 @@ pub fn pool(dialer: Dialer) -> Pool {
         .pool_max_idle_per_host(IDLE_PER_PORT)
         .http1_max_buf_size(MAX_HEAD)
         .http1_max_headers(MAX_HEADERS)
-        // We write the Host header.
+        // `rewrite` sets the Host header.
         .set_host(false)
         .build(dialer)
 }
 
-/// The address of a request in the pool: a URI whose authority is the key.
+/// Returns the URI of a request for the pool; its authority is the key.
 pub fn pool_uri(destination: &Destination, path: PathAndQuery) -> Result<Uri, http::Error> {
     with_authority(&Key::of(destination).to_string(), path)
 }
 
-/// The address of a request as the sandbox sees it.
+/// Returns the URI of a request as the sandbox sees it.
 pub fn uri(destination: &Destination, path: PathAndQuery) -> Result<Uri, http::Error> {
     let address = SocketAddr::new(destination.address, destination.port);
     with_authority(&address.to_string(), path)
@@ -129,7 +131,7 @@ fn with_authority(authority: &str, path: PathAndQuery) -> Result<Uri, http::Erro
         .build()
 }
 
-/// What a connection belongs to.
+/// Key of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key<'a> {
     namespace: &'a str,
@@ -140,7 +142,7 @@ pub struct Key<'a> {
 }
 
 impl<'a> Key<'a> {
-    /// The key of a destination.
+    /// Returns the key of a destination.
     pub fn of(destination: &'a Destination) -> Self {
         let Destination {
             namespace,
@@ -204,7 +206,7 @@ pub struct Dialer {
 }
 
 impl Dialer {
-    /// Connects to what `directory` shows.
+    /// Returns a dialer that connects to the Pods in `directory`.
     pub fn new(directory: Directory, dialling: Dialling, metrics: Arc<Metrics>) -> Self {
         Self {
             directory,
@@ -213,7 +215,7 @@ impl Dialer {
         }
     }
 
-    /// Connects, with upstream's further attempts, for as long as the directory shows the Pod there.
+    /// Connects with upstream's retries, as long as the directory has the Pod at the address.
     pub async fn dial(&self, key: Key<'_>) -> Result<TokioIo<TcpStream>, DialError> {
         let mut delays = self.dialling.delays();
         let label = || NamespaceLabel {
@@ -250,7 +252,7 @@ impl Dialer {
             Ok(Err(error)) => return Err(DialError::Connect { address, error }),
             Err(_) => return Err(DialError::Timeout(address)),
         };
-        // The address may have gone to another Pod while we waited.
+        // The address may have passed to another Pod during the attempt.
         if !here() {
             return Err(moved());
         }
@@ -259,7 +261,7 @@ impl Dialer {
     }
 }
 
-/// Small messages go at once, and a peer that vanished without a word is noticed.
+/// Sets TCP_NODELAY, and keepalive to detect lost peers.
 pub fn tune(stream: &TcpStream) {
     let keepalive = TcpKeepalive::new()
         .with_time(KEEPALIVE)
@@ -290,7 +292,7 @@ impl tower::Service<Uri> for Dialer {
     }
 }
 
-/// Upstream's word for a failed request in metrics.
+/// Returns upstream's `reason` label of a failed request.
 pub fn reason(error: &(dyn std::error::Error + 'static)) -> &'static str {
     let mut next = Some(error);
     while let Some(error) = next {

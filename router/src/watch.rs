@@ -1,4 +1,4 @@
-//! Keeps the [`Directory`] up to date.
+//! Watches Sandboxes and Pods and updates the [`Directory`].
 
 use std::{fmt::Debug, future::Future, pin::pin};
 
@@ -16,7 +16,7 @@ use torpor_api::labels;
 
 use crate::directory::Directory;
 
-/// How many objects are read at once. Tenants make them, and each may have more than a megabyte.
+/// Objects in one page of a list. Tenants create the objects; each may exceed one megabyte.
 const PAGE: u32 = 50;
 
 /// Watches Sandboxes and their Pods, in one namespace or in all, until dropped.
@@ -49,7 +49,9 @@ where
     }
 }
 
-/// Hands on each event. Faults of the watch are retried with a growing delay; meanwhile the directory serves what it has.
+/// Passes each event to `take`.
+///
+/// Errors of the watch are retried with a growing delay; the directory keeps its content meanwhile.
 async fn each<K>(api: Api<K>, config: watcher::Config, take: impl Fn(Event<K>))
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
@@ -74,7 +76,7 @@ mod tests {
     use crate::address::AddressPolicy;
 
     #[tokio::test]
-    async fn what_tenants_make_is_listed_in_pages() {
+    async fn objects_of_tenants_are_listed_in_pages() {
         let api = Apiserver::new();
         for n in 0..PAGE + 10 {
             let metadata = json!({"name": format!("s{n}"), "namespace": "ns"});

@@ -1,5 +1,7 @@
-//! The two watched kinds, reduced to what routing needs. Everything else of an object is skipped while it is read, so that ten thousand sandboxes cost little, and no
-//! field that the router does not know can stop it.
+//! The two watched kinds, reduced to the fields that routing needs.
+//!
+//! All other fields are skipped during parsing: ten thousand sandboxes cost little memory, and an
+//! unknown field cannot cause an error.
 
 use std::{borrow::Cow, collections::BTreeMap};
 
@@ -8,7 +10,7 @@ use kube::{Resource, core::NamespaceResourceScope};
 use serde::Deserialize;
 use torpor_api::{Sandbox, annotations::Settings};
 
-/// A Sandbox.
+/// Sandbox, reduced to the fields that routing needs.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct WatchedSandbox {
     #[serde(default)]
@@ -39,12 +41,12 @@ struct TemplateMetadata {
 }
 
 impl WatchedSandbox {
-    /// Whether its user wants it suspended.
+    /// Reports whether `operatingMode` is `Suspended`.
     pub fn suspended(&self) -> bool {
         self.spec.operating_mode == "Suspended"
     }
 
-    /// Whether a request may resume it.
+    /// Reports whether requests may resume the Sandbox.
     pub fn resume_on_request(&self) -> bool {
         let template = self.spec.pod_template.metadata.as_ref();
         let template = template.and_then(|metadata| metadata.annotations.as_ref());
@@ -52,7 +54,7 @@ impl WatchedSandbox {
     }
 }
 
-/// A Pod.
+/// Pod, reduced to the fields that routing needs.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct WatchedPod {
     #[serde(default)]
@@ -86,7 +88,7 @@ struct PodCondition {
 }
 
 impl WatchedPod {
-    /// Its first address.
+    /// Returns the first address of the Pod.
     pub fn address(&self) -> Option<std::net::IpAddr> {
         let first = self.status.pod_ips.first().map(|entry| &entry.ip);
         let text = first
@@ -95,7 +97,7 @@ impl WatchedPod {
         text.parse().ok()
     }
 
-    /// Whether it takes requests.
+    /// Reports whether the Pod is ready.
     pub fn ready(&self) -> bool {
         let conditions = &self.status.conditions;
         conditions
@@ -103,7 +105,7 @@ impl WatchedPod {
             .any(|condition| condition.type_ == "Ready" && condition.status == "True")
     }
 
-    /// Name and UID of the Sandbox that controls it.
+    /// Returns name and UID of the Sandbox that controls the Pod.
     pub fn sandbox(&self) -> Option<(&str, &str)> {
         let owners = self.metadata.owner_references.as_ref()?;
         let owner = owners.iter().find(|owner| {

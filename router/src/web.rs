@@ -1,7 +1,8 @@
-//! gRPC-Web on its way to a sandbox that speaks gRPC: which requests are such calls, and how head and
-//! messages change. Pure. The wire format is that of gRPC-Web (github.com/grpc/grpc,
-//! doc/PROTOCOL-WEB.md): the messages are gRPC's, the trailers come as a last message of the body, and
-//! as text everything is in base64. Upstream's router does it since 1.0.10.
+//! Translates gRPC-Web to gRPC for sandboxes. Pure. Upstream's router does it since 1.0.10.
+//!
+//! The wire format is that of gRPC-Web (github.com/grpc/grpc, doc/PROTOCOL-WEB.md): messages are
+//! those of gRPC, the trailers are the last message of the body, and the text format encodes all in
+//! base64.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
@@ -18,35 +19,35 @@ use http_body_util::Full;
 
 use crate::grpc;
 
-/// Clients of gRPC-Web send it, and a browser asks for it before a call from another origin.
+/// Header that gRPC-Web clients send, and that a browser names in a preflight request.
 const X_GRPC_WEB: HeaderName = HeaderName::from_static("x-grpc-web");
-/// Media type of its calls.
+/// Media type of gRPC-Web calls.
 const GRPC_WEB: &str = "application/grpc-web";
-/// The same in base64.
+/// Media type of gRPC-Web calls in base64.
 const GRPC_WEB_TEXT: &str = "application/grpc-web-text";
-/// Begins the message that the trailers come as.
+/// First byte of the message that holds the trailers.
 const TRAILERS: u8 = 0x80;
-/// How long a browser may remember that calls from an origin are let through, in seconds.
+/// Time for which a browser may cache the response to a preflight request, in seconds.
 const REMEMBERED: &str = "7200";
-/// Four letters of base64 are three bytes.
+/// Characters of base64 that encode three bytes.
 const LETTERS: usize = 4;
 
-/// Bytes before each message: a flag, and its length.
+/// Length in bytes of the prefix of each message: a flag and the length of the message.
 const PREFIX: usize = 5;
 
-/// How a client of gRPC-Web speaks.
+/// Format of a gRPC-Web call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Web {
-    /// Its request is base64.
+    /// The request is base64.
     pub text: bool,
-    /// The answer is to be base64.
+    /// The client expects a response in base64.
     pub answer_text: bool,
 }
 
 impl Web {
-    /// How a request speaks gRPC-Web, if it does: a POST of `application/grpc-web` or `-text`, with
-    /// a codec (`+proto`) or without.
-    pub fn asked(method: &Method, headers: &HeaderMap) -> Option<Self> {
+    /// Returns the format of a request, if it is a gRPC-Web call: a POST of `application/grpc-web`
+    /// or `-text`, with a codec (`+proto`) or without.
+    pub fn of_request(method: &Method, headers: &HeaderMap) -> Option<Self> {
         if method != Method::POST {
             return None;
         }
@@ -57,7 +58,7 @@ impl Web {
         Some(Self { text, answer_text })
     }
 
-    /// Turns the head of a call into one of gRPC.
+    /// Rewrites the headers of a call for gRPC.
     pub fn request(self, headers: &mut HeaderMap) {
         let codec = headers.get(CONTENT_TYPE).and_then(|value| {
             let (_, codec) = kind(value.to_str().ok()?)?;
@@ -73,8 +74,8 @@ impl Web {
         }
     }
 
-    /// Turns the head of gRPC's answer into one of gRPC-Web. `false`: it is no answer of gRPC, and
-    /// goes on as it is.
+    /// Rewrites the headers of a gRPC response for gRPC-Web. `false`: the response is not gRPC and
+    /// stays unchanged.
     pub fn response(self, headers: &mut HeaderMap) -> bool {
         let codec = headers
             .get(CONTENT_TYPE)
@@ -92,9 +93,9 @@ impl Web {
         true
     }
 
-    /// A piece of an answer as its client gets it.
+    /// Converts a piece of a response to the client's format.
     pub fn data(self, data: Bytes) -> Bytes {
-        // Each piece of base64 may end by itself, with padding.
+        // Each piece may be encoded by itself, with its own padding.
         if self.answer_text {
             STANDARD.encode(data).into()
         } else {
@@ -102,7 +103,7 @@ impl Web {
         }
     }
 
-    /// The trailers of an answer, as the last message of its body.
+    /// Converts the trailers of a response to the last message of its body.
     pub fn trailers(self, trailers: &HeaderMap) -> Bytes {
         let mut lines = BytesMut::new();
         for (name, value) in trailers {
@@ -113,25 +114,25 @@ impl Web {
         }
         let mut message = BytesMut::with_capacity(lines.len() + 5);
         message.put_u8(TRAILERS);
-        // The heads that a sandbox may send are far smaller than that.
+        // The size limit for a sandbox's headers is far below `u32::MAX`.
         message.put_u32(u32::try_from(lines.len()).unwrap_or(u32::MAX));
         message.put(lines);
         self.data(message.freeze())
     }
 }
 
-/// How far an answer has come in its current message.
+/// Position of a response in its current message.
 #[derive(Debug, Default)]
 pub struct Messages {
-    /// Bytes of the prefix that have come.
+    /// Prefix of the current message; `filled` bytes have come.
     prefix: [u8; PREFIX],
     filled: usize,
-    /// Bytes of the message that are still to come.
+    /// Bytes of the message that have not come yet.
     left: usize,
 }
 
 impl Messages {
-    /// Takes the next bytes of an answer.
+    /// Advances by the next bytes of a response.
     pub fn take(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.left > 0 {
@@ -153,13 +154,14 @@ impl Messages {
         }
     }
 
-    /// Whether the next byte begins a message, as that of the trailers has to.
+    /// Reports whether the next byte begins a message; trailers must begin one.
     pub fn at_boundary(&self) -> bool {
         self.filled == 0 && self.left == 0
     }
 }
 
-/// Whether a media type is gRPC-Web's as text, and its codec with the `+`.
+/// Returns whether a gRPC-Web media type is the text format, and its codec with the `+`; `None`:
+/// the media type is another.
 fn kind(media_type: &str) -> Option<(bool, String)> {
     let text = || grpc::codec(media_type, GRPC_WEB_TEXT).map(|codec| (true, codec));
     grpc::codec(media_type, GRPC_WEB)
@@ -167,28 +169,28 @@ fn kind(media_type: &str) -> Option<(bool, String)> {
         .or_else(text)
 }
 
-/// A body is not base64.
+/// Error of a body that is not base64.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the body of a gRPC-Web call is not base64")]
 pub struct NotBase64;
 
-/// Reads base64 piece by piece, whose pieces may be padded and cut anywhere.
+/// Decoder of base64 that comes in pieces, each of which may be padded and cut anywhere.
 #[derive(Debug, Default)]
 pub struct Decoder {
-    /// Fewer than four letters.
+    /// Up to three characters of an incomplete group.
     left: BytesMut,
 }
 
 impl Decoder {
-    /// The bytes of all letters so far that have not been returned. What is returned is smaller
-    /// than `letters` and what was left.
+    /// Decodes all complete groups of characters so far. The result is smaller than `letters` and
+    /// the characters left over from earlier calls.
     pub fn decode(&mut self, letters: &[u8]) -> Result<Bytes, NotBase64> {
         self.left.extend_from_slice(letters);
         let whole = self.left.len() - self.left.len() % LETTERS;
         let letters = self.left.split_to(whole);
         let mut bytes = Vec::with_capacity(whole / LETTERS * 3);
         let padded = |four: &[u8]| four.contains(&b'=');
-        // From padding to padding.
+        // Each padded part is decoded by itself.
         let mut rest = &letters[..];
         while !rest.is_empty() {
             let end = rest.chunks(LETTERS).position(padded);
@@ -202,24 +204,24 @@ impl Decoder {
         Ok(bytes.into())
     }
 
-    /// Whether the letters so far are whole.
+    /// Reports whether no incomplete group is left.
     pub fn is_whole(&self) -> bool {
         !self.left.has_remaining()
     }
 }
 
-/// Which pages of other origins may make gRPC-Web calls. They show their token as any client does:
-/// cookies do not count.
+/// Origins whose pages may make gRPC-Web calls. The pages send their token as any client does;
+/// cookies do not authorize such calls.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origins(Vec<String>);
 
 impl Origins {
-    /// Origins as `https://host`; `*` is all of them.
+    /// Returns a list of origins in the form `https://host`; `*`: all.
     pub fn new(origins: Vec<String>) -> Self {
         Self(origins)
     }
 
-    /// The origin of a request, if its pages may make calls.
+    /// Returns the origin of a request, if its pages may make calls.
     pub fn allowed(&self, headers: &HeaderMap) -> Option<HeaderValue> {
         if self.0.is_empty() {
             return None;
@@ -230,8 +232,8 @@ impl Origins {
         self.0.iter().any(known).then(|| origin.clone())
     }
 
-    /// The answer to a browser that asks whether a page may make a call. `None`: it asks something
-    /// else, or for another page; a sandbox may answer that.
+    /// Returns the response to a preflight request for a call of an allowed page. `None`: another
+    /// request, which goes to the sandbox.
     pub fn preflight(&self, method: &Method, headers: &HeaderMap) -> Option<Response<Full<Bytes>>> {
         if method != Method::OPTIONS {
             return None;
@@ -265,8 +267,8 @@ impl Origins {
     }
 }
 
-/// Lets a page of `origin` read an answer.
-pub fn readable_by(origin: HeaderValue, headers: &mut HeaderMap) {
+/// Sets headers that let a page of `origin` read a response.
+pub fn allow_reading(origin: HeaderValue, headers: &mut HeaderMap) {
     headers.insert(ACCESS_CONTROL_ALLOW_ORIGIN, origin);
     headers.insert(ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("*"));
     headers.append(VARY, HeaderValue::from_static("Origin"));

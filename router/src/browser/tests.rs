@@ -25,12 +25,12 @@ fn request(uri: &str, headers: &[(&str, &str)]) -> Request<()> {
     request.body(()).unwrap()
 }
 
-fn query(token: &str) -> Option<Shown> {
-    Some(Shown::InQuery(token.to_owned()))
+fn query(token: &str) -> Option<BrowserToken> {
+    Some(BrowserToken::InQuery(token.to_owned()))
 }
 
-fn cookie(token: &str) -> Option<Shown> {
-    Some(Shown::InCookie(token.to_owned()))
+fn cookie(token: &str) -> Option<BrowserToken> {
+    Some(BrowserToken::InCookie(token.to_owned()))
 }
 
 #[rstest]
@@ -47,9 +47,9 @@ fn cookie(token: &str) -> Option<Shown> {
 #[case::another("/?tt=abc&T=abc", None, "/?tt=abc&T=abc")]
 #[case::none("/p", None, "/p")]
 #[case::of_a_whole_address("https://h.x.dev/p?t=abc&u=1", query("abc"), "https://h.x.dev/p?u=1")]
-fn a_token_in_the_query_does_not_go_on(
+fn a_token_in_the_query_is_removed(
     #[case] uri: &str,
-    #[case] shown: Option<Shown>,
+    #[case] shown: Option<BrowserToken>,
     #[case] rest: &str,
 ) {
     let mut request = request(uri, &[]);
@@ -65,9 +65,9 @@ fn a_token_in_the_query_does_not_go_on(
 #[case::empty(&["__Host-s=; a=1"], None, Some("a=1"))]
 #[case::bare(&["a=1; __Host-s"], None, Some("a=1"))]
 #[case::others(&["__Host-sid=abc;a=__Host-s=abc"], None, Some("__Host-sid=abc;a=__Host-s=abc"))]
-fn a_token_in_a_cookie_does_not_go_on(
+fn a_token_in_a_cookie_is_removed(
     #[case] cookies: &[&str],
-    #[case] shown: Option<Shown>,
+    #[case] shown: Option<BrowserToken>,
     #[case] rest: Option<&str>,
 ) {
     let headers: Vec<_> = cookies.iter().map(|value| ("cookie", *value)).collect();
@@ -92,10 +92,10 @@ fn a_header_goes_before_the_query_and_that_before_a_cookie() {
 
 #[rstest]
 #[case::its_own_page(&[("sec-fetch-site", "same-origin")], true)]
-#[case::its_own_page_that_hides_where_it_is(&[("sec-fetch-site", "same-origin"), ("origin", "null")], true)]
+#[case::its_own_page_with_a_null_origin(&[("sec-fetch-site", "same-origin"), ("origin", "null")], true)]
 #[case::typed(&[("sec-fetch-site", "none"), ("sec-fetch-dest", "document")], true)]
 #[case::its_own_websocket(&[("origin", "https://80-box-ns.x.dev")], true)]
-#[case::with_the_port_that_it_would_have(&[("origin", "https://80-BOX-ns.x.dev:443")], true)]
+#[case::with_the_default_port(&[("origin", "https://80-BOX-ns.x.dev:443")], true)]
 #[case::another_sandbox(&[("origin", "https://80-evil-ns.x.dev")], false)]
 #[case::another_port(&[("origin", "https://80-box-ns.x.dev:8443")], false)]
 #[case::without_tls(&[("origin", "http://80-box-ns.x.dev")], false)]
@@ -108,7 +108,7 @@ fn a_header_goes_before_the_query_and_that_before_a_cookie() {
 #[case::known_that_frames(&[("sec-fetch-site", "cross-site"), ("sec-fetch-dest", "iframe"), ("referer", "https://known.dev/page?q")], true)]
 #[case::almost_known(&[("sec-fetch-site", "cross-site"), ("referer", "https://known.dev.evil.dev/https://known.dev")], false)]
 #[case::an_old_browser(&[], true)]
-fn a_cookie_counts_where_no_other_sandboxs_page_has_had_it_sent(
+fn a_cookie_counts_unless_a_page_of_another_sandbox_caused_the_request(
     #[case] headers: &[(&str, &str)],
     #[case] counts: bool,
 ) {
@@ -119,7 +119,7 @@ fn a_cookie_counts_where_no_other_sandboxs_page_has_had_it_sent(
 }
 
 #[test]
-fn a_page_is_opened_by_reading_and_development_goes_without_tls() {
+fn a_cookie_counts_for_links_that_read_and_for_own_pages_without_tls() {
     let host = HeaderValue::from_static(HOST);
     let link = request(
         "/",
@@ -141,16 +141,16 @@ fn a_page_is_opened_by_reading_and_development_goes_without_tls() {
     }
 }
 
-fn welcome(method: Method, uri: &str, headers: &[(&str, &str)]) -> Option<Response<Full<Bytes>>> {
+fn redirect(method: Method, uri: &str, headers: &[(&str, &str)]) -> Option<Response<Full<Bytes>>> {
     let mut request = request(uri, headers);
     let shown = browsers().take(&mut request)?;
     *request.method_mut() = method;
-    browsers().welcome(&shown, &request, 0)
+    browsers().cookie_redirect(&shown, &request, 0)
 }
 
 #[test]
 fn a_good_token_in_the_query_becomes_a_cookie_of_this_host_alone() {
-    let answer = welcome(Method::GET, "/p?a=%2f&t=x.y_z-1", &[]).unwrap();
+    let answer = redirect(Method::GET, "/p?a=%2f&t=x.y_z-1", &[]).unwrap();
     assert_eq!(answer.status(), 302);
     let headers = answer.headers();
     assert_eq!(
@@ -168,20 +168,20 @@ fn a_good_token_in_the_query_becomes_a_cookie_of_this_host_alone() {
 #[case::no_cookies_value(Method::GET, "/?t=a%3Bb", &[])]
 #[case::two_lines(Method::GET, "/?t=a%0d%0aset-cookie:b=c", &[])]
 #[case::in_the_cookie(Method::GET, "/", &[("cookie", "__Host-s=abc")])]
-fn who_would_not_follow_is_not_sent_elsewhere(
+fn a_client_that_would_not_follow_a_redirect_gets_none(
     #[case] method: Method,
     #[case] uri: &str,
     #[case] headers: &[(&str, &str)],
 ) {
-    assert!(welcome(method, uri, headers).is_none());
+    assert!(redirect(method, uri, headers).is_none());
 }
 
 #[rstest]
 #[case("//evil.dev/?t=abc", "/.//evil.dev/")]
 #[case("/\\evil.dev?t=abc", "/./\\evil.dev")]
 #[case("/./?t=abc", "/./")]
-fn nobody_is_sent_to_another_host(#[case] uri: &str, #[case] location: &str) {
-    let answer = welcome(Method::GET, uri, &[]).unwrap();
+fn a_redirect_never_leads_to_another_host(#[case] uri: &str, #[case] location: &str) {
+    let answer = redirect(Method::GET, uri, &[]).unwrap();
     assert_eq!(answer.headers()["location"], location);
 }
 
@@ -227,7 +227,7 @@ fn a_cookie_that_could_not_be_safe_is_refused(
 
 proptest! {
     #[test]
-    fn whatever_stands_around_it_no_token_goes_on(
+    fn no_token_passes_in_any_query_or_cookie(
         pairs in prop::collection::vec("(t|%74|tt|a)(=[a-z%;=]{0,5})?", 0..6), cookies in prop::collection::vec("(__Host-s|a|__Host-ss)(=[a-z]{0,5})?", 0..6),
     ) {
         let uri = format!("/p?{}", pairs.join("&"));
@@ -248,7 +248,7 @@ proptest! {
 #[rstest]
 #[case("/r/ns/s/80/a?t=abc&b", "/r/ns/s/80/a?b")]
 #[case::nothing_else("/r/ns/s/80?t=abc&b", "/r/ns/s/80/?b")]
-fn the_cookie_of_a_path_is_for_what_is_below_it(#[case] uri: &str, #[case] location: &str) {
+fn the_cookie_of_a_path_applies_below_the_path(#[case] uri: &str, #[case] location: &str) {
     let of_paths = Browsers {
         cookie: "s".into(),
         of_paths: true,
@@ -257,7 +257,7 @@ fn the_cookie_of_a_path_is_for_what_is_below_it(#[case] uri: &str, #[case] locat
     of_paths.check().unwrap();
     let mut request = request(uri, &[]);
     let shown = of_paths.take(&mut request).unwrap();
-    let answer = of_paths.welcome(&shown, &request, "/r/ns/s/80".len());
+    let answer = of_paths.cookie_redirect(&shown, &request, "/r/ns/s/80".len());
     let headers = answer.unwrap().headers().clone();
     let cookie = "s=abc; Path=/r/ns/s/80/; HttpOnly; Secure; SameSite=Lax";
     assert_eq!(headers["set-cookie"], cookie);

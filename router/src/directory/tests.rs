@@ -36,7 +36,7 @@ fn with_a_sandbox() -> Directory {
 }
 
 #[test]
-fn a_sandbox_is_where_its_ready_pod_is() {
+fn a_sandbox_has_the_address_of_its_ready_pod() {
     let directory = with_a_sandbox();
     assert_eq!(address(&directory, "s"), None);
     directory.apply_pod(Event::Apply(pod("s", "u1", "p1", "10.0.0.1", json!({}))));
@@ -75,7 +75,7 @@ fn the_late_deletion_of_an_old_pod_leaves_the_new_one() {
 }
 
 #[test]
-fn pods_at_addresses_that_no_pod_has_stay_out() {
+fn pods_at_forbidden_addresses_are_ignored() {
     let directory = with_a_sandbox();
     for forged in [
         "127.0.0.1",
@@ -117,14 +117,11 @@ fn a_new_list_takes_away_what_is_not_in_it() {
     assert_eq!(address(&directory, "t"), None);
     assert!(!directory.is_at("p2", "10.0.0.2".parse().unwrap()));
     directory.apply_sandbox(Event::Delete(sandbox("t", "u2", json!({}))));
-    assert!(
-        !directory.has_namespace("ns"),
-        "nothing is kept of what is gone"
-    );
+    assert!(!directory.has_namespace("ns"), "no entry is left");
 }
 
 #[tokio::test]
-async fn who_waits_for_a_sandbox_hears_of_its_changes_only() {
+async fn a_waiting_request_is_woken_by_changes_of_its_sandbox_only() {
     let directory = with_a_sandbox();
     let mut changes = directory.changes("ns", "s");
     directory.apply_sandbox(Event::Apply(sandbox("t", "u2", json!({}))));

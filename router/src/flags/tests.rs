@@ -7,7 +7,7 @@ fn read(arguments: &[&str]) -> Result<(Flags, Vec<&'static str>), clap::Error> {
 }
 
 #[test]
-fn defaults_are_upstreams_but_for_the_time_of_a_command_and_for_who_is_let_in() {
+fn defaults_are_upstreams_except_the_response_timeout_and_the_mode() {
     let (flags, ignored) = read(&[]).unwrap();
     assert_eq!(flags.http_bind_address, ":8080".parse().unwrap());
     assert_eq!(flags.https_bind_address.0, None);
@@ -24,7 +24,7 @@ fn defaults_are_upstreams_but_for_the_time_of_a_command_and_for_who_is_let_in() 
 }
 
 #[test]
-fn a_router_that_is_not_told_whom_to_let_in_names_the_modes_and_does_not_start() {
+fn without_a_mode_the_router_does_not_start_and_names_the_modes() {
     let words = read(&[]).unwrap().0.check().unwrap_err().to_string();
     for mode in AuthzMode::value_variants() {
         let name = mode.to_possible_value().unwrap();
@@ -37,7 +37,7 @@ fn a_router_that_is_not_told_whom_to_let_in_names_the_modes_and_does_not_start()
 }
 
 #[test]
-fn upstreams_own_manifest_starts_it_with_one_more_flag() {
+fn upstreams_manifest_starts_the_router_with_one_more_flag() {
     let (flags, ignored) = read(&[
         "--authz-mode=allow-all",
         "--http-bind-address=:8080",
@@ -104,7 +104,7 @@ fn browsers_may_show_tokens_in_a_cookie_of_upstreams_flags() {
 #[case("--authz-cookie-samesite=some")]
 #[case("--proxy-timeout=0")]
 #[case("--authz-mode=none")]
-fn what_would_change_who_reaches_what_is_not_ignored(#[case] flag: &str) {
+fn flags_that_would_change_authorization_are_not_ignored(#[case] flag: &str) {
     read(&[flag]).unwrap_err();
 }
 
@@ -122,7 +122,7 @@ fn booleans_are_taken_as_go_takes_them(#[case] flag: &str, #[case] logged: Optio
 #[case("", &[])]
 #[case("a", &["a"])]
 #[case("a,b", &["a", "b"])]
-// Somebody meant to limit it.
+// A list of empty values is an attempt to set a limit: it does not become an empty list.
 #[case(",", &["", ""])]
 fn lists_are_taken_as_go_takes_them(#[case] value: &str, #[case] expected: &[&str]) {
     let audiences = format!("--authz-tokenreview-audiences={value}");
@@ -151,7 +151,7 @@ fn the_python_routers_timeout_is_in_seconds(
 }
 
 #[test]
-fn both_versions_of_scoped_tokens_are_taken_until_a_time_that_is_said() {
+fn both_versions_of_scoped_tokens_are_accepted_until_the_given_time() {
     let keys = "--authz-scoped-token-verification-keys-file=k";
     let (flags, _) = read(&["--authz-mode=scoped-token", keys]).unwrap();
     flags.check().unwrap();
@@ -168,7 +168,7 @@ fn both_versions_of_scoped_tokens_are_taken_until_a_time_that_is_said() {
 }
 
 #[test]
-fn paths_name_sandboxes_where_a_prefix_is_given_and_answers_are_rewritten_unless_it_is_said() {
+fn paths_name_sandboxes_with_a_prefix_and_responses_are_rewritten_by_default() {
     let (flags, _) = read(&["--authz-mode=allow-all"]).unwrap();
     let settings = flags.settings();
     assert_eq!(settings.path_prefix, None);
@@ -188,7 +188,7 @@ fn paths_name_sandboxes_where_a_prefix_is_given_and_answers_are_rewritten_unless
 }
 
 #[test]
-fn spans_are_exported_where_that_is_said() {
+fn spans_are_exported_if_the_flag_is_set() {
     let traced = |arguments: &[&str]| read(arguments).unwrap().0.enable_tracing;
     assert!(traced(&["--enable-tracing"]));
     assert!(!traced(&["--enable-tracing=false"]));

@@ -52,16 +52,16 @@ fn suspended() -> Step {
 #[rstest]
 #[case::running(|_: &mut View| {}, None, route())]
 #[case::running_and_meant(|_: &mut View| {}, Some("u"), route())]
-#[case::another_of_that_name(|_: &mut View| {}, Some("v"), Step::Wait(Patience::Dial))]
-#[case::no_pod_yet(|v: &mut View| v.pod = None, None, Step::Wait(Patience::Dial))]
-#[case::no_pod_yet_after_a_resume(|v: &mut View| { v.pod = None; v.resume = true }, None, Step::Wait(Patience::Resume))]
+#[case::another_of_that_name(|_: &mut View| {}, Some("v"), Step::Wait(WaitLimit::Dial))]
+#[case::no_pod_yet(|v: &mut View| v.pod = None, None, Step::Wait(WaitLimit::Dial))]
+#[case::no_pod_yet_after_a_resume(|v: &mut View| { v.pod = None; v.resume = true }, None, Step::Wait(WaitLimit::Resume))]
 #[case::suspended(|v: &mut View| v.suspended = true, None, suspended())]
 #[case::suspended_without_pod(|v: &mut View| { v.suspended = true; v.pod = None }, None, suspended())]
 #[case::suspended_and_resumable(|v: &mut View| { v.suspended = true; v.resume = true }, None, resume())]
 #[case::suspended_and_resumable_without_pod(|v: &mut View| { v.suspended = true; v.resume = true; v.pod = None }, None, resume())]
-#[case::nobodys(|v: &mut View| v.unclaimed = true, None, Step::Wait(Patience::Dial))]
-#[case::nobodys_but_named_by_uid(|v: &mut View| v.unclaimed = true, Some("u"), route())]
-#[case::nobodys_and_suspended(|v: &mut View| { v.unclaimed = true; v.suspended = true; v.resume = true }, None, Step::Wait(Patience::Dial))]
+#[case::unclaimed(|v: &mut View| v.unclaimed = true, None, Step::Wait(WaitLimit::Dial))]
+#[case::unclaimed_but_named_by_uid(|v: &mut View| v.unclaimed = true, Some("u"), route())]
+#[case::unclaimed_and_suspended(|v: &mut View| { v.unclaimed = true; v.suspended = true; v.resume = true }, None, Step::Wait(WaitLimit::Dial))]
 fn each_state_has_its_step(
     #[case] change: impl Fn(&mut View),
     #[case] uid: Option<&str>,
@@ -71,6 +71,6 @@ fn each_state_has_its_step(
 }
 
 #[test]
-fn an_unknown_sandbox_may_be_about_to_be_known() {
-    assert_eq!(decide(&target(None), None), Step::Wait(Patience::Dial));
+fn a_request_for_an_unknown_sandbox_waits() {
+    assert_eq!(decide(&target(None), None), Step::Wait(WaitLimit::Dial));
 }

@@ -59,7 +59,7 @@ fn the_query_goes_on(#[case] rest: &str) {
 #[case("/x/router/ns/box/8080/")]
 #[case("/Router/ns/box/8080/")]
 #[case("/%72outer/ns/box/8080/")]
-fn other_paths_are_not_looked_at(#[case] path: &str) {
+fn paths_outside_the_prefix_are_ignored(#[case] path: &str) {
     assert_eq!(read(PREFIX, path), None);
 }
 
@@ -83,7 +83,7 @@ fn other_paths_are_not_looked_at(#[case] path: &str) {
 #[case("/router/n%zz/box/80/", Refusal::PathEncoding)]
 #[case("/router/ns/box%/80/", Refusal::PathEncoding)]
 #[case("/router/ns/box/8%4/", Refusal::PathEncoding)]
-fn what_is_below_the_prefix_and_names_none_is_refused(
+fn a_path_below_the_prefix_that_names_no_sandbox_is_refused(
     #[case] path: &str,
     #[case] refusal: Refusal,
 ) {
@@ -102,20 +102,20 @@ fn what_is_below_the_prefix_and_names_none_is_refused(
 #[case("/a;b", false)]
 #[case("/a?b", false)]
 #[case("/a%20", false)]
-fn a_prefix_is_a_path_without_an_end(#[case] text: &str, #[case] is: bool) {
+fn a_prefix_is_a_path_without_a_slash_at_its_end(#[case] text: &str, #[case] is: bool) {
     assert_eq!(is_prefix(text), is);
 }
 
-fn place(path: &str) -> Place {
+fn public_path(path: &str) -> PublicPath {
     let base = "/router/ns/box/80".len();
     let hosts = vec!["10.0.0.1:80".into(), "outside.example.com".into()];
-    Place::new(path, base, hosts)
+    PublicPath::new(path, base, hosts)
 }
 
 fn rewritten(name: HeaderName, value: &str) -> String {
     let mut headers = HeaderMap::new();
     headers.insert(&name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
-    place("/router/ns/box/80/x").rewrite(&mut headers);
+    public_path("/router/ns/box/80/x").rewrite(&mut headers);
     String::from_utf8(headers[name].as_bytes().to_vec()).unwrap()
 }
 
@@ -178,7 +178,7 @@ fn every_cookie_is_rewritten() {
     for cookie in ["a=1; Path=/", "b=2; Path=/x"] {
         headers.append(SET_COOKIE, HeaderValue::from_static(cookie));
     }
-    place("/router/ns/box/80/x").rewrite(&mut headers);
+    public_path("/router/ns/box/80/x").rewrite(&mut headers);
     let cookies: Vec<_> = headers.get_all(SET_COOKIE).iter().collect();
     assert_eq!(
         cookies,
@@ -188,14 +188,14 @@ fn every_cookie_is_rewritten() {
         ]
     );
     let mut none = HeaderMap::new();
-    place("/router/ns/box/80/x").rewrite(&mut none);
+    public_path("/router/ns/box/80/x").rewrite(&mut none);
     assert!(none.is_empty());
 }
 
 #[rstest]
 #[case("a=1", "a=1; Path=/router/ns/box/80/")]
 #[case("a=1; Path=x", "a=1; Path=x; Path=/router/ns/box/80/")]
-// Browsers take the last one, which is none.
+// Browsers use the last `Path`, which is empty here.
 #[case(
     "a=1; Path=/x; Path=",
     "a=1; Path=/router/ns/box/80/x; Path=; Path=/router/ns/box/80/"
@@ -204,12 +204,12 @@ fn every_cookie_is_rewritten() {
 fn a_cookie_without_a_path_stays_with_its_port(#[case] from: &'static str, #[case] to: &str) {
     let mut headers = HeaderMap::new();
     headers.insert(SET_COOKIE, HeaderValue::from_static(from));
-    place("/router/ns/box/80").rewrite(&mut headers);
+    public_path("/router/ns/box/80").rewrite(&mut headers);
     assert_eq!(headers[SET_COOKIE], to);
 }
 
 #[test]
-fn a_sandbox_says_nothing_for_all_others_of_its_host() {
+fn headers_that_apply_to_a_whole_host_are_removed() {
     let mut headers = HeaderMap::new();
     for (name, value) in [
         ("accept-ch", "Sec-CH-UA-Model"),
@@ -225,12 +225,12 @@ fn a_sandbox_says_nothing_for_all_others_of_its_host() {
     ] {
         headers.insert(name, HeaderValue::from_static(value));
     }
-    keep_to_itself(&mut headers);
+    remove_host_wide_headers(&mut headers);
     let kept: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
     assert_eq!(kept, ["content-type"]);
 }
 
-/// Where a browser's cookie goes: RFC 6265, 5.1.4.
+/// Reports whether a browser sends a cookie of `path` in a request (RFC 6265, 5.1.4).
 fn goes_to(path: &str, request: &str) -> bool {
     let rest = request.strip_prefix(path);
     rest.is_some_and(|rest| rest.is_empty() || path.ends_with('/') || rest.starts_with('/'))
@@ -238,7 +238,7 @@ fn goes_to(path: &str, request: &str) -> bool {
 
 proptest! {
     #[test]
-    fn whatever_path_a_cookie_has_it_goes_to_no_other_sandbox(path in "/[a-z0-9/.%]{0,30}", attributes in "(; ?[A-Za-z]{1,6}(=[a-z/]{0,9})?){0,3}") {
+    fn a_cookie_with_any_path_goes_to_no_other_sandbox(path in "/[a-z0-9/.%]{0,30}", attributes in "(; ?[A-Za-z]{1,6}(=[a-z/]{0,9})?){0,3}") {
         let cookie = format!("a=b; Path={path}{attributes}");
         let written = rewritten(SET_COOKIE, &cookie);
         let paths = written.split(';').skip(1).filter_map(|attribute| {
@@ -254,7 +254,7 @@ proptest! {
     }
 
     #[test]
-    fn whatever_a_path_says_a_target_has_safe_names(path in "/router/\\PC{0,60}") {
+    fn a_target_of_any_path_has_safe_names(path in "/router/\\PC{0,60}") {
         if let Some(Ok(Route { target, base })) = read(PREFIX, &path) {
             prop_assert!(is_dns_label(&target.id) && is_dns_label(&target.namespace) && target.port != 0);
             prop_assert!(rest(&path, base).starts_with('/'));

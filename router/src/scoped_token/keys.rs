@@ -1,8 +1,9 @@
-//! Scoped tokens of version 2, as upstream's router takes them since 1.0.2
-//! (sandbox-router/authz/scopedtoken_v2.go, PR #1497): `v2.<key ID>.<payload>.<signature>`. The
-//! signature is Ed25519 over [`CONTEXT`], the key ID, a dot and the payload's text; payload and
-//! signature are in unpadded URL-safe base64. The router has public keys alone, and so makes no
-//! token. Pure.
+//! Scoped tokens of version 2, as upstream's router accepts them since 1.0.2
+//! (sandbox-router/authz/scopedtoken_v2.go, PR #1497). Pure.
+//!
+//! A token is `v2.<key ID>.<payload>.<signature>`. The signature is Ed25519 over [`CONTEXT`], the
+//! key ID, a dot and the payload's text; payload and signature are in unpadded URL-safe base64.
+//! The router has only public keys and cannot sign tokens.
 
 use std::collections::HashMap;
 
@@ -14,11 +15,11 @@ use serde::{Deserialize, Serialize};
 
 /// First bytes of each signed text.
 pub const CONTEXT: &str = "agent-sandbox/scoped-token/v2.";
-/// Longest key ID in bytes; upstream's.
+/// Longest key ID in bytes; upstream's limit.
 const LONGEST_ID: usize = 128;
-/// Most keys of a file: those of issuers, each of them twice while it changes.
+/// Most keys of a file: one for each issuer, two while an issuer replaces its key.
 pub const MOST_KEYS: usize = 256;
-/// Largest file of keys in bytes: as many of the longest as there may be, and white space.
+/// Largest file of keys in bytes: [`MOST_KEYS`] keys of the longest form, and white space.
 pub const LARGEST_FILE: usize = 128 * 1024;
 
 /// Claims of a token.
@@ -29,31 +30,32 @@ pub struct Claims {
     pub name: String,
     /// UID of the Sandbox.
     pub uid: String,
-    /// With method and path: 0 and empty in a token for the whole sandbox.
+    /// Port of the request; a token for the whole sandbox has port 0, no method and no path.
     #[serde(default)]
     pub port: u16,
     #[serde(default)]
     pub method: String,
-    /// As [`canonical`] writes it.
+    /// Path in the form of [`canonical`].
     #[serde(default)]
     pub path: String,
-    /// Second from which on it is void.
+    /// Time in seconds since 1970 from which on the token is invalid.
     pub exp: i64,
 }
 
 impl Claims {
-    /// Whether it is good for all ports, methods and paths of its sandbox, as upstream makes them
-    /// since 1.0.12 (PR #2258).
+    /// Reports whether the token is valid for all ports, methods and paths of its sandbox;
+    /// upstream issues such tokens since 1.0.12 (PR #2258).
     fn whole_sandbox(&self) -> bool {
         self.port == 0 && self.method.is_empty() && self.path.is_empty()
     }
 
-    /// Whether it is good for a request to its sandbox. `path` is the one that the sandbox gets.
+    /// Reports whether the token is valid for a request to its sandbox. `path` is the path that the
+    /// sandbox receives.
     pub fn covers(&self, port: u16, method: &Method, path: &str) -> bool {
         if self.whole_sandbox() {
             return true;
         }
-        // Upstream's are in capitals, and no other word is a method of theirs.
+        // Upstream writes methods in capitals and accepts no other form.
         let method = method.as_str();
         let capitals = !method.bytes().any(|byte| byte.is_ascii_lowercase());
         self.port == port
@@ -63,7 +65,7 @@ impl Claims {
     }
 }
 
-/// Characters that a path holds unencoded, as upstream's, which are Go's (net/url).
+/// Characters that a canonical path encodes: Go's set (net/url), as upstream's.
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'.')
@@ -87,8 +89,8 @@ const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b']')
     .remove(b'%');
 
-/// A path in the one form that tokens have it in: escapes in capitals. `None` where an escape is
-/// none.
+/// Returns a path in the form that tokens contain: escapes in capitals. `None`: an escape is
+/// invalid.
 fn canonical(path: &str) -> Option<String> {
     let mut pieces = path.split('%');
     let mut written = pieces.next()?.to_owned();
@@ -104,20 +106,18 @@ fn canonical(path: &str) -> Option<String> {
     Some(utf8_percent_encode(&written, ESCAPED).to_string())
 }
 
-/// A file of keys cannot be used.
+/// Error of a file of keys.
 #[derive(Debug, thiserror::Error)]
 pub enum KeysError {
-    #[error("the keys of scoped tokens are not readable")]
+    #[error("the file with keys of scoped tokens is not readable")]
     Json(#[from] serde_json::Error),
-    #[error("there is no key of scoped tokens")]
+    #[error("the file has no key of scoped tokens")]
     None,
-    #[error("there are {0} keys of scoped tokens; at most {MOST_KEYS} are taken")]
+    #[error("the file has {0} keys of scoped tokens; at most {MOST_KEYS} are allowed")]
     TooMany(usize),
-    #[error(
-        "key ID {0:?} of scoped tokens: 1 to {LONGEST_ID} letters, digits, - and _ make a key ID"
-    )]
+    #[error("key ID {0:?} of scoped tokens must have 1 to {LONGEST_ID} letters, digits, - and _")]
     Id(String),
-    #[error("key ID {0:?} of scoped tokens is there twice")]
+    #[error("the file has key ID {0:?} of scoped tokens twice")]
     Twice(String),
     #[error(
         "key {0:?} of scoped tokens is not {ED25519_PUBLIC_KEY_LEN} bytes of an Ed25519 public key in unpadded URL-safe base64"
@@ -139,8 +139,8 @@ struct FileKey {
     public_key: String,
 }
 
-/// The public keys of whoever makes tokens, by their IDs. Two may be good at once, while issuers go
-/// from one to the other.
+/// Public keys of issuers by key ID. Two keys of an issuer may be valid at once while it replaces
+/// its key.
 #[derive(Debug)]
 pub struct Keys(HashMap<String, ParsedPublicKey>);
 
@@ -169,14 +169,14 @@ impl Keys {
         Ok(Self(keys))
     }
 
-    /// Claims of `<key ID>.<payload>.<signature>`, if it was made with that key and is not void at
-    /// `now` (seconds since 1970).
+    /// Returns the claims of `<key ID>.<payload>.<signature>`, if that key signed the token and the
+    /// token is valid at `now` (seconds since 1970).
     pub(super) fn verify(&self, token: &str, now: i64) -> Option<Claims> {
         let (signed, signature) = token.rsplit_once('.')?;
         let (id, payload) = signed.split_once('.')?;
         let key = self.0.get(id)?;
         let signature = URL_SAFE_NO_PAD.decode(signature).ok()?;
-        // Before a byte of the payload is looked at.
+        // The signature is verified before the payload is parsed.
         key.verify_sig(format!("{CONTEXT}{signed}").as_bytes(), &signature)
             .ok()?;
         let payload = URL_SAFE_NO_PAD.decode(payload).ok()?;

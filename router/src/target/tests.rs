@@ -134,12 +134,12 @@ fn a_host_below_the_domain_that_names_nothing_is_refused(#[case] host: &str) {
 #[case("sandboxes.example.com")]
 #[case("evilsandboxes.example.com")]
 #[case("[::1]:8080")]
-fn any_other_host_leaves_it_to_the_headers(#[case] host: &str) {
+fn the_headers_apply_below_any_other_host(#[case] host: &str) {
     assert_eq!(read_host(host), Err(Refusal::NoSandbox));
 }
 
 #[test]
-fn the_host_counts_alone_whatever_the_headers_say() {
+fn a_host_overrides_all_headers() {
     let map = headers(&[
         ("host", "80-a-team.sandboxes.example.com"),
         ("x-sandbox-id", "other"),
@@ -196,7 +196,7 @@ fn a_joined_host_means_the_only_sandbox_that_exists() {
 
 proptest! {
     #[test]
-    fn whatever_headers_say_a_target_has_safe_names(
+    fn a_target_of_any_headers_has_safe_names(
         id in "[ -~]{0,70}", namespace in "[ -~]{0,70}", port in "[ -~]{0,7}", address in "[ -~]{0,40}",
     ) {
         let named = read_headers(&[
@@ -233,7 +233,7 @@ proptest! {
     }
 
     #[test]
-    fn no_host_makes_the_reader_panic(host in "\\PC{0,80}", domain in "[a-z.]{1,20}") {
+    fn no_host_causes_a_panic(host in "\\PC{0,80}", domain in "[a-z.]{1,20}") {
         if let Ok(value) = http::HeaderValue::from_str(&host) {
             let mut map = HeaderMap::new();
             map.insert(header::HOST, value);
@@ -284,7 +284,7 @@ fn headers_that_contradict_a_path_are_refused(#[case] pairs: &[(&str, &str)]) {
 }
 
 #[test]
-fn a_native_call_with_headers_has_a_method_and_no_path() {
+fn the_prefix_does_not_apply_to_a_native_call_with_headers() {
     let prefix = Some("/router");
     let named = headers(&[("x-sandbox-id", "a")]);
     assert_eq!(prefix_for(prefix, &named, true), None);

@@ -43,14 +43,14 @@ fn the_media_type_makes_a_call_of_grpc_web(
     #[case] call: Option<Web>,
 ) {
     let headers = headers(&[("content-type", kind), ("accept", accept)]);
-    assert_eq!(Web::asked(&Method::POST, &headers), call);
-    assert_eq!(Web::asked(&Method::GET, &headers), None);
+    assert_eq!(Web::of_request(&Method::POST, &headers), call);
+    assert_eq!(Web::of_request(&Method::GET, &headers), None);
 }
 
 #[rstest]
 #[case("application/grpc-web-text+proto", "application/grpc+proto")]
 #[case("application/grpc-web", "application/grpc")]
-fn its_head_becomes_one_of_grpc(#[case] from: &str, #[case] to: &str) {
+fn headers_of_a_call_become_those_of_grpc(#[case] from: &str, #[case] to: &str) {
     let mut map = headers(&[
         ("content-type", from),
         ("accept", from),
@@ -58,7 +58,7 @@ fn its_head_becomes_one_of_grpc(#[case] from: &str, #[case] to: &str) {
         ("x-grpc-web", "1"),
         ("own", "1"),
     ]);
-    let call = Web::asked(&Method::POST, &map).unwrap();
+    let call = Web::of_request(&Method::POST, &map).unwrap();
     call.request(&mut map);
     let expected = headers(&[("content-type", to), ("te", "trailers"), ("own", "1")]);
     assert_eq!(map, expected);
@@ -99,7 +99,7 @@ fn trailers_come_as_a_last_message() {
 #[case(b"\0\0\0\0\x02hi", true)]
 #[case(b"\0\0\0\0\x02hi\0", false)]
 #[case(b"\0\0\0\0\x02hi\x01\0\0\x01\0", false)]
-fn the_end_of_a_message_is_known_however_it_is_cut(#[case] bytes: &[u8], #[case] end: bool) {
+fn the_end_of_a_message_is_found_wherever_the_body_is_cut(#[case] bytes: &[u8], #[case] end: bool) {
     for size in 1..9 {
         let mut messages = Messages::default();
         for piece in bytes.chunks(size) {
@@ -130,7 +130,7 @@ fn base64_is_read_in_pieces(#[case] pieces: &[&str], #[case] bytes: &[u8]) {
 #[case("====")]
 #[case("AA=A")]
 #[case("AA A")]
-fn what_is_not_base64_is_refused(#[case] letters: &str) {
+fn invalid_base64_is_refused(#[case] letters: &str) {
     assert_eq!(
         Decoder::default().decode(letters.as_bytes()),
         Err(NotBase64)
@@ -146,7 +146,7 @@ fn base64_that_is_cut_off_is_not_whole() {
 
 proptest! {
     #[test]
-    fn what_is_written_as_text_is_read_back_however_it_is_cut(
+    fn base64_is_read_back_wherever_it_is_cut(
         pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..20), 0..6), cut in 1_usize..9,
     ) {
         let call = Web { text: true, answer_text: true };
@@ -195,7 +195,7 @@ fn pages_of_origins_that_are_named_may_make_calls() {
 }
 
 #[test]
-fn other_questions_go_on_to_the_sandbox() {
+fn other_preflights_go_to_the_sandbox() {
     let origins = Origins::new(vec!["https://app.dev".into()]);
     let ask = |method: Method, headers: &HeaderMap| origins.preflight(&method, headers).is_some();
     assert!(!ask(Method::OPTIONS, &page("https://evil.dev")));
@@ -209,10 +209,9 @@ fn other_questions_go_on_to_the_sandbox() {
         headers.insert(name, value.parse().unwrap());
         assert!(!ask(Method::OPTIONS, &headers), "{name}");
     }
-    let nobody = Origins::default();
+    let none = Origins::default();
     assert!(
-        nobody
-            .preflight(&Method::OPTIONS, &page("https://app.dev"))
+        none.preflight(&Method::OPTIONS, &page("https://app.dev"))
             .is_none()
     );
 }

@@ -1,4 +1,4 @@
-//! Who may reach a sandbox.
+//! Authorization of clients by the apiserver.
 
 use std::{sync::Arc, time::Duration};
 
@@ -23,14 +23,14 @@ async fn reviewing_at_once(require_token: bool, at_once: usize) -> World {
     world_of(Authorizer::TokenReview, require_token, at_once).await
 }
 
-/// Where rights are asked about, and the user `good` may connect to Sandbox `s`.
+/// Starts a router that reviews rights; the user `good` may connect to Sandbox `s`.
 async fn reviewing_rights(at_once: usize) -> World {
     let world = world_of(Authorizer::SubjectAccessReview, false, at_once).await;
     world.api.grant("good", right("s"));
     world
 }
 
-/// To connect to a Sandbox of namespace `ns`.
+/// Returns the right to connect to a Sandbox of namespace `ns`.
 fn right(name: &str) -> Value {
     json!({
         "verb": "connect", "group": "agents.x-k8s.io", "resource": "sandboxes", "subresource": "proxy",
@@ -72,7 +72,7 @@ fn reviews(world: &World) -> usize {
     asked(world, "tokenreviews")
 }
 
-/// How many questions of a kind there were since the last call.
+/// Returns the number of reviews of a kind since the last call.
 fn asked(world: &World, kind: &str) -> usize {
     let writes = world.api.take_writes();
     writes.iter().filter(|write| write.kind == kind).count()
@@ -99,7 +99,7 @@ async fn a_token_is_reviewed_once_for_many_requests() {
 }
 
 #[tokio::test]
-async fn who_is_not_known_gets_nowhere() {
+async fn clients_without_a_valid_token_reach_no_sandbox() {
     let world = reviewing(true).await;
     let backend = Backend::named("s").await;
     assert_eq!(
@@ -128,7 +128,7 @@ async fn a_token_may_be_left_out_where_none_is_required_but_not_be_wrong() {
 }
 
 #[tokio::test]
-async fn without_an_answer_of_the_apiserver_nobody_is_let_in() {
+async fn without_a_response_of_the_apiserver_no_client_is_authorized() {
     let world = reviewing(false).await;
     let backend = Backend::named("s").await;
     let refuse = Fault {
@@ -146,18 +146,18 @@ async fn without_an_answer_of_the_apiserver_nobody_is_let_in() {
 }
 
 #[tokio::test]
-async fn only_so_many_verdicts_are_remembered() {
+async fn the_number_of_cached_decisions_is_bounded() {
     let world = reviewing(true).await;
     let backend = Backend::named("s").await;
     world.api.accept_token("better");
     for token in ["good", "better", "b", "good"] {
         ask(&world, backend.port, Some(token)).await;
     }
-    assert_eq!(reviews(&world), 4, "the oldest made room");
+    assert_eq!(reviews(&world), 4, "the oldest was evicted");
 }
 
 #[tokio::test]
-async fn who_invents_tokens_does_not_have_a_good_one_forgotten() {
+async fn invented_tokens_do_not_evict_a_valid_one() {
     let world = reviewing(true).await;
     let backend = Backend::named("s").await;
     for token in ["good", "a", "b", "c", "good"] {
@@ -167,7 +167,7 @@ async fn who_invents_tokens_does_not_have_a_good_one_forgotten() {
 }
 
 #[tokio::test]
-async fn who_invents_tokens_does_not_flood_the_apiserver_nor_keep_good_ones_out() {
+async fn invented_tokens_neither_flood_the_apiserver_nor_keep_valid_ones_out() {
     let world = Arc::new(reviewing_at_once(true, 1).await);
     let backend = Backend::named("s").await;
     let port = backend.port;
@@ -179,15 +179,15 @@ async fn who_invents_tokens_does_not_flood_the_apiserver_nor_keep_good_ones_out(
         answer: FaultAnswer::LoseAnswer,
     };
     world.api.fail(lose);
-    let inventor = Arc::clone(&world);
-    let first = tokio::spawn(async move { ask(&inventor, port, Some("a")).await });
-    until("it is asked about", || reviews(&world) == 1).await;
+    let other = Arc::clone(&world);
+    let first = tokio::spawn(async move { ask(&other, port, Some("a")).await });
+    until("the review has begun", || reviews(&world) == 1).await;
     assert_eq!(
         ask(&world, port, Some("b")).await,
         r#"503 {"detail":"Too many tokens wait to be checked."}"#
     );
     assert_eq!(ask(&world, port, Some("good")).await, "200 s");
-    assert_eq!(reviews(&world), 0, "nobody else was asked about");
+    assert_eq!(reviews(&world), 0, "no further review");
     let refusals =
         r#"torpor_router_refusals_total{sandbox_namespace="ns",reason="TooManyReviews"}"#;
     assert_eq!(world.metric(refusals), 1);
@@ -195,7 +195,7 @@ async fn who_invents_tokens_does_not_flood_the_apiserver_nor_keep_good_ones_out(
 }
 
 #[tokio::test]
-async fn whose_right_it_is_reaches_the_sandbox_and_nobody_else() {
+async fn only_a_user_with_the_right_reaches_the_sandbox() {
     let world = reviewing_rights(64).await;
     world.api.accept_token("other");
     let backend = Backend::named("s").await;
@@ -210,7 +210,7 @@ async fn whose_right_it_is_reaches_the_sandbox_and_nobody_else() {
 }
 
 #[tokio::test]
-async fn a_right_to_one_sandbox_opens_no_other_and_each_is_asked_about_once() {
+async fn a_right_to_one_sandbox_opens_no_other_and_each_is_reviewed_once() {
     let world = reviewing_rights(64).await;
     world.running("t", "127.0.0.1").await;
     let backend = Backend::named("s").await;
@@ -228,21 +228,21 @@ async fn a_right_to_one_sandbox_opens_no_other_and_each_is_asked_about_once() {
 }
 
 #[tokio::test]
-async fn without_an_answer_about_the_right_nobody_is_let_in() {
+async fn without_a_review_of_the_right_no_client_is_authorized() {
     for kind in ["tokenreviews", "subjectaccessreviews"] {
         let world = reviewing_rights(64).await;
         let backend = Backend::named("s").await;
         let answer = FaultAnswer::Refuse(403);
         let verb = "create";
         world.api.fail(Fault { verb, kind, answer });
-        let said = ask(&world, backend.port, Some("good")).await;
-        assert!(said.starts_with("500 "), "{kind}: {said}");
+        let answer_line = ask(&world, backend.port, Some("good")).await;
+        assert!(answer_line.starts_with("500 "), "{kind}: {answer_line}");
         assert_eq!(backend.connections(), 0);
     }
 }
 
 #[tokio::test]
-async fn who_invents_tokens_keeps_nobody_out_whose_right_is_known() {
+async fn invented_tokens_do_not_keep_a_user_with_a_known_right_out() {
     let world = Arc::new(reviewing_rights(1).await);
     let backend = Backend::named("s").await;
     let port = backend.port;
@@ -253,9 +253,9 @@ async fn who_invents_tokens_keeps_nobody_out_whose_right_is_known() {
         kind: "tokenreviews",
         answer: FaultAnswer::LoseAnswer,
     });
-    let inventor = Arc::clone(&world);
-    let first = tokio::spawn(async move { ask(&inventor, port, Some("a")).await });
-    until("it is asked about", || reviews(&world) == 1).await;
+    let other = Arc::clone(&world);
+    let first = tokio::spawn(async move { ask(&other, port, Some("a")).await });
+    until("the review has begun", || reviews(&world) == 1).await;
     assert_eq!(
         ask(&world, port, Some("b")).await,
         r#"503 {"detail":"Too many tokens wait to be checked."}"#

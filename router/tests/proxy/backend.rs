@@ -1,4 +1,4 @@
-//! Programs in sandboxes.
+//! HTTP servers that stand for programs in sandboxes.
 
 use std::{
     convert::Infallible,
@@ -22,7 +22,7 @@ use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle};
 
 pub(crate) type Body = UnsyncBoxBody<Bytes, Infallible>;
 
-/// An HTTP server on a loopback address, of HTTP/1 or 2 by what comes.
+/// HTTP/1 and HTTP/2 server on a loopback address.
 pub(crate) struct Backend {
     pub(crate) port: u16,
     connections: Arc<AtomicUsize>,
@@ -36,7 +36,8 @@ impl Drop for Backend {
 }
 
 impl Backend {
-    /// Answers each request with what `answer` makes of it; `connection` in the answer's headers counts its connections.
+    /// Starts a server that answers each request by `answer`; the response header `x-connection`
+    /// has the number of the connection.
     pub(crate) async fn start<F, A>(answer: F) -> Self
     where
         F: Fn(Request<Incoming>) -> A + Clone + Send + Sync + 'static,
@@ -73,7 +74,8 @@ impl Backend {
         }
     }
 
-    /// Tells what it got: a line for the request, a line for each header, and the body.
+    /// Starts a server that returns the request: a line for it, a line for each header, and the
+    /// body.
     pub(crate) async fn echo() -> Self {
         Self::start(|request: Request<Incoming>| async move {
             let (parts, body) = request.into_parts();
@@ -81,7 +83,7 @@ impl Backend {
             for (name, value) in &parts.headers {
                 text.push_str(&format!("{name}: {}\n", value.to_str().unwrap()));
             }
-            // A body that was cut off is told by its error.
+            // The error stands for the body if it was cut off.
             match body.collect().await {
                 Ok(body) => text.push_str(&String::from_utf8_lossy(&body.to_bytes())),
                 Err(error) => text.push_str(&format!("{error}")),
@@ -91,7 +93,7 @@ impl Backend {
         .await
     }
 
-    /// Says its name.
+    /// Starts a server that returns its name.
     pub(crate) async fn named(name: &'static str) -> Self {
         Self::start(move |_| async move { Response::new(full(name)) }).await
     }
@@ -105,13 +107,13 @@ pub(crate) fn full(bytes: impl Into<Bytes>) -> Body {
     Full::new(bytes.into()).boxed_unsync()
 }
 
-/// A body that comes as the test sends it.
+/// Returns a body of the frames that the test sends.
 pub(crate) fn frames(mut frames: mpsc::UnboundedReceiver<Frame<Bytes>>) -> Body {
     let frames = futures::stream::poll_fn(move |task| frames.poll_recv(task));
     StreamBody::new(futures::StreamExt::map(frames, Ok)).boxed_unsync()
 }
 
-/// Data of a body.
+/// Returns a data frame.
 pub(crate) fn data(text: &str) -> Frame<Bytes> {
     Frame::data(Bytes::copy_from_slice(text.as_bytes()))
 }

@@ -1,4 +1,4 @@
-//! Browsers, which show their token in a cookie.
+//! Browsers, which send their token in a cookie.
 
 use http::Request;
 use torpor_router::{
@@ -16,7 +16,7 @@ use crate::{
 
 const SECRET: [u8; 32] = [7; 32];
 
-/// A token that opens one sandbox.
+/// Returns a token that opens one sandbox.
 fn token(sandbox: &str) -> String {
     let claims = Claims {
         namespace: NS.into(),
@@ -26,7 +26,7 @@ fn token(sandbox: &str) -> String {
     Secret::new(&SECRET).unwrap().sign(&claims).unwrap()
 }
 
-/// A router that knows `my-box`.
+/// Starts a router with the running sandbox `my-box`.
 async fn world() -> World {
     let secret = Secret::new(&SECRET).unwrap();
     let mut setup = Setup {
@@ -80,7 +80,7 @@ async fn a_token_in_an_address_becomes_a_cookie_that_the_sandbox_does_not_see() 
 }
 
 #[tokio::test]
-async fn a_cookie_opens_no_other_sandbox_and_no_other_way() {
+async fn a_cookie_opens_no_other_sandbox_and_no_request_by_headers() {
     let (world, backend) = (world().await, Backend::echo().await);
     let cookie = format!("__Host-session={}", token("my-box"));
     let cookie = [("cookie", cookie.as_str())];
@@ -90,7 +90,7 @@ async fn a_cookie_opens_no_other_sandbox_and_no_other_way() {
     let answer = ask(&world, &evil, &address, &[]).await;
     assert_eq!(answer.status, 403);
     assert!(!answer.headers.contains_key("set-cookie"));
-    // Named by headers, a sandbox is for clients that can send `Authorization`.
+    // Clients that name a sandbox by headers must send `Authorization`.
     let by_headers = [
         cookie[0],
         ("x-sandbox-id", "my-box"),

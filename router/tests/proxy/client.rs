@@ -17,7 +17,7 @@ use tokio::{
 
 use crate::world::{NS, World, soon};
 
-/// An answer, read to its end.
+/// Response, read to its end.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
@@ -26,7 +26,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// As `status body`.
+    /// Returns `status body`.
     pub(crate) fn line(&self) -> String {
         format!("{} {}", self.status, self.body)
     }
@@ -36,7 +36,7 @@ impl Answer {
     }
 }
 
-/// A request for a sandbox' port.
+/// Returns a request for a sandbox's port.
 pub(crate) fn request(sandbox: &str, port: u16) -> http::request::Builder {
     Request::builder()
         .uri("/")
@@ -59,12 +59,12 @@ where
     read(soon("an answer", start(world.address, request)).await).await
 }
 
-/// Asks for `/` of a sandbox' port.
+/// Sends a request for `/` of a sandbox's port.
 pub(crate) async fn get(world: &World, sandbox: &str, port: u16) -> Answer {
     send(world, request(sandbox, port).body(nothing()).unwrap()).await
 }
 
-/// The head of an answer; the body is still to come.
+/// Sends a request on a connection of its own and returns once the response headers have come.
 pub(crate) async fn start<B>(address: SocketAddr, request: Request<B>) -> Response<Incoming>
 where
     B: Body<Data = Bytes> + Send + 'static,
@@ -82,7 +82,7 @@ where
         .unwrap()
 }
 
-/// A connection that speaks HTTP/2 from its first byte on.
+/// Opens a connection that speaks HTTP/2 from its first byte on.
 pub(crate) async fn http2<B>(world: &World) -> http2::SendRequest<B>
 where
     B: Body<Data = Bytes> + Send + Unpin + 'static,
@@ -109,7 +109,7 @@ pub(crate) async fn read(response: Response<Incoming>) -> Answer {
     }
 }
 
-/// A connection on which a test writes what it likes.
+/// Connection on which a test writes arbitrary bytes.
 pub(crate) struct Raw(pub(crate) TcpStream);
 
 impl Raw {
@@ -121,10 +121,10 @@ impl Raw {
         self.0.write_all(bytes.as_ref()).await.unwrap();
     }
 
-    /// Everything until the router closes.
+    /// Reads until the router closes the connection.
     pub(crate) async fn rest(&mut self) -> String {
         let mut bytes = Vec::new();
-        // A reset is an end too: the router closes without having read everything.
+        // A reset is an end too: the router may close before it has read everything.
         let _ = soon("the router closes", self.0.read_to_end(&mut bytes)).await;
         String::from_utf8_lossy(&bytes).into_owned()
     }

@@ -1,4 +1,4 @@
-//! What clients of upstream's router count on.
+//! Behaviour that clients of upstream's router depend on.
 
 use rstest::rstest;
 use serde_json::json;
@@ -10,7 +10,7 @@ use crate::{
 };
 
 #[tokio::test]
-async fn a_request_reaches_the_sandbox_with_what_is_meant_for_it() {
+async fn a_request_reaches_the_sandbox_with_the_headers_meant_for_it() {
     let world = World::new().await;
     let backend = Backend::echo().await;
     world.running("s", "127.0.0.1").await;
@@ -135,7 +135,7 @@ async fn a_sandbox_of_another_namespace_is_not_there() {
 }
 
 #[tokio::test]
-async fn a_member_of_a_pool_is_reached_only_by_who_knows_its_uid() {
+async fn a_member_of_a_pool_is_reached_only_by_its_uid() {
     let world = World::new().await;
     let backend = Backend::named("s").await;
     let label = "agents.x-k8s.io/warm-pool-sandbox";
@@ -170,7 +170,7 @@ async fn a_member_of_a_pool_is_reached_only_by_who_knows_its_uid() {
 async fn a_closed_port_is_tried_as_often_as_upstream_does() {
     let world = World::new().await;
     world.running("s", "127.0.0.1").await;
-    // Taken and given back: nobody listens there.
+    // The backend is dropped at once: the port is closed.
     let port = Backend::named("gone").await.port;
     let answer = get(&world, "s", port).await;
     assert_eq!(

@@ -1,4 +1,4 @@
-//! The end.
+//! Graceful shutdown.
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,7 +11,7 @@ use crate::{
 };
 
 #[tokio::test]
-async fn what_is_under_way_ends_and_nothing_new_begins() {
+async fn requests_in_flight_end_and_no_new_ones_begin() {
     let world = World::new().await;
     let go_on = Arc::new(Semaphore::new(0));
     let held = Arc::clone(&go_on);
@@ -31,7 +31,7 @@ async fn what_is_under_way_ends_and_nothing_new_begins() {
         world.address,
         request("s", backend.port).body(nothing()).unwrap(),
     ));
-    until("it is under way", || backend.connections() == 1).await;
+    until("the request is in flight", || backend.connections() == 1).await;
     let server = Arc::clone(&world.server);
     let drained = tokio::spawn(async move { server.drain(LIMIT).await });
     assert_eq!(idle.rest().await, "", "an idle connection ends at once");
@@ -40,18 +40,18 @@ async fn what_is_under_way_ends_and_nothing_new_begins() {
         read(soon("the answer", answer).await.unwrap()).await.line(),
         "200 done"
     );
-    soon("all is over", drained).await.unwrap();
+    soon("the drain ends", drained).await.unwrap();
     TcpStream::connect(world.address).await.unwrap_err();
 }
 
 #[tokio::test]
-async fn what_does_not_end_in_time_is_cut() {
+async fn connections_that_do_not_end_in_time_are_closed() {
     let world = World::new().await;
     let backend = Backend::start(|_| std::future::pending()).await;
     world.running("s", "127.0.0.1").await;
     let mut client = Raw::open(&world).await;
     client.write(format!("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {}\r\n\r\n", backend.port)).await;
-    until("it is under way", || backend.connections() == 1).await;
+    until("the request is in flight", || backend.connections() == 1).await;
     soon("the end", world.server.drain(Duration::from_millis(20))).await;
     assert_eq!(client.rest().await, "");
 }

@@ -1,4 +1,4 @@
-//! gRPC calls: HTTP/2 with prior knowledge on both sides, by the same headers as any request.
+//! gRPC calls: HTTP/2 with prior knowledge on both sides, with the same headers as any request.
 
 use std::{
     convert::Infallible,
@@ -18,7 +18,7 @@ use hyper::{body::Incoming, client::conn::http2};
 use rstest::rstest;
 use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
-use torpor_router::places::Bounds;
+use torpor_router::wait_slots::Bounds;
 
 use crate::{
     backend::{Backend, Body, data, frames, full},
@@ -26,7 +26,7 @@ use crate::{
     world::{NS, Setup, World, soon, until},
 };
 
-/// A call of `/process.v1.ProcessService/Start` of a sandbox' port.
+/// Returns a call of `/process.v1.ProcessService/Start` on a sandbox's port.
 fn call(sandbox: &str, port: u16) -> http::request::Builder {
     Request::builder()
         .method("POST")
@@ -44,7 +44,7 @@ fn trailers(status: &'static str) -> Frame<Bytes> {
     Frame::trailers(trailers)
 }
 
-/// A finished answer: a message and the status behind it.
+/// Returns a complete response: a message and a status.
 fn done(message: &str) -> Response<Body> {
     let (sender, answer) = mpsc::unbounded_channel();
     sender.send(data(message)).unwrap();
@@ -52,7 +52,7 @@ fn done(message: &str) -> Response<Body> {
     Response::new(frames(answer))
 }
 
-/// What came of a call: `grpc-status`, `grpc-message` and the messages.
+/// Outcome of a call: `grpc-status`, `grpc-message` and the messages.
 #[derive(Debug)]
 struct Outcome {
     head: HeaderMap,
@@ -139,7 +139,7 @@ async fn a_call_reaches_the_sandbox_and_its_trailers_come_back() {
 }
 
 #[tokio::test]
-async fn a_call_whose_method_looks_like_a_path_goes_by_its_headers() {
+async fn a_call_whose_method_looks_like_a_path_is_routed_by_its_headers() {
     let world = World::new().await;
     let backend =
         Backend::start(|request: Request<Incoming>| async move { done(request.uri().path()) })
@@ -175,7 +175,7 @@ async fn messages_go_both_ways_while_the_call_is_open() {
         sender.send(data(message)).unwrap();
         assert_eq!(next(&mut answer).await.into_data().unwrap(), message);
     }
-    // The client's half ends, and what the sandbox says behind it still comes.
+    // The client's half ends, and the sandbox's trailers still come.
     drop(sender);
     assert_eq!(
         next(&mut answer).await.into_trailers().unwrap()["grpc-status"],
@@ -189,7 +189,7 @@ async fn messages_go_both_ways_while_the_call_is_open() {
 #[case::port(&[("x-sandbox-id", "ghost"), ("x-sandbox-port", "0")], "3", "Invalid port format.")]
 #[case::timeout(&[("x-sandbox-id", "ghost"), ("x-sandbox-port", "1"), ("grpc-timeout", "1")], "3", "Invalid grpc-timeout format.")]
 #[case::unknown(&[("x-sandbox-id", "ghost"), ("x-sandbox-port", "1")], "14", "Could not connect to the backend sandbox: ghost")]
-#[case::late(&[("x-sandbox-id", "ghost"), ("x-sandbox-port", "1"), ("grpc-timeout", "0n")], "4", "The time for the call is over.")]
+#[case::late(&[("x-sandbox-id", "ghost"), ("x-sandbox-port", "1"), ("grpc-timeout", "0n")], "4", "The deadline of the call has passed.")]
 #[tokio::test]
 async fn refusals_are_statuses_of_grpc(
     #[case] headers: &[(&str, &str)],
@@ -216,14 +216,14 @@ async fn all_calls_to_a_port_share_a_connection_and_no_other_sandbox_does() {
         assert_eq!((&*outcome.body, &*outcome.status), ("out", "0"));
     }
     assert_eq!(backend.connections(), 1);
-    // The address is another sandbox' now.
+    // The address now belongs to another sandbox.
     world.api.remove("pods", NS, "a");
     world.running("b", "127.0.0.1").await;
     assert_eq!(ask(&world, "b", backend.port).await.status, "0");
     assert_eq!(backend.connections(), 2);
 }
 
-/// A sandbox that sends without end where `/endless` is called, and counts the pieces.
+/// Starts a sandbox that sends an endless response to `/endless` and counts its pieces.
 async fn endless(sent: Arc<AtomicUsize>) -> Backend {
     Backend::start(move |request: Request<Incoming>| {
         let sent = Arc::clone(&sent);
@@ -267,7 +267,7 @@ async fn clients_that_take_nothing_do_not_hold_up_other_calls_to_the_port() {
     assert_eq!(backend.connections(), 1, "all share it");
 }
 
-/// A sandbox that takes leave of each connection after one call.
+/// Starts a sandbox that closes each connection after one call.
 async fn short_lived() -> (u16, mpsc::UnboundedReceiver<()>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -320,9 +320,9 @@ async fn a_client_that_goes_away_resets_its_call() {
     let backend = Backend::start(move |_| {
         let begun = begun.clone();
         async move {
-            let (told, ended) = oneshot::channel::<()>();
+            let (sender, ended) = oneshot::channel::<()>();
             begun.send(ended).unwrap();
-            let _told = told;
+            let _sender = sender;
             std::future::pending().await
         }
     })
@@ -333,7 +333,7 @@ async fn a_client_that_goes_away_resets_its_call() {
     let ended = soon("the call begins", begins.recv()).await.unwrap();
     assert_eq!(world.metric("torpor_router_grpc_calls"), 1);
     answer.abort();
-    soon("the sandbox' call ends", ended).await.unwrap_err();
+    soon("the sandbox's call ends", ended).await.unwrap_err();
     until("nothing is left", || {
         world.metric("torpor_router_grpc_calls") == 0 && world.proxy.open_ended.taken() == 0
     })
@@ -346,20 +346,20 @@ async fn a_client_that_goes_away_resets_its_call() {
 #[tokio::test]
 async fn a_call_ends_when_its_time_is_over(#[case] head: bool) {
     let world = World::new().await;
-    let (told, mut timeouts) = mpsc::unbounded_channel();
+    let (sender, mut timeouts) = mpsc::unbounded_channel();
     let backend = Backend::start(move |request: Request<Incoming>| {
         let timeout = request.headers()["grpc-timeout"]
             .to_str()
             .unwrap()
             .to_owned();
-        told.send(timeout).unwrap();
+        sender.send(timeout).unwrap();
         async move {
             if !head {
                 return std::future::pending().await;
             }
             let (sender, answer) = mpsc::unbounded_channel();
             sender.send(data("one")).unwrap();
-            // Never ends.
+            // The leaked sender keeps the response open for ever.
             std::mem::forget(sender);
             Response::new(frames(answer))
         }
@@ -370,23 +370,23 @@ async fn a_call_ends_when_its_time_is_over(#[case] head: bool) {
     let outcome = send(&mut http2(&world).await, request.body(full("")).unwrap()).await;
     assert_eq!(
         (&*outcome.status, &*outcome.message),
-        ("4", "The time for the call is over.")
+        ("4", "The deadline of the call has passed.")
     );
     assert_eq!(outcome.body, if head { "one" } else { "" });
     let timeout = timeouts.recv().await.unwrap();
     let left: u32 = timeout.strip_suffix('u').unwrap().parse().unwrap();
-    assert!(left <= 200_000, "what is left: {timeout}");
+    assert!(left <= 200_000, "time left: {timeout}");
 }
 
 #[tokio::test]
-async fn the_limits_of_http_do_not_bound_a_call() {
+async fn the_timeouts_of_requests_do_not_limit_a_call() {
     let mut setup = Setup::default();
     let short = Duration::from_millis(50);
     (
         setup.settings.proxy_timeout,
         setup.settings.response_header_timeout,
     ) = (short, short);
-    setup.patience.busy = 2 * short;
+    setup.timeouts.busy = 2 * short;
     let world = World::with(setup).await;
     let (go_on, waiting) = oneshot::channel::<()>();
     let waiting = std::sync::Arc::new(std::sync::Mutex::new(Some(waiting)));
@@ -402,8 +402,8 @@ async fn the_limits_of_http_do_not_bound_a_call() {
     world.running("s", "127.0.0.1").await;
     let mut client = http2(&world).await;
     let answer = tokio::spawn(client.send_request(call("s", backend.port).body(full("")).unwrap()));
-    until("the call is under way", || backend.connections() == 1).await;
-    // Begun later, and over: the limits have passed for the call too, several times.
+    until("the call is in flight", || backend.connections() == 1).await;
+    // These requests begin after the call and time out: the call has exceeded the limits, too.
     for _ in 0..3 {
         assert_eq!(get(&world, "s", silent.port).await.status, 502);
     }
@@ -423,12 +423,12 @@ async fn the_routers_own_limit_bounds_a_call() {
 }
 
 #[tokio::test]
-async fn a_call_that_sends_too_much_hears_so() {
+async fn a_call_that_sends_too_much_gets_a_status() {
     let mut setup = Setup::default();
     setup.settings.max_request_body = 10;
     let world = World::with(setup).await;
     let backend = Backend::start(|request: Request<Incoming>| async move {
-        // The head comes first, as with a stream in both directions.
+        // The response headers come first, as with a stream in both directions.
         let (sender, answer) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             let _ = request.into_body().collect().await;
@@ -492,7 +492,7 @@ async fn open(world: &World, sandbox: &str, port: u16) -> impl Future + use<> {
 }
 
 #[tokio::test]
-async fn what_has_no_end_in_sight_is_bounded_and_leaves_others_their_places() {
+async fn tunnels_and_calls_are_bounded_and_leave_slots_to_other_sandboxes() {
     let setup = Setup {
         open_ended: Bounds { all: 4, each: 9 },
         ..Setup::default()

@@ -12,7 +12,7 @@ use crate::{
 };
 
 async fn ask(world: &World, host: String) -> Answer {
-    // A page of another sandbox may set these; they count for nothing.
+    // A page of another sandbox may set these headers; the router ignores them.
     let request = Request::builder()
         .uri("/p?q")
         .header("host", host)
@@ -50,7 +50,7 @@ async fn a_host_that_two_sandboxes_could_mean_is_refused_and_the_dotted_one_is_n
     world.running("my-box", "127.0.0.1").await;
     let host = format!("{port}-my-box-ns.sandboxes.example.com");
     assert_eq!(ask(&world, host.clone()).await.status, 200);
-    // `my` in `box-ns` reads the same.
+    // Sandbox `my` in namespace `box-ns` has the same host.
     world
         .sandbox("my", json!({"metadata": {"namespace": "box-ns"}}))
         .await;
@@ -81,7 +81,7 @@ async fn a_host_that_names_nothing_is_refused() {
 }
 
 #[tokio::test]
-async fn who_may_not_know_cannot_tell_what_exists() {
+async fn an_unauthorized_client_cannot_tell_which_sandboxes_exist() {
     let authorizer = Authorizer::SharedToken(SharedToken::new("secret"));
     let setup = Setup {
         authorizer: Box::new(|_| authorizer),

@@ -1,4 +1,4 @@
-//! Nothing of one sandbox reaches another.
+//! Isolation of sandboxes from each other.
 
 use serde_json::json;
 use torpor_router::address::AddressPolicy;
@@ -26,7 +26,7 @@ async fn an_address_that_goes_to_another_sandbox_takes_no_connection_with_it() {
     let backend = Backend::named("x").await;
     world.running("a", "127.0.0.1").await;
     assert_eq!(get(&world, "a", backend.port).await.connection(), "1");
-    // The address is another sandbox' now.
+    // The address now belongs to another sandbox.
     world.api.remove("pods", NS, "a");
     world.running("b", "127.0.0.1").await;
     assert_eq!(get(&world, "b", backend.port).await.connection(), "2");
@@ -51,7 +51,7 @@ async fn a_sandbox_that_was_made_anew_gets_no_connection_of_the_old_one() {
     until("it is gone", || world.directory.look_up(NS, "s").is_none()).await;
     world.running("s", "127.0.0.1").await;
     assert_eq!(get(&world, "s", backend.port).await.connection(), "2");
-    // Who means the old one does not get the new one.
+    // A request with the old UID does not reach the new Sandbox.
     let request = request("s", backend.port).header("x-sandbox-uid", old);
     assert_eq!(
         send(&world, request.body(crate::client::nothing()).unwrap())
@@ -70,7 +70,7 @@ async fn one_clients_connection_serves_several_sandboxes_without_mixing_them() {
     let mut client = crate::client::Raw::open(&world).await;
     for _ in 0..3 {
         for (name, port) in [("a", a.port), ("b", b.port)] {
-            // 127.0.0.2 answers on no port of b: that Pod is another machine to the router.
+            // Nothing listens on 127.0.0.2: to the router that Pod is another machine.
             let head = format!(
                 "GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: {name}\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {port}\r\n\r\n"
             );
@@ -100,7 +100,7 @@ async fn an_address_that_the_pod_has_left_is_not_dialled_again() {
         let retries = r#"sandbox_router_upstream_retries_total{sandbox_namespace="ns"}"#;
         until("the first attempt fails", || world.metric(retries) == 1).await;
         world.api.remove("pods", NS, "s");
-        // Whoever gets the address now would get the request too.
+        // The next Pod with this address would get the request.
         tokio::net::TcpListener::bind(("127.0.0.1", port))
             .await
             .unwrap()
@@ -113,7 +113,7 @@ async fn an_address_that_the_pod_has_left_is_not_dialled_again() {
     );
     assert!(
         futures::FutureExt::now_or_never(listener.accept()).is_none(),
-        "nobody came"
+        "no connection"
     );
 }
 

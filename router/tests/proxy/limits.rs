@@ -1,4 +1,4 @@
-//! Clients that send too much, too slowly or nonsense.
+//! Clients that send too much, too slowly, or malformed requests.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::{
     world::{LIMIT, Setup, World, soon, until},
 };
 
-fn hurried(change: impl FnOnce(&mut Setup)) -> Setup {
+fn setup_with(change: impl FnOnce(&mut Setup)) -> Setup {
     let mut setup = Setup::default();
     change(&mut setup);
     setup
@@ -27,26 +27,26 @@ fn hurried(change: impl FnOnce(&mut Setup)) -> Setup {
 #[case::http2_without_a_request("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")]
 #[tokio::test]
 async fn a_head_that_does_not_come_to_an_end_is_cut_off(#[case] bytes: &str) {
-    let world = World::with(hurried(|setup| {
-        setup.patience.head = Duration::from_millis(50)
+    let world = World::with(setup_with(|setup| {
+        setup.timeouts.head = Duration::from_millis(50)
     }))
     .await;
     let mut client = Raw::open(&world).await;
     client.write(bytes).await;
-    let said = client.rest().await;
-    assert!(!said.contains("200"), "{said}");
+    let answer = client.rest().await;
+    assert!(!answer.contains("200"), "{answer}");
 }
 
 #[tokio::test]
-async fn a_head_that_drips_is_cut_off_all_the_same() {
-    let world = World::with(hurried(|setup| {
-        setup.patience.head = Duration::from_millis(100)
+async fn a_head_that_comes_byte_by_byte_is_cut_off() {
+    let world = World::with(setup_with(|setup| {
+        setup.timeouts.head = Duration::from_millis(100)
     }))
     .await;
     let mut client = Raw::open(&world).await;
     client.write("GET / HTTP/1.1\r\n").await;
     let dripping = async {
-        // One more byte never makes a head; the router's end makes writing fail.
+        // The head never ends; writing fails once the router closes the connection.
         while client.0.write_all(b"x").await.is_ok() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -56,8 +56,8 @@ async fn a_head_that_drips_is_cut_off_all_the_same() {
 
 #[tokio::test]
 async fn a_connection_between_requests_may_wait_longer_than_a_head() {
-    let world = World::with(hurried(|setup| {
-        setup.patience.head = Duration::from_millis(50)
+    let world = World::with(setup_with(|setup| {
+        setup.timeouts.head = Duration::from_millis(50)
     }))
     .await;
     let mut client = Raw::open(&world).await;
@@ -66,7 +66,8 @@ async fn a_connection_between_requests_may_wait_longer_than_a_head() {
             .write("GET /healthz HTTP/1.1\r\nHost: r\r\n\r\n")
             .await;
         client.read_until("ok").await;
-        // Made after the answer, and closed when the patience with a head is over: then more than that has passed between the requests too.
+        // The second connection begins after the response and is closed at the timeout of a head:
+        // more than that has passed between the requests of the first connection, too.
         Raw::open(&world).await.rest().await;
     }
     client.write("GE").await;
@@ -75,8 +76,8 @@ async fn a_connection_between_requests_may_wait_longer_than_a_head() {
 
 #[tokio::test]
 async fn an_idle_connection_is_closed_in_the_end() {
-    let world = World::with(hurried(|setup| {
-        setup.patience.idle = Duration::from_millis(20)
+    let world = World::with(setup_with(|setup| {
+        setup.timeouts.idle = Duration::from_millis(20)
     }))
     .await;
     let mut client = Raw::open(&world).await;
@@ -139,7 +140,7 @@ async fn a_length_and_chunks_at_once_do_not_smuggle_a_second_request() {
         ))
         .await;
     let answer = client.rest().await;
-    // Refused, or one request with all of it as its body; never two.
+    // The router refuses it, or sends one request with all of it as the body; never two.
     let one = answer.contains("POST /outer")
         && answer.contains("transfer-encoding: chunked")
         && answer.matches("HTTP/1.1 200").count() == 1;
@@ -148,15 +149,15 @@ async fn a_length_and_chunks_at_once_do_not_smuggle_a_second_request() {
 }
 
 #[rstest]
-#[case::said(true)]
-#[case::not_said(false)]
+#[case::with_a_length(true)]
+#[case::without_a_length(false)]
 #[tokio::test]
-async fn a_body_that_is_too_large_is_refused(#[case] length_is_said: bool) {
-    let world = World::with(hurried(|setup| setup.settings.max_request_body = 10)).await;
+async fn a_body_that_is_too_large_is_refused(#[case] with_length: bool) {
+    let world = World::with(setup_with(|setup| setup.settings.max_request_body = 10)).await;
     let backend = Backend::echo().await;
     world.running("s", "127.0.0.1").await;
     let post = || request("s", backend.port).method("POST");
-    let answer = if length_is_said {
+    let answer = if with_length {
         send(&world, post().body("x".repeat(11)).unwrap()).await
     } else {
         let pieces = ["12345", "67890", "1"].map(|piece| {
@@ -181,7 +182,7 @@ async fn a_body_that_is_too_large_is_refused(#[case] length_is_said: bool) {
 
 #[tokio::test]
 async fn an_answer_that_takes_too_long_is_cut_off() {
-    let world = World::with(hurried(|setup| {
+    let world = World::with(setup_with(|setup| {
         setup.settings.proxy_timeout = Duration::from_millis(500)
     }))
     .await;
@@ -204,18 +205,18 @@ async fn an_answer_that_takes_too_long_is_cut_off() {
 
 #[tokio::test]
 async fn a_client_that_does_not_read_holds_its_sandbox_for_a_limited_time() {
-    let world = World::with(hurried(|setup| {
-        setup.patience.busy = Duration::from_millis(300)
+    let world = World::with(setup_with(|setup| {
+        setup.timeouts.busy = Duration::from_millis(300)
     }))
     .await;
-    let (told, ended) = tokio::sync::oneshot::channel::<()>();
-    let told = std::sync::Arc::new(std::sync::Mutex::new(Some(told)));
+    let (sender, ended) = tokio::sync::oneshot::channel::<()>();
+    let sender = std::sync::Arc::new(std::sync::Mutex::new(Some(sender)));
     let backend = Backend::start(move |_| {
-        let told = told.lock().unwrap().take();
+        let sender = sender.lock().unwrap().take();
         async move {
-            // As much as anybody takes; the sender is dropped with the body.
+            // The body is endless; the sender is dropped with it.
             let endless = futures::stream::repeat_with(move || {
-                let _kept = &told;
+                let _kept = &sender;
                 Ok::<_, std::convert::Infallible>(http_body::Frame::data(Bytes::from_static(
                     &[0; 4096],
                 )))
@@ -229,12 +230,14 @@ async fn a_client_that_does_not_read_holds_its_sandbox_for_a_limited_time() {
     client
         .write(format!("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {}\r\n\r\n", backend.port))
         .await;
-    soon("the sandbox is let go", ended).await.unwrap_err();
+    soon("the sandbox's response is dropped", ended)
+        .await
+        .unwrap_err();
 }
 
 #[tokio::test]
 async fn a_body_that_does_not_come_holds_its_sandbox_for_a_limited_time() {
-    let world = World::with(hurried(|setup| {
+    let world = World::with(setup_with(|setup| {
         setup.settings.proxy_timeout = Duration::from_millis(100)
     }))
     .await;
@@ -253,8 +256,8 @@ fn post(port: u16, length: usize, body: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_sandbox_that_answers_nothing_takes_its_own_share_and_no_more() {
-    let world = World::with(hurried(|setup| setup.requests = 2)).await;
+async fn a_sandbox_that_does_not_respond_takes_only_its_own_limit() {
+    let world = World::with(setup_with(|setup| setup.requests = 2)).await;
     let silent = Backend::start(|_| std::future::pending()).await;
     let other = Backend::named("other").await;
     world.running("s", "127.0.0.1").await;
@@ -263,7 +266,7 @@ async fn a_sandbox_that_answers_nothing_takes_its_own_share_and_no_more() {
     for count in 1..=2 {
         let mut client = Raw::open(&world).await;
         client.write(post(silent.port, 0, "")).await;
-        until("it is under way", || silent.connections() == count).await;
+        until("the request is in flight", || silent.connections() == count).await;
         waiting.push(client);
     }
     let refused = r#"503 {"detail":"Too many requests are under way to sandbox s."}"#;
@@ -275,7 +278,7 @@ async fn a_sandbox_that_answers_nothing_takes_its_own_share_and_no_more() {
     let refusals =
         r#"torpor_router_refusals_total{sandbox_namespace="ns",reason="TooManyRequests"}"#;
     assert_eq!(world.metric(refusals), 2);
-    // WebSockets and calls have places of their own.
+    // WebSockets and gRPC calls have a limit of their own.
     let echo = websocket().await;
     let _tunnel = open_websocket(&world, echo.port).await;
     drop(waiting.pop());
@@ -287,12 +290,12 @@ async fn a_sandbox_that_answers_nothing_takes_its_own_share_and_no_more() {
 #[tokio::test]
 async fn a_body_whose_client_ends_its_half_too_early_is_no_whole_body() {
     let world = World::new().await;
-    let (told, mut bodies) = tokio::sync::mpsc::unbounded_channel();
+    let (sender, mut bodies) = tokio::sync::mpsc::unbounded_channel();
     let backend = Backend::start(move |request: http::Request<hyper::body::Incoming>| {
-        let told = told.clone();
+        let sender = sender.clone();
         async move {
             let whole = request.into_body().collect().await.is_ok();
-            told.send(whole).unwrap();
+            sender.send(whole).unwrap();
             http::Response::new(crate::backend::full(""))
         }
     })
@@ -302,7 +305,7 @@ async fn a_body_whose_client_ends_its_half_too_early_is_no_whole_body() {
     client.write(post(backend.port, 10, "hello")).await;
     client.0.shutdown().await.unwrap();
     assert_eq!(
-        soon("the sandbox hears of it", bodies.recv()).await,
+        soon("the sandbox reads the body", bodies.recv()).await,
         Some(false)
     );
     let answer = client.rest().await;
@@ -312,12 +315,12 @@ async fn a_body_whose_client_ends_its_half_too_early_is_no_whole_body() {
 #[tokio::test]
 async fn a_client_that_ends_its_half_while_it_waits_has_gone_away() {
     let world = World::new().await;
-    let (told, mut begins) = tokio::sync::mpsc::unbounded_channel();
+    let (sender, mut begins) = tokio::sync::mpsc::unbounded_channel();
     let backend = Backend::start(move |_| {
-        let told = told.clone();
+        let sender = sender.clone();
         async move {
             let (end, ended) = tokio::sync::oneshot::channel::<()>();
-            told.send(ended).unwrap();
+            sender.send(ended).unwrap();
             let _end = end;
             std::future::pending().await
         }
@@ -326,9 +329,9 @@ async fn a_client_that_ends_its_half_while_it_waits_has_gone_away() {
     world.running("s", "127.0.0.1").await;
     let mut client = Raw::open(&world).await;
     client.write(post(backend.port, 0, "")).await;
-    let ended = soon("the call begins", begins.recv()).await.unwrap();
+    let ended = soon("the request begins", begins.recv()).await.unwrap();
     client.0.shutdown().await.unwrap();
-    soon("the sandbox' call ends", ended).await.unwrap_err();
+    soon("the sandbox's request ends", ended).await.unwrap_err();
     assert_eq!(client.rest().await, "");
 }
 
@@ -344,7 +347,7 @@ async fn a_head_that_is_too_large_is_refused_over_http2_too() {
     assert_eq!(backend.connections(), 0);
 }
 
-/// A frame of HTTP/2.
+/// Returns a frame of HTTP/2.
 fn frame(type_: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
     let mut bytes = vec![length[1], length[2], length[3], type_, flags];
@@ -359,10 +362,10 @@ const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
 const CONTINUATION: u8 = 9;
-/// GET / of http://r, by HPACK's static table.
+/// Header block of `GET /` for http://r, with HPACK's static table.
 const GET_ROOT: &[u8] = &[0x82, 0x84, 0x86, 0x41, 1, b'r'];
 
-/// Types of the frames that the router sends until it closes.
+/// Returns type and payload of the frames that the router sends until it closes.
 async fn frames(client: &mut Raw) -> Vec<(u8, Vec<u8>)> {
     let mut bytes = Vec::new();
     let _ = soon("the router closes", client.0.read_to_end(&mut bytes)).await;
@@ -419,7 +422,7 @@ async fn a_head_of_endless_continuations_ends_the_connection() {
         &frame(HEADERS, 1, 1, GET_ROOT),
     ]
     .concat();
-    // A literal header of 4,000 bytes, again and again, and never the end of the head.
+    // The head has endless literal headers of 4,000 bytes.
     let mut literal = vec![0x00, 1, b'x', 0x7f];
     // 4000 - 127 as an HPACK integer.
     literal.extend([0xa1, 0x1e]);

@@ -1,17 +1,18 @@
-//! The router on real sockets, between real clients and real sandboxes, against an apiserver in memory.
+//! Tests the router with real sockets, clients and sandboxes, against an apiserver in memory.
 
 mod authorization;
 mod backend;
 mod browsers;
 mod client;
+mod connection_limit;
 mod contract;
-mod crowd;
 mod drain;
 mod grpc;
 mod hosts;
 mod isolation;
 mod limits;
 mod paths;
+mod reference;
 mod resume;
 mod scoped;
 mod streaming;

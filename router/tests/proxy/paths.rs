@@ -1,4 +1,4 @@
-//! Requests that name their sandbox by their path, as browsers without a wildcard record in DNS do.
+//! Requests whose path names the sandbox, from browsers without a wildcard record in DNS.
 
 use bytes::Bytes;
 use http::{Request, Response};
@@ -29,7 +29,7 @@ fn base(port: u16) -> String {
 }
 
 #[tokio::test]
-async fn a_path_names_a_sandbox_which_gets_the_rest_and_no_names() {
+async fn a_path_names_a_sandbox_which_receives_the_rest_and_no_names() {
     let (world, backend) = (World::new().await, Backend::echo().await);
     world.running("s", "127.0.0.1").await;
     let path = format!("{}/a%2Fb/c?d=/e", base(backend.port));
@@ -52,7 +52,7 @@ async fn a_path_that_names_no_sandbox_is_refused_in_upstreams_words() {
     let world = World::new().await;
     world.running("s", "127.0.0.1").await;
     let form = r#"400 {"detail":"Path-routed request must have the form <prefix>/<namespace>/<id>/<port>/..."}"#;
-    // Headers do not name it instead.
+    // Headers do not replace the path.
     let header = [("x-sandbox-id", "s"), ("x-sandbox-namespace", NS)];
     for (path, line) in [
         ("/router/", form),
@@ -92,7 +92,7 @@ async fn a_path_that_names_no_sandbox_is_refused_in_upstreams_words() {
     );
 }
 
-/// Redirects to its root by its own host, and sets a cookie for all of the client's.
+/// Starts a sandbox that redirects to its own host and sets a cookie for the client's domain.
 async fn redirecting() -> Backend {
     Backend::start(|request: Request<Incoming>| async move {
         let host = request.headers()["host"].to_str().unwrap();
@@ -108,7 +108,7 @@ async fn redirecting() -> Backend {
 }
 
 #[tokio::test]
-async fn an_answer_stays_below_the_path_unless_it_is_to_be_left_as_it_is() {
+async fn a_response_stays_below_the_path_unless_rewriting_is_off() {
     for rewritten in [true, false] {
         let mut setup = Setup::default();
         setup.settings.rewrite_responses = rewritten;
@@ -128,7 +128,7 @@ async fn an_answer_stays_below_the_path_unless_it_is_to_be_left_as_it_is() {
         assert_eq!(answer.headers["location"], location);
         assert_eq!(answer.headers["set-cookie"], cookie);
         assert!(!answer.headers.contains_key("service-worker-allowed"));
-        // Named by headers, a sandbox' answer is its own.
+        // The response stays unchanged if headers name the sandbox.
         let headers = [
             ("x-sandbox-id", "s"),
             ("x-sandbox-namespace", NS),
@@ -140,7 +140,8 @@ async fn an_answer_stays_below_the_path_unless_it_is_to_be_left_as_it_is() {
     }
 }
 
-/// A router that knows sandbox `s`, takes its tokens and makes cookies of them. Returns a token.
+/// Starts a router with sandbox `s` that accepts its tokens and turns them into cookies. Returns a
+/// token.
 async fn closed() -> (World, String) {
     let mut setup = Setup {
         authorizer: Box::new(|_| Authorizer::ScopedToken(tokens())),

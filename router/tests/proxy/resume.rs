@@ -67,7 +67,7 @@ async fn a_thousand_requests_make_one_resume_and_all_are_answered() {
 }
 
 #[tokio::test]
-async fn a_sandbox_that_does_not_allow_it_stays_suspended_and_the_client_hears_why() {
+async fn a_sandbox_that_does_not_allow_a_resume_stays_suspended() {
     let world = World::new().await;
     world
         .sandbox("s", json!({"spec": {"operatingMode": "Suspended"}}))
@@ -121,7 +121,7 @@ const POST: &str = "POST / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-N
 #[case::in_chunks(POST, "Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n")]
 #[case::in_the_middle_of_its_body(POST, "Content-Length: 9\r\n\r\nbody")]
 #[tokio::test]
-async fn a_client_that_goes_away_gives_its_place_back_and_takes_nothing_from_others(
+async fn a_client_that_disconnects_frees_its_slot_and_leaves_the_resume_to_others(
     #[case] head: &str,
     #[case] rest: &str,
 ) {
@@ -132,14 +132,14 @@ async fn a_client_that_goes_away_gives_its_place_back_and_takes_nothing_from_oth
     client.write(format!("{head}{rest}")).await;
     until("it waits", || world.proxy.gate.held() == 1).await;
     drop(client);
-    until("its place is free", || world.proxy.gate.held() == 0).await;
+    until("its slot is free", || world.proxy.gate.held() == 0).await;
     resumed(&world).await;
     world.pod("s", &uid, "127.0.0.1").await;
     assert_eq!(get(&world, "s", backend.port).await.line(), "200 awake");
     assert_eq!(world.patches(), [200]);
 }
 
-/// What was read while it waited goes before the rest.
+/// The part of the body that the router read while it held the request precedes the rest.
 #[rstest]
 #[case::of_a_known_length(false, 5)]
 #[case::in_chunks(true, 5)]
@@ -175,15 +175,15 @@ async fn a_request_that_waited_arrives_whole(#[case] chunked: bool, #[case] leng
     let answer = read(soon("the answer", answer).await.unwrap()).await;
     assert_eq!(answer.status, 200);
     assert!(answer.body.ends_with(&format!("\n{content}")));
-    let said = match chunked {
+    let framing = match chunked {
         true => "transfer-encoding: chunked\n".to_owned(),
         false => format!("content-length: {length}\n"),
     };
-    assert!(answer.body.contains(&said));
+    assert!(answer.body.contains(&framing));
 }
 
 #[tokio::test]
-async fn places_are_bounded_in_all_and_for_each_sandbox() {
+async fn held_requests_are_bounded_in_total_and_for_each_sandbox() {
     for setup in [
         limits(|limits| limits.held.all = 1),
         limits(|limits| limits.held.each = 1),
@@ -207,7 +207,7 @@ async fn places_are_bounded_in_all_and_for_each_sandbox() {
 }
 
 #[tokio::test]
-async fn who_waits_too_long_is_told_so() {
+async fn a_request_held_too_long_is_refused() {
     let world = World::with(limits(|limits| limits.resume = Duration::from_millis(50))).await;
     world.sandbox("s", resumable()).await;
     let answer = get(&world, "s", 80).await;
@@ -218,7 +218,7 @@ async fn who_waits_too_long_is_told_so() {
 }
 
 #[tokio::test]
-async fn a_resume_that_the_apiserver_refuses_is_told_and_not_tried_for_each_request() {
+async fn a_resume_that_the_apiserver_refuses_is_not_repeated_for_each_request() {
     let world = World::new().await;
     world.sandbox("s", resumable()).await;
     world.api.fail(Fault {
@@ -237,7 +237,7 @@ async fn a_resume_that_the_apiserver_refuses_is_told_and_not_tried_for_each_requ
 }
 
 #[tokio::test]
-async fn another_version_of_the_sandbox_is_looked_at_again() {
+async fn another_version_of_the_sandbox_is_decided_on_again() {
     let world = World::new().await;
     let uid = world.sandbox("s", resumable()).await;
     let backend = Backend::named("awake").await;
@@ -263,7 +263,7 @@ async fn another_version_of_the_sandbox_is_looked_at_again() {
 }
 
 #[tokio::test]
-async fn a_user_who_takes_the_permission_back_is_obeyed() {
+async fn a_resume_ends_if_the_user_removes_the_permission() {
     let world = World::new().await;
     world.sandbox("s", resumable()).await;
     world.api.fail(Fault {
@@ -282,7 +282,7 @@ async fn a_user_who_takes_the_permission_back_is_obeyed() {
 }
 
 #[tokio::test]
-async fn a_patch_whose_answer_is_lost_is_seen_by_the_watch() {
+async fn the_watch_reports_a_patch_whose_response_is_lost() {
     let setup = Setup {
         api_timeout: Duration::from_millis(50),
         ..Setup::default()
@@ -324,7 +324,7 @@ async fn a_resume_that_the_apiserver_cannot_do_now_is_tried_again() {
 }
 
 #[tokio::test]
-async fn a_user_who_suspends_again_is_not_overruled_by_who_waits_already() {
+async fn a_held_request_does_not_resume_a_sandbox_that_a_user_suspends_again() {
     let world = World::new().await;
     world.sandbox("s", resumable()).await;
     let meanwhile = async {
@@ -344,7 +344,7 @@ async fn a_user_who_suspends_again_is_not_overruled_by_who_waits_already() {
 }
 
 #[tokio::test]
-async fn nobody_waits_longer_than_a_request_may_take() {
+async fn a_request_is_held_no_longer_than_its_time_limit() {
     let mut setup = Setup::default();
     setup.settings.proxy_timeout = Duration::from_millis(50);
     let world = World::with(setup).await;
@@ -353,7 +353,7 @@ async fn nobody_waits_longer_than_a_request_may_take() {
 }
 
 #[tokio::test]
-async fn nobody_waits_longer_than_the_client_does() {
+async fn a_request_is_held_no_longer_than_the_clients_timeout() {
     let world = World::new().await;
     world.sandbox("s", resumable()).await;
     let asked = request("s", 80).header("x-sandbox-timeout", "0.05");
@@ -362,7 +362,7 @@ async fn nobody_waits_longer_than_the_client_does() {
 }
 
 #[tokio::test]
-async fn names_that_nobody_has_take_no_places_from_sandboxes() {
+async fn requests_for_unknown_names_take_no_slots_from_sandboxes() {
     let world = World::with(limits(|limits| {
         limits.held.all = 4;
         limits.dial = crate::world::LIMIT;

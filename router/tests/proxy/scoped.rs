@@ -21,7 +21,7 @@ fn pair() -> Ed25519KeyPair {
     Ed25519KeyPair::from_seed_unchecked(&[7; 32]).unwrap()
 }
 
-/// Keys that verify the tokens of [`token`].
+/// Returns the keys that verify the tokens of [`token`].
 pub(crate) fn tokens() -> Tokens {
     let public = URL_SAFE_NO_PAD.encode(pair().public_key());
     let file = json!({"keys": [{"kid": "current", "publicKey": public}]}).to_string();
@@ -31,7 +31,7 @@ pub(crate) fn tokens() -> Tokens {
     }
 }
 
-/// A token for a whole sandbox.
+/// Returns a token for a whole sandbox.
 pub(crate) fn token(sandbox: &str, uid: &str) -> String {
     token_for(Claims {
         namespace: NS.into(),

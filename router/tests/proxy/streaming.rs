@@ -1,4 +1,4 @@
-//! Nothing is collected on the way, and each end hears of the other's.
+//! Streaming: no body is buffered whole, and the end of one side reaches the other.
 
 use std::{
     sync::{Arc, Mutex},
@@ -89,7 +89,7 @@ async fn a_request_goes_piece_by_piece() {
 }
 
 #[tokio::test]
-async fn a_request_that_is_long_in_coming_has_all_the_time_for_its_answer_after_it() {
+async fn the_timeout_of_a_response_begins_after_the_request() {
     let mut setup = Setup::default();
     setup.settings.response_header_timeout = Duration::from_millis(600);
     let world = World::with(setup).await;
@@ -108,10 +108,10 @@ async fn a_request_that_is_long_in_coming_has_all_the_time_for_its_answer_after_
     assert!(answer.body.ends_with("xxxxxxxxxx"), "{answer:?}");
 }
 
-/// Tells when it is dropped.
-struct Told(CancellationToken);
+/// Cancels a token on drop.
+struct CancelOnDrop(CancellationToken);
 
-impl Drop for Told {
+impl Drop for CancelOnDrop {
     fn drop(&mut self) {
         self.0.cancel();
     }
@@ -123,9 +123,9 @@ async fn a_client_that_goes_away_ends_the_call() {
     let (begun, ended) = (CancellationToken::new(), CancellationToken::new());
     let (at_begin, at_end) = (begun.clone(), ended.clone());
     let backend = Backend::start(move |_| {
-        let (begun, told) = (at_begin.clone(), Told(at_end.clone()));
+        let (begun, guard) = (at_begin.clone(), CancelOnDrop(at_end.clone()));
         async move {
-            let _told = told;
+            let _guard = guard;
             begun.cancel();
             std::future::pending().await
         }
@@ -134,9 +134,9 @@ async fn a_client_that_goes_away_ends_the_call() {
     world.running("s", "127.0.0.1").await;
     let mut client = Raw::open(&world).await;
     client.write(format!("GET / HTTP/1.1\r\nHost: r\r\nX-Sandbox-ID: s\r\nX-Sandbox-Namespace: ns\r\nX-Sandbox-Port: {}\r\n\r\n", backend.port)).await;
-    soon("the sandbox is at work", begun.cancelled()).await;
+    soon("the sandbox has the request", begun.cancelled()).await;
     drop(client);
-    soon("the sandbox' call ends", ended.cancelled()).await;
+    soon("the sandbox's request ends", ended.cancelled()).await;
     let count = r#"sandbox_router_requests_total{method="GET",code="499",sandbox_namespace="ns"}"#;
     until("it is counted", || world.metric(count) == 1).await;
     assert_eq!(world.metric("sandbox_router_inflight_requests"), 0);
@@ -163,7 +163,7 @@ async fn a_client_that_goes_away_ends_the_answer() {
     soon("the sandbox stops sending", sender.closed()).await;
 }
 
-/// A sandbox that answers its first connection with `bytes`, and closes.
+/// Starts a sandbox that answers its first connection with `bytes` and closes it.
 pub(crate) async fn raw_backend(bytes: &'static str) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -173,7 +173,7 @@ pub(crate) async fn raw_backend(bytes: &'static str) -> u16 {
         let _ = stream.read(&mut head).await.unwrap();
         stream.write_all(bytes.as_bytes()).await.unwrap();
         stream.shutdown().await.unwrap();
-        // Held until the router has closed too, so that nothing is reset.
+        // The socket stays open until the router closes it, so that no reset discards bytes.
         let _ = stream.read(&mut head).await;
     });
     port
@@ -212,7 +212,7 @@ async fn an_answer_that_breaks_off_does_not_look_whole() {
 }
 
 #[tokio::test]
-async fn what_is_no_http_is_a_bad_gateway() {
+async fn a_response_that_is_not_http_is_a_bad_gateway() {
     for nonsense in [
         "SSH-2.0-OpenSSH\r\n",
         "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
@@ -227,7 +227,7 @@ async fn what_is_no_http_is_a_bad_gateway() {
     }
 }
 
-/// A sandbox that echoes what comes after an upgrade, and says `bye` when the client has ended its half.
+/// Starts a sandbox that echoes after an upgrade and sends `bye` after the client's half ends.
 pub(crate) async fn websocket() -> Backend {
     Backend::start(|mut request: http::Request<Incoming>| async move {
         let headers = request.headers();
@@ -280,7 +280,7 @@ async fn a_websocket_echoes_and_each_half_ends_by_itself() {
         assert_eq!(client.read_until(message).await, message);
     }
     assert_eq!(world.metric("torpor_router_tunnels"), 1);
-    // The client's half ends; the other still carries what the sandbox has to say.
+    // The client's half ends; the other half still carries the sandbox's bytes.
     client.0.shutdown().await.unwrap();
     assert_eq!(client.rest().await, "bye");
     until("the tunnel is gone", || {
@@ -331,20 +331,24 @@ async fn http2_reaches_the_sandbox_too() {
     );
 }
 
-/// By the router's own clock or by the one that the client names; what it names beyond the router's, or wrongly, counts for nothing.
+/// The timeout is the router's or the client's. A client's timeout that is invalid or longer than
+/// the router's is ignored.
 #[rstest]
-#[case::by_the_routers_clock(300, "")]
-#[case::by_the_clients(30_000, "0.3")]
-#[case::the_client_would_wait_longer(300, "600")]
-#[case::the_client_waits_less_than_no_time(300, "-1")]
-#[case::the_client_waits_for_ever(300, "inf")]
-#[case::the_client_says_nothing_sensible(300, "NaN")]
+#[case::timeout_of_the_router(300, "")]
+#[case::timeout_of_the_client(30_000, "0.3")]
+#[case::longer_timeout_of_the_client(300, "600")]
+#[case::negative_timeout(300, "-1")]
+#[case::infinite_timeout(300, "inf")]
+#[case::invalid_timeout(300, "NaN")]
 #[tokio::test]
-async fn a_sandbox_that_never_answers_is_given_up(#[case] router: u64, #[case] client: &str) {
+async fn a_request_to_a_sandbox_that_never_responds_times_out(
+    #[case] router: u64,
+    #[case] client: &str,
+) {
     let mut setup = crate::world::Setup::default();
     setup.settings.response_header_timeout = std::time::Duration::from_millis(router);
     let world = World::with(setup).await;
-    let (gone, told) = oneshot::channel::<()>();
+    let (gone, ended) = oneshot::channel::<()>();
     let gone = Arc::new(Mutex::new(Some(gone)));
     let backend = Backend::start(move |_| {
         let gone = gone.lock().unwrap().take();
@@ -367,5 +371,5 @@ async fn a_sandbox_that_never_answers_is_given_up(#[case] router: u64, #[case] c
         ),
         1
     );
-    soon("the call is given up", told).await.unwrap_err();
+    soon("the request is cancelled", ended).await.unwrap_err();
 }

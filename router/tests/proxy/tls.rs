@@ -1,4 +1,4 @@
-//! TLS towards clients.
+//! TLS for clients.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -76,7 +76,8 @@ async fn secured(mutual: MutualTls) -> Secured {
 }
 
 impl Secured {
-    /// Asks over TLS, for a server of that name, with a certificate of that authority. The answer's first header lines, or why there is none.
+    /// Sends a request over TLS to a server of that name, with a client certificate of `own`.
+    /// Returns the body of the response, or the error.
     async fn ask(&self, name: &'static str, own: Option<&Issuer>) -> Result<String, String> {
         let mut roots = RootCertStore::empty();
         roots.add(self.authority.der().clone()).unwrap();
@@ -105,7 +106,7 @@ impl Secured {
         let (mut sender, connection) = handshake.map_err(|error| error.to_string())?;
         tokio::spawn(connection);
         let request = request("s", self.backend.port).body(nothing()).unwrap();
-        // With TLS 1.3 a refused certificate shows only here.
+        // With TLS 1.3 the refusal of a certificate arrives only here.
         let answer = soon("an answer", sender.send_request(request))
             .await
             .map_err(|error| error.to_string())?;
@@ -148,7 +149,7 @@ async fn a_renewed_certificate_is_taken_up_and_a_broken_one_is_not() {
     write_server(secured.folder.path(), &secured.authority, "renewed");
     assert!(secured.acceptor.reload().unwrap());
     secured.ask("renewed", None).await.unwrap();
-    // A key that is not the certificate's.
+    // This key does not belong to the certificate.
     let other = KeyPair::generate().unwrap().serialize_pem();
     fs::write(secured.folder.path().join("tls.key"), other).unwrap();
     secured.acceptor.reload().unwrap_err();

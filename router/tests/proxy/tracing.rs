@@ -1,5 +1,4 @@
-//! Spans of requests reach a collector over OTLP, in the client's trace, which goes on to the
-//! sandbox.
+//! Export of spans over OTLP, in the client's trace, which continues in the sandbox.
 
 use std::{future::Future, time::Duration};
 
@@ -18,7 +17,7 @@ use crate::{
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT: &str = "00f067aa0ba902b7";
 
-/// Lets something happen whose spans are exported. Returns them all.
+/// Runs a future and returns its result and all exported spans.
 async fn traced<T>(what: impl Future<Output = T>) -> (T, Collector) {
     let collector = Collector::default();
     let exporter = SpanExporter::builder()
@@ -80,7 +79,7 @@ async fn a_request_is_a_span_of_the_clients_trace_which_goes_on_to_the_sandbox()
 }
 
 #[tokio::test(flavor = "current_thread")]
-async fn a_refusal_is_a_span_too_and_a_trace_that_is_none_begins_anew() {
+async fn a_refusal_is_a_span_and_an_invalid_trace_is_replaced() {
     let world = World::new().await;
     let asked = async {
         let request = request("ghost", 1).header("traceparent", "00-none");
@@ -99,7 +98,7 @@ async fn a_refusal_is_a_span_too_and_a_trace_that_is_none_begins_anew() {
 }
 
 #[tokio::test(flavor = "current_thread")]
-async fn what_a_span_says_of_a_stranger_is_bounded() {
+async fn attributes_of_a_span_are_bounded_in_length() {
     let world = World::new().await;
     let path = format!("/a{}", "%C3%A4".repeat(1000));
     let method = "M".repeat(1000);
@@ -119,7 +118,7 @@ async fn what_a_span_says_of_a_stranger_is_bounded() {
 }
 
 #[tokio::test(flavor = "current_thread")]
-async fn where_nobody_exports_the_clients_trace_goes_on_as_it_is() {
+async fn without_an_exporter_the_clients_trace_passes_unchanged() {
     let (world, backend) = (World::new().await, Backend::echo().await);
     world.running("s", "127.0.0.1").await;
     let parent = format!("00-{TRACE}-{PARENT}-01");

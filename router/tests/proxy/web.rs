@@ -1,4 +1,4 @@
-//! gRPC-Web: calls of pages in browsers, over HTTP/1 and HTTP/2, to sandboxes that speak gRPC.
+//! gRPC-Web calls from browsers, over HTTP/1 and HTTP/2, to sandboxes that speak gRPC.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use bytes::Bytes;
@@ -18,7 +18,7 @@ use crate::{
 
 const TEXT: &str = "application/grpc-web-text+proto";
 const BYTES: &str = "application/grpc-web+proto";
-/// A message as gRPC frames it.
+/// Message with its gRPC prefix.
 const MESSAGE: &[u8] = b"\0\0\0\0\x02hi";
 
 fn call(sandbox: &str, port: u16, kind: &str) -> Builder {
@@ -38,7 +38,8 @@ fn trailers(pairs: &[(&'static str, &'static str)]) -> Frame<Bytes> {
     Frame::trailers(map)
 }
 
-/// Sends every message back twice, and then its trailers. Its head says what it got.
+/// Starts a sandbox that sends every message back twice, then trailers. The response headers repeat
+/// some of the request's.
 async fn sandbox() -> Backend {
     Backend::start(|request: Request<Incoming>| async move {
         assert_eq!(request.version(), Version::HTTP_2);
@@ -73,7 +74,7 @@ async fn sandbox() -> Backend {
     .await
 }
 
-/// Messages of an answer's body: the first byte of each and what it holds.
+/// Returns the messages of a response body: first byte and content of each.
 fn messages(mut body: &[u8]) -> Vec<(u8, String)> {
     let mut messages = Vec::new();
     while let [kind, a, b, c, d, rest @ ..] = body {
@@ -86,7 +87,7 @@ fn messages(mut body: &[u8]) -> Vec<(u8, String)> {
     messages
 }
 
-/// Pieces of base64, each of which may be padded.
+/// Decodes base64 whose pieces may be padded.
 fn decoded(text: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for four in text.chunks(4) {
@@ -109,7 +110,7 @@ async fn collected(answer: Response<Incoming>) -> (HeaderMap, Vec<u8>) {
 #[case::bytes_over_http2(BYTES, Version::HTTP_2)]
 #[case::text_over_http2(TEXT, Version::HTTP_2)]
 #[tokio::test]
-async fn a_call_goes_on_as_grpc_and_its_trailers_come_as_a_last_message(
+async fn a_web_call_becomes_grpc_and_its_trailers_come_as_a_last_message(
     #[case] kind: &str,
     #[case] version: Version,
 ) {
@@ -150,7 +151,7 @@ async fn a_call_goes_on_as_grpc_and_its_trailers_come_as_a_last_message(
     assert_eq!(world.proxy.open_ended.taken(), 0);
 }
 
-/// Answers one call as the test sends it.
+/// Starts a sandbox that answers one call with the frames that the test sends.
 async fn streaming(answer: mpsc::UnboundedReceiver<Frame<Bytes>>) -> Backend {
     let answer = std::sync::Arc::new(std::sync::Mutex::new(Some(answer)));
     Backend::start(move |_| {
@@ -210,7 +211,7 @@ async fn an_answer_that_ends_within_a_message_breaks_off(#[case] status: Option<
 }
 
 #[tokio::test]
-async fn letters_that_are_no_bytes_yet_make_no_frames() {
+async fn incomplete_base64_makes_no_frames() {
     let world = World::new().await;
     let (seen, mut sizes) = mpsc::unbounded_channel();
     let backend = Backend::start(move |request: Request<Incoming>| {
@@ -229,7 +230,7 @@ async fn letters_that_are_no_bytes_yet_make_no_frames() {
     let request = call("s", backend.port, TEXT).body(frames(letters)).unwrap();
     let answer = tokio::spawn(start(world.address, request));
     for four in STANDARD.encode(MESSAGE).as_bytes().chunks(4) {
-        // What waits is put together, until the call is on its way.
+        // The router joins the frames of a held request until it sends the call.
         for letter in four {
             sender
                 .send(Frame::data(Bytes::copy_from_slice(&[*letter])))
@@ -240,7 +241,7 @@ async fn letters_that_are_no_bytes_yet_make_no_frames() {
     }
     drop(sender);
     soon("the head", answer).await.unwrap();
-    // The end itself is a frame without bytes.
+    // The end of the body may be a frame without bytes.
     assert!(matches!(sizes.try_recv(), Err(_) | Ok(Some(0))));
     sizes.try_recv().unwrap_err();
 }
@@ -248,7 +249,7 @@ async fn letters_that_are_no_bytes_yet_make_no_frames() {
 #[rstest]
 #[case::no_port(&[("x-sandbox-id", "ghost")], "", "3", "X-Sandbox-Port header is required for gRPC.")]
 #[case::unknown(&[("x-sandbox-id", "ghost"), ("x-sandbox-port", "1")], "", "14", "Could not connect to the backend sandbox: ghost")]
-#[case::late(&[("x-sandbox-id", "ghost"), ("x-sandbox-port", "1"), ("grpc-timeout", "0n")], "", "4", "The time for the call is over.")]
+#[case::late(&[("x-sandbox-id", "ghost"), ("x-sandbox-port", "1"), ("grpc-timeout", "0n")], "", "4", "The deadline of the call has passed.")]
 #[tokio::test]
 async fn a_refusal_is_a_status_in_the_head(
     #[case] headers: &[(&str, &str)],
@@ -279,7 +280,7 @@ async fn a_body_that_is_not_base64_is_refused(#[case] body: &'static str) {
     world.running("s", "127.0.0.1").await;
     let request = call("s", backend.port, TEXT).body(full(body)).unwrap();
     let (head, body) = collected(soon("the head", start(world.address, request)).await).await;
-    // The sandbox may have answered before it was seen.
+    // The sandbox may have responded before the router found the error.
     let status = match head.get("grpc-status") {
         Some(status) => status.to_str().unwrap().to_owned(),
         None => messages(&decoded(&body)).pop().unwrap().1,
@@ -288,7 +289,7 @@ async fn a_body_that_is_not_base64_is_refused(#[case] body: &'static str) {
 }
 
 #[tokio::test]
-async fn what_is_no_answer_of_grpc_goes_on_as_it_is() {
+async fn a_response_that_is_not_grpc_passes_unchanged() {
     let (world, backend) = (World::new().await, Backend::named("plain").await);
     world.running("s", "127.0.0.1").await;
     let request = call("s", backend.port, TEXT).body(full("")).unwrap();
@@ -323,7 +324,7 @@ async fn with_origin(world: &World, method: &str, origin: &str, port: u16) -> He
 }
 
 #[tokio::test]
-async fn pages_of_other_origins_make_calls_where_they_may_and_elsewhere_not() {
+async fn only_pages_of_allowed_origins_may_make_calls() {
     let mut setup = Setup::default();
     setup.settings.web_origins = Origins::new(vec!["https://app.dev".into()]);
     let (world, backend) = (World::with(setup).await, sandbox().await);
@@ -341,7 +342,7 @@ async fn pages_of_other_origins_make_calls_where_they_may_and_elsewhere_not() {
         );
         assert!(!answer.contains_key("access-control-allow-credentials"));
     }
-    // So does a refusal, else the page could not read it.
+    // Refusals have the header, too: otherwise the page could not read them.
     let refused = with_origin(&world, "POST", "https://app.dev", 0).await;
     assert_eq!(refused["grpc-status"], "3");
     assert!(allowed(&refused).is_some());

@@ -1,4 +1,4 @@
-//! A router at work, and the sandboxes that its apiserver knows.
+//! Test environment: a running router, and an apiserver in memory with its sandboxes.
 
 use std::{future::Future, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -10,37 +10,37 @@ use torpor_router::{
     address::AddressPolicy,
     authz::Authorizer,
     calls::Calls,
-    connection::Patience,
+    connection::Timeouts,
     directory::Directory,
     gate::{Gate, Limits},
     lanes::Lane,
     metrics::Metrics,
-    places::{Bounds, Places},
     proxy::{Proxy, Settings},
     resume::Resumer,
+    sandbox_limit::SandboxLimit,
     server::Server,
-    shares::Shares,
     tls::Acceptor,
     tunnel::Tunnels,
     upstream::{self, Dialling},
+    wait_slots::{Bounds, WaitSlots},
     watch,
     web::Origins,
 };
 use torpor_test_apiserver::{Apiserver, merge_patch};
 
 pub(crate) const NS: &str = "ns";
-/// No test waits longer for anything.
+/// Longest wait of a test.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 
-/// What a test may set.
+/// Settings of a test.
 pub(crate) struct Setup {
     pub(crate) policy: AddressPolicy,
     pub(crate) settings: Settings,
     pub(crate) limits: Limits,
     pub(crate) open_ended: Bounds,
-    /// Others under way to one sandbox.
+    /// Most requests in flight to one sandbox, besides tunnels and gRPC calls; 0: no limit.
     pub(crate) requests: usize,
-    pub(crate) patience: Patience,
+    pub(crate) timeouts: Timeouts,
     pub(crate) connections: usize,
     pub(crate) dialling: Dialling,
     pub(crate) api_timeout: Duration,
@@ -74,7 +74,7 @@ impl Default for Setup {
             },
             open_ended: Bounds { all: 64, each: 32 },
             requests: 0,
-            patience: Patience {
+            timeouts: Timeouts {
                 head: LIMIT,
                 idle: LIMIT,
                 busy: LIMIT,
@@ -92,7 +92,7 @@ impl Default for Setup {
     }
 }
 
-/// A router at work.
+/// Running router with its apiserver.
 pub(crate) struct World {
     pub(crate) api: Apiserver,
     pub(crate) directory: Directory,
@@ -126,8 +126,8 @@ impl World {
             authorizer: (setup.authorizer)(&api),
             calls: Calls::new(dialer.clone(), setup.open_ended),
             tunnels: Tunnels::new(tasks.clone(), cut.clone(), Arc::clone(&metrics)),
-            open_ended: Places::new(setup.open_ended),
-            shares: Shares::new(setup.requests),
+            open_ended: WaitSlots::new(setup.open_ended),
+            sandbox_limit: SandboxLimit::new(setup.requests),
             metrics,
             settings: setup.settings,
         });
@@ -135,7 +135,7 @@ impl World {
         let server = Server::new(
             Arc::clone(&proxy),
             lanes,
-            setup.patience,
+            setup.timeouts,
             setup.connections,
             tasks,
             cut,
@@ -154,7 +154,7 @@ impl World {
         }
     }
 
-    /// A Sandbox without a Pod. Returns its UID.
+    /// Creates a Sandbox without a Pod and waits until the router has it. Returns its UID.
     pub(crate) async fn sandbox(&self, name: &str, change: Value) -> String {
         let mut sandbox = json!({
             "metadata": {"name": name, "namespace": NS},
@@ -173,7 +173,7 @@ impl World {
         made["metadata"]["uid"].as_str().unwrap().to_owned()
     }
 
-    /// Gives a Sandbox a Pod that is ready at an address.
+    /// Creates a ready Pod of a Sandbox at an address.
     pub(crate) async fn pod(&self, name: &str, uid: &str, address: &str) {
         self.api.create("pods", json!({
             "metadata": {"name": name, "namespace": NS, "labels": {"agents.x-k8s.io/sandbox-name-hash": name_hash(name)},
@@ -184,7 +184,7 @@ impl World {
         self.api.edit("pods", NS, name, &ready);
     }
 
-    /// A Sandbox that runs at an address, known to the router.
+    /// Creates a Sandbox with a ready Pod and waits until the router has both. Returns its UID.
     pub(crate) async fn running(&self, name: &str, address: &str) -> String {
         let uid = self.sandbox(name, json!({})).await;
         self.pod(name, &uid, address).await;
@@ -197,7 +197,7 @@ impl World {
         uid
     }
 
-    /// Value of a metric's line, 0 when there is none.
+    /// Returns the value of a metric's line, 0 without the line.
     pub(crate) fn metric(&self, line: &str) -> u64 {
         let text = self.proxy.metrics.text().unwrap();
         let found = text
@@ -206,7 +206,7 @@ impl World {
         found.map_or(0, |value| value.parse().unwrap())
     }
 
-    /// Patches of Sandboxes that were tried, as `code`.
+    /// Returns the status codes of the patches of Sandboxes since the last call.
     pub(crate) fn patches(&self) -> Vec<u16> {
         let writes = self.api.take_writes();
         let patches = writes
@@ -219,7 +219,7 @@ impl World {
 /// Waits for a future that must end.
 #[track_caller]
 pub(crate) fn soon<T>(what: &str, future: impl Future<Output = T>) -> impl Future<Output = T> {
-    let what = format!("in vain: {what} ({})", std::panic::Location::caller());
+    let what = format!("timeout: {what} ({})", std::panic::Location::caller());
     async move {
         match tokio::time::timeout(LIMIT, future).await {
             Ok(value) => value,
@@ -228,11 +228,11 @@ pub(crate) fn soon<T>(what: &str, future: impl Future<Output = T>) -> impl Futur
     }
 }
 
-/// Waits until something that cannot be awaited is so.
+/// Polls until a condition is true.
 #[track_caller]
-pub(crate) fn until(what: &str, wish: impl Fn() -> bool) -> impl Future<Output = ()> {
+pub(crate) fn until(what: &str, condition: impl Fn() -> bool) -> impl Future<Output = ()> {
     soon(what, async move {
-        while !wish() {
+        while !condition() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     })

@@ -4,7 +4,7 @@ use rstest::rstest;
 
 use super::*;
 
-/// By `cryptography` 48 of Python, whose seed was the bytes 0 to 31.
+/// Public key and tokens made by Python's `cryptography` 48; the seed is the bytes 0 to 31.
 const PUBLIC: &str = "A6EHv_POEL4dcN0Y50vAmWfk1jCbpQ1fHdyGZBJVMbg";
 const FOR_ONE_REQUEST: &str = "current.eyJucyI6InRlYW0tYSIsIm5hbWUiOiJib3gtYSIsInVpZCI6IjRmNzM3ZTRiLTIyZGMtNGE2MS1hMmRiLWM3NjVmZTI4Zjk2NyIsInBvcnQiOjkwOTAsIm1ldGhvZCI6IkdFVCIsInBhdGgiOiIvZXhlYy9ydW4iLCJleHAiOjQxMDI0NDQ4MDB9.qm6S-IxER0I1lLd5W907RPjF4DouBLwKqNXUQ26BsUOJkTnRTaZVD7qFqyL-RXp3Hemo8440IOJ5ylbV41zwCg";
 const FOR_THE_SANDBOX: &str = "current.eyJucyI6InRlYW0tYSIsIm5hbWUiOiJib3gtYSIsInVpZCI6IjRmNzM3ZTRiLTIyZGMtNGE2MS1hMmRiLWM3NjVmZTI4Zjk2NyIsImV4cCI6NDEwMjQ0NDgwMH0.WVrUaPCbEG_xS8zuoTXByLrvCDV5TqnKBznFR5P0gX5MS6slUIKv_Gi2ye90Xp0xmPlKjCOIYjgHS3d93pHJCg";
@@ -57,7 +57,7 @@ fn sign(pair: &Ed25519KeyPair, id: &str, payload: &[u8]) -> String {
 #[rstest]
 #[case::for_one_request(FOR_ONE_REQUEST, claims())]
 #[case::for_the_whole_sandbox(FOR_THE_SANDBOX, for_the_sandbox())]
-fn tokens_of_another_program_are_read_until_their_second(
+fn tokens_of_another_program_are_valid_until_they_expire(
     #[case] token: &str,
     #[case] claims: Claims,
 ) {
@@ -101,7 +101,7 @@ fn while_a_key_is_replaced_both_are_good() {
 #[case::without_an_end(r#"{"ns":"a","name":"b","uid":"u"}"#)]
 #[case::a_port_that_is_none(r#"{"ns":"a","name":"b","uid":"u","port":70000,"exp":9}"#)]
 #[case::no_json("{")]
-fn what_was_signed_and_is_no_token_opens_nothing(#[case] payload: &str) {
+fn a_signed_payload_that_is_no_token_opens_nothing(#[case] payload: &str) {
     let (pair, public) = pair(1);
     let keys = Keys::read(file(&[("k", &public)]).as_bytes()).unwrap();
     assert_eq!(keys.verify(&sign(&pair, "k", payload.as_bytes()), 0), None);
@@ -147,7 +147,8 @@ fn a_token_that_leaves_out_a_part_is_not_for_the_whole_sandbox() {
     }
 }
 
-/// Go's answers: `(&url.URL{Path: unescaped, RawPath: raw}).EscapedPath()` with capitals.
+/// The expected paths are Go's: `(&url.URL{Path: unescaped, RawPath: raw}).EscapedPath()` with
+/// escapes in capitals.
 #[rstest]
 #[case("/", Some("/"))]
 #[case("/caf%c3%a9", Some("/caf%C3%A9"))]
@@ -174,7 +175,7 @@ fn a_path_has_one_form(#[case] path: &str, #[case] written: Option<&str>) {
 #[case::twice(&file(&[("k", PUBLIC), ("k", PUBLIC)]), "twice")]
 #[case::a_short_key(&file(&[("k", "AAAA")]), "32 bytes")]
 #[case::padded(&file(&[("k", &format!("{PUBLIC}="))]), "32 bytes")]
-fn a_file_that_is_not_as_it_has_to_be_is_refused(#[case] content: &str, #[case] why: &str) {
+fn a_malformed_file_of_keys_is_refused(#[case] content: &str, #[case] why: &str) {
     let error = Keys::read(content.as_bytes()).unwrap_err().to_string();
     assert!(error.contains(why), "{error}");
 }
@@ -192,7 +193,7 @@ fn the_most_keys_with_the_longest_names_fit_into_the_largest_file() {
 
 proptest! {
     #[test]
-    fn any_changed_byte_makes_it_void(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
+    fn any_changed_byte_makes_a_token_invalid(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
         let mut bytes = FOR_ONE_REQUEST.to_owned().into_bytes();
         let at = at.index(bytes.len());
         prop_assume!(bytes[at] != byte);
@@ -203,7 +204,7 @@ proptest! {
     }
 
     #[test]
-    fn nothing_makes_it_panic(token in "(current\\.)?\\PC{0,80}", path in "\\PC{0,40}") {
+    fn no_input_causes_a_panic(token in "(current\\.)?\\PC{0,80}", path in "\\PC{0,40}") {
         prop_assert_eq!(keys().verify(&token, 0), None);
         if let Some(written) = canonical(&path) {
             prop_assert_eq!(canonical(&written), Some(written));

@@ -1,5 +1,8 @@
-//! Requests under way to each sandbox, but for those that have no end in sight ([`crate::places`]): one that answers nothing does not take the connections of all clients.
-//! Every request is counted, and so the counts are in parts, each with a lock of its own.
+//! Limits requests in flight to each sandbox: a sandbox that does not respond cannot occupy the
+//! connections of all clients.
+//!
+//! Tunnels and gRPC calls do not count here ([`crate::wait_slots`]). Every other request counts;
+//! the counts are therefore split into parts with a lock each.
 
 use std::{
     array,
@@ -8,26 +11,26 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Many more than there are threads that serve clients: they seldom meet.
+/// Number of parts: far more than threads that serve clients, so that locks are rarely contended.
 const PARTS: usize = 64;
 
-/// Requests by UID of their sandbox.
+/// Number of requests by UID of the sandbox.
 type Counts = HashMap<Arc<str>, usize>;
 
-/// The counts. Clones are the same ones.
+/// Counts of requests. Clones share them.
 #[derive(Clone, Debug)]
-pub struct Shares(Arc<Shared>);
+pub struct SandboxLimit(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    /// 0: any number.
+    /// Most requests to one sandbox; 0: no limit.
     each: usize,
     hasher: RandomState,
     parts: [Mutex<Counts>; PARTS],
 }
 
-impl Shares {
-    /// At most `each` requests to one sandbox; 0 sets no limit.
+impl SandboxLimit {
+    /// Allows at most `each` requests to one sandbox; 0 sets no limit.
     pub fn new(each: usize) -> Self {
         Self(Arc::new(Shared {
             each,
@@ -36,8 +39,8 @@ impl Shares {
         }))
     }
 
-    /// Counts one more request to the sandbox of that UID, unless it has as many as it may.
-    pub fn take(&self, sandbox: &Arc<str>) -> Option<Share> {
+    /// Counts a request to the sandbox of that UID; `None`: the sandbox is at its limit.
+    pub fn take(&self, sandbox: &Arc<str>) -> Option<SandboxPermit> {
         let mut part = self.0.part(sandbox);
         match part.get_mut(sandbox) {
             Some(taken) if self.0.each > 0 && *taken >= self.0.each => return None,
@@ -47,33 +50,33 @@ impl Shares {
             }
         }
         drop(part);
-        Some(Share {
-            shares: self.clone(),
+        Some(SandboxPermit {
+            limit: self.clone(),
             sandbox: Arc::clone(sandbox),
         })
     }
 }
 
 impl Shared {
-    /// The part that a sandbox is in.
+    /// Locks the part that holds a sandbox.
     fn part(&self, sandbox: &str) -> MutexGuard<'_, Counts> {
         let [byte, ..] = self.hasher.hash_one(sandbox).to_ne_bytes();
         let part = &self.parts[usize::from(byte) % PARTS];
-        // A poisoned lock only says that somebody panicked; each change is whole.
+        // Each change is complete, so that a poisoned lock still guards valid data.
         part.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A request under way, counted until it is dropped.
+/// Request in flight, counted until dropped.
 #[derive(Debug)]
-pub struct Share {
-    shares: Shares,
+pub struct SandboxPermit {
+    limit: SandboxLimit,
     sandbox: Arc<str>,
 }
 
-impl Drop for Share {
+impl Drop for SandboxPermit {
     fn drop(&mut self) {
-        let mut part = self.shares.0.part(&self.sandbox);
+        let mut part = self.limit.0.part(&self.sandbox);
         if let Some(taken) = part.get_mut(&self.sandbox) {
             *taken -= 1;
             if *taken == 0 {
@@ -91,36 +94,36 @@ mod tests {
 
     proptest! {
         #[test]
-        fn each_sandbox_has_its_own_share_and_gives_all_of_it_back(
+        fn each_sandbox_has_its_own_limit_and_frees_all_permits(
             each in 0_usize..5, steps in prop::collection::vec((0_usize..100, any::<bool>()), 0..300),
         ) {
-            let shares = Shares::new(each);
-            let mut held: Vec<(usize, Share)> = Vec::new();
+            let limit = SandboxLimit::new(each);
+            let mut held: Vec<(usize, SandboxPermit)> = Vec::new();
             for (sandbox, come) in steps {
                 let own = held.iter().filter(|(other, _)| *other == sandbox).count();
                 if come {
                     let uid: Arc<str> = sandbox.to_string().into();
-                    let share = shares.take(&uid);
-                    prop_assert_eq!(share.is_some(), each == 0 || own < each);
-                    held.extend(share.map(|share| (sandbox, share)));
+                    let permit = limit.take(&uid);
+                    prop_assert_eq!(permit.is_some(), each == 0 || own < each);
+                    held.extend(permit.map(|permit| (sandbox, permit)));
                 } else if let Some(at) = held.iter().position(|(other, _)| *other == sandbox) {
                     held.swap_remove(at);
                 }
             }
             drop(held);
-            let empty = shares.0.parts.iter().all(|part| part.lock().unwrap().is_empty());
-            prop_assert!(empty, "{:?}", shares);
+            let empty = limit.0.parts.iter().all(|part| part.lock().unwrap().is_empty());
+            prop_assert!(empty, "{:?}", limit);
         }
     }
 
     #[test]
     fn sandboxes_are_spread_over_the_parts() {
-        let shares = Shares::new(0);
+        let limit = SandboxLimit::new(0);
         let uid = |n: usize| -> Arc<str> { format!("3f0c2a7b-1d4e-455a-9a6c-{n:012x}").into() };
-        let _held: Vec<_> = (0..64 * PARTS).map(|n| shares.take(&uid(n))).collect();
-        let parts = shares.0.parts.iter();
+        let _held: Vec<_> = (0..64 * PARTS).map(|n| limit.take(&uid(n))).collect();
+        let parts = limit.0.parts.iter();
         let most = parts.map(|part| part.lock().unwrap().len()).max();
-        // Each has 64 more or less, by the hash.
+        // The hash puts about 64 into each part.
         assert!(most < Some(160), "{most:?} in one part");
     }
 }

@@ -1,35 +1,39 @@
-//! Places that are few: for requests that wait, and for exchanges without an end in sight. They are bounded in all and for each sandbox, and a greedy sandbox cannot take
-//! what another needs: [`Bounds::admit`] decides and is pure.
+//! Limited slots for held requests, and for tunnels and gRPC calls.
+//!
+//! The number of slots is limited in total and for each sandbox. One sandbox cannot take the slots
+//! that another needs: [`Bounds::admit`] decides and is pure.
 
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// How many places there are.
+/// Number of slots.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     pub all: usize,
-    /// For one sandbox.
+    /// Slots for one sandbox.
     pub each: usize,
 }
 
 impl Bounds {
-    /// Whether a sandbox that has `own` of the `taken` places gets another. It must find more places free than it has: one sandbox alone takes half of them at most, two
-    /// a third each, and the last one goes to a sandbox that has none.
+    /// Reports whether a sandbox that has `own` of the `taken` slots gets another.
+    ///
+    /// More slots must be free than the sandbox has: one sandbox alone takes at most half of them,
+    /// two a third each, and the last slot goes to a sandbox that has none.
     pub fn admit(self, taken: usize, own: usize) -> bool {
         own < self.each && own < self.all.saturating_sub(taken)
     }
 
-    /// How many one sandbox can have while no other has any.
+    /// Returns the most slots of one sandbox while no other has any.
     pub fn most_of_one(self) -> usize {
         self.each.min(self.all.div_ceil(2))
     }
 }
 
-/// The places. Clones are the same ones.
+/// Pool of slots. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Places(Arc<Shared>);
+pub struct WaitSlots(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
@@ -43,8 +47,8 @@ struct Taken {
     by_sandbox: HashMap<Arc<str>, usize>,
 }
 
-impl Places {
-    /// All of them free.
+impl WaitSlots {
+    /// Returns a pool with all slots free.
     pub fn new(bounds: Bounds) -> Self {
         Self(Arc::new(Shared {
             bounds,
@@ -52,8 +56,10 @@ impl Places {
         }))
     }
 
-    /// A place for the sandbox of that UID, unless there is none for it. Whoever is for no known sandbox takes it as the sandbox `""`.
-    pub fn take(&self, sandbox: &Arc<str>) -> Option<Place> {
+    /// Returns a slot for the sandbox of that UID, if it may have one more.
+    ///
+    /// All requests without a known sandbox share the UID `""`.
+    pub fn take(&self, sandbox: &Arc<str>) -> Option<WaitSlot> {
         let mut taken = self.0.taken();
         let own = taken.by_sandbox.get(sandbox).copied().unwrap_or_default();
         if !self.0.bounds.admit(taken.all, own) {
@@ -61,35 +67,35 @@ impl Places {
         }
         taken.all += 1;
         taken.by_sandbox.insert(Arc::clone(sandbox), own + 1);
-        Some(Place {
-            places: self.clone(),
+        Some(WaitSlot {
+            slots: self.clone(),
             sandbox: Arc::clone(sandbox),
         })
     }
 
-    /// How many are taken.
+    /// Returns the number of taken slots.
     pub fn taken(&self) -> usize {
         self.0.taken().all
     }
 }
 
 impl Shared {
-    // A poisoned lock only says that somebody panicked; both numbers are always changed together.
+    // Both numbers change together, so that a poisoned lock still guards valid data.
     fn taken(&self) -> MutexGuard<'_, Taken> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A place, given back when it is dropped.
+/// Slot, returned to the pool on drop.
 #[derive(Debug)]
-pub struct Place {
-    places: Places,
+pub struct WaitSlot {
+    slots: WaitSlots,
     sandbox: Arc<str>,
 }
 
-impl Drop for Place {
+impl Drop for WaitSlot {
     fn drop(&mut self) {
-        let mut taken = self.places.0.taken();
+        let mut taken = self.slots.0.taken();
         taken.all -= 1;
         if let Some(own) = taken.by_sandbox.get_mut(&self.sandbox) {
             *own -= 1;
@@ -115,7 +121,7 @@ mod tests {
     #[case::more_than_half(10, 9, 5, 5, false)]
     #[case::a_newcomer(10, 9, 9, 0, true)]
     #[case::its_own_bound(100, 3, 3, 3, false)]
-    fn a_place_is_given_where_more_are_free_than_one_has(
+    fn a_sandbox_gets_a_slot_if_more_are_free_than_it_has(
         #[case] all: usize,
         #[case] each: usize,
         #[case] taken: usize,
@@ -127,7 +133,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn one_sandbox_alone_gets_as_many_as_it_is_said_to_get(all in 0_usize..100, each in 0_usize..100) {
+        fn one_sandbox_alone_gets_as_many_slots_as_most_of_one(all in 0_usize..100, each in 0_usize..100) {
             let bounds = Bounds { all, each };
             let most = bounds.most_of_one();
             prop_assert!((0..most).all(|own| bounds.admit(own, own)));
@@ -135,27 +141,27 @@ mod tests {
         }
 
         #[test]
-        fn however_greedy_they_are_the_last_place_goes_to_who_has_none(
+        fn the_last_slot_goes_to_a_sandbox_that_has_none(
             all in 1_usize..100, each in 1_usize..100, asked in prop::collection::vec(0_usize..6, 0..600),
         ) {
-            let places = Places::new(Bounds { all, each });
-            let mut held: Vec<(usize, Place)> = Vec::new();
+            let slots = WaitSlots::new(Bounds { all, each });
+            let mut held: Vec<(usize, WaitSlot)> = Vec::new();
             for sandbox in asked {
                 let own = held.iter().filter(|(other, _)| *other == sandbox).count();
                 let uid = sandbox.to_string().into();
-                let place = places.take(&uid);
-                if let Some(place) = place {
-                    held.push((sandbox, place));
+                let slot = slots.take(&uid);
+                if let Some(slot) = slot {
+                    held.push((sandbox, slot));
                     prop_assert!(own < each && held.len() <= all);
-                    prop_assert!(own == 0 || held.len() < all, "it has {} already", own);
+                    prop_assert!(own == 0 || held.len() < all, "the sandbox has {} already", own);
                 } else {
-                    prop_assert!(own > 0 || held.len() == all, "it has none, and some are free");
+                    prop_assert!(own > 0 || held.len() == all, "the sandbox has none, and some are free");
                 }
-                prop_assert_eq!(places.taken(), held.len());
+                prop_assert_eq!(slots.taken(), held.len());
             }
             drop(held);
-            prop_assert_eq!(places.taken(), 0);
-            prop_assert!(places.0.taken().by_sandbox.is_empty());
+            prop_assert_eq!(slots.taken(), 0);
+            prop_assert!(slots.0.taken().by_sandbox.is_empty());
         }
     }
 }

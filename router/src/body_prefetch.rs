@@ -1,5 +1,8 @@
-//! The beginning of a body, read while its sandbox is waited for. hyper hears that a client of HTTP/1 has gone only when nothing of its request is left to read: else the request
-//! would keep its place, and be carried out in the end, for nobody.
+//! Reads the beginning of a request body while the request is held for its sandbox.
+//!
+//! hyper notices that an HTTP/1 client has disconnected only when nothing of its request is left
+//! to read. Without this read, the request of a client that has gone would keep its slot and
+//! reach the sandbox in the end.
 
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
@@ -7,34 +10,36 @@ use http_body::{Body as _, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 
-/// From so many bytes on no more is read: every request that waits may hold them. A command fits; that the client of a larger body has gone is heard later.
+/// Bytes after which reading stops: every held request may keep that many in memory.
+///
+/// A command fits. The router notices later that the client of a larger body has disconnected.
 const ENOUGH: usize = 8 * 1024;
 
-/// What was read.
+/// Part of a request body that has been read.
 #[derive(Debug, Default)]
-pub struct Ahead {
+pub struct BodyPrefetch {
     data: BytesMut,
     trailers: Option<HeaderMap>,
-    /// It was all.
+    /// The body has no more frames.
     ended: bool,
 }
 
-impl Ahead {
-    /// Reads from `body` until what is waited for is there, or the body breaks off.
-    pub async fn while_waiting<T>(
+impl BodyPrefetch {
+    /// Reads from `body` until `waiting` completes; an error of the body ends the wait.
+    pub async fn read_while<T>(
         &mut self,
         body: &mut Incoming,
         waiting: impl Future<Output = T>,
     ) -> Result<T, hyper::Error> {
         tokio::select! {
-            // Who does not have to wait reads nothing.
+            // A request that need not wait reads nothing.
             biased;
             waited = waiting => Ok(waited),
             error = self.read(body) => Err(error),
         }
     }
 
-    /// Ends by an error only.
+    /// Reads up to [`ENOUGH`] bytes; returns only on an error of the body.
     async fn read(&mut self, body: &mut Incoming) -> hyper::Error {
         while !self.ended && self.data.len() < ENOUGH {
             match body.frame().await.transpose() {
@@ -46,7 +51,7 @@ impl Ahead {
         std::future::pending().await
     }
 
-    /// Put together: a client may send each byte by itself.
+    /// Appends a frame to one buffer: a client may send each byte in a frame of its own.
     fn keep(&mut self, frame: Frame<Bytes>) {
         match frame.into_data() {
             Ok(data) => self.data.extend_from_slice(&data),
@@ -54,7 +59,7 @@ impl Ahead {
         }
     }
 
-    /// The next frame of what was read.
+    /// Returns the next frame of the part that was read.
     pub fn take_frame(&mut self) -> Option<Frame<Bytes>> {
         if self.data.is_empty() {
             return self.trailers.take().map(Frame::trailers);
@@ -62,18 +67,18 @@ impl Ahead {
         Some(Frame::data(self.data.split().freeze()))
     }
 
-    /// Whether nothing comes after what was read.
+    /// Reports whether the body ends with the part that was read.
     pub fn ended(&self) -> bool {
         self.ended
     }
 
-    /// Whether nothing is left, here and of `rest`.
+    /// Reports whether neither this part nor `rest` has anything left.
     pub fn is_end_stream(&self, rest: &Incoming) -> bool {
         let nothing = self.data.is_empty() && self.trailers.is_none();
         nothing && (self.ended || rest.is_end_stream())
     }
 
-    /// How much is left, here and of `rest`.
+    /// Returns the bounds of the bytes left in this part and in `rest`.
     pub fn size_hint(&self, rest: &Incoming) -> SizeHint {
         let (here, rest) = (self.data.len() as u64, rest.size_hint());
         let mut all = SizeHint::new();
