@@ -6,21 +6,23 @@ use std::time::Duration;
 use clap::{Parser, Subcommand, ValueEnum};
 use torpor_api::annotations::is_dns_subdomain;
 
-/// How long `hibernate`, `wake`, `suspend` and `resume` wait unless told otherwise.
+/// Default of `--timeout` for `hibernate`, `wake`, `suspend` and `resume`.
 const TIMEOUT: &str = "2m";
-/// The same of `drain`, where many wait for their turns.
+/// Default of `--timeout` for `drain`, where sandboxes wait for each other to be saved.
 const DRAIN_TIMEOUT: &str = "10m";
-/// Longer nobody waits, and clocks can count so far.
+/// Maximum of `--timeout`, which the clock can still represent.
 const LONGEST: Duration = Duration::from_secs(8760 * 3600);
 
-/// See and change what Torpor does with sandboxes.
+/// Show and change the state of the sandboxes that Torpor manages.
 ///
-/// Exit codes: 0 done; 1 failed, or refused by the cluster; 2 not understood; 3 doctor found something broken; 4 not known: time was over before the cluster said how it went, or doctor could not see everything.
+/// Exit codes: 0 done; 1 failed, or refused by the cluster; 2 the command line is invalid; 3 doctor
+/// found a problem; 4 unknown: the timeout passed before the cluster reported the result, or doctor
+/// could not check everything.
 #[derive(Debug, Parser)]
 #[command(
     name = "kubectl-torpor",
     bin_name = "kubectl torpor",
-    version,
+    version = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("TORPOR_GIT_COMMIT"), ")"),
     max_term_width = 120
 )]
 pub struct Args {
@@ -30,48 +32,51 @@ pub struct Args {
     pub command: Command,
 }
 
-/// Which cluster and namespace; kubectl's flags.
+/// Cluster and namespace, by kubectl's flags.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Cluster")]
 pub struct Connection {
-    /// File of clusters and users; by default the files of KUBECONFIG, or ~/.kube/config
+    /// Path of the kubeconfig; by default the files of KUBECONFIG, or ~/.kube/config
     #[arg(long, global = true, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
-    /// Context of the kubeconfig; by default its current one
+    /// Context of the kubeconfig; by default the current context
     #[arg(long, global = true, value_name = "NAME")]
     pub context: Option<String>,
-    /// Namespace; by default the context's
+    /// Namespace; by default that of the context
     #[arg(short, long, global = true, value_name = "NAME", value_parser = namespace)]
     pub namespace: Option<String>,
 }
 
-/// What to do.
+/// Subcommand.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Sandboxes: what each does, since when it sleeps, what its memory costs, how it last woke
+    /// List sandboxes: state, time asleep, memory, image size, node, last wake
     Get(Get),
-    /// Put sandboxes to sleep where they are: memory goes to the node's disk, the Pod stays
+    /// Hibernate sandboxes in place: save their memory to the node's disk; the Pod stays
     Hibernate(Change),
-    /// Wake sandboxes that sleep in place
+    /// Wake sandboxes that hibernate in place or doze
     Wake(Change),
-    /// Suspend sandboxes: memory goes to the node's disk, then the Pod is deleted
+    /// Suspend sandboxes: save their memory to the node's disk, then delete the Pod
     Suspend(Change),
     /// Resume suspended sandboxes in a new Pod
     Resume(Change),
-    /// Keep the memory of a node's sandboxes before the node is drained: cordon it, suspend them; they continue when it is uncordoned
+    /// Prepare a node for kubectl drain: cordon it and save the memory of its sandboxes
+    ///
+    /// Cordons the node, suspends its sandboxes and resumes them at once. Their new Pods wait for
+    /// the node and continue from the saved memory when the node is uncordoned.
     Drain(Drain),
-    /// Why a sandbox is as it is, in words
+    /// Explain the state of a sandbox: requests, the node agent's reasons, conditions, remedies
     Why(Why),
-    /// What sandboxes use now, and what their sleep saves
+    /// Show the CPU and memory use of sandboxes, and the memory that sleep saves
     Top(Top),
-    /// What is wrong with this cluster, and the remedy
+    /// Check the cluster for problems, and print a remedy for each
     Doctor(Doctor),
-    /// Print a shell's completion script
+    /// Print the completion script of a shell
     Completion {
-        /// The shell
+        /// Name of the shell
         shell: clap_complete::Shell,
     },
-    /// What kubectl's completion asks (kubectl_complete-torpor)
+    /// Print completion candidates for kubectl (kubectl_complete-torpor)
     #[command(name = "__complete", hide = true, disable_help_flag = true)]
     Complete {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -79,18 +84,18 @@ pub enum Command {
     },
 }
 
-/// Form of what is printed.
+/// Output format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// A table for people
+    /// Table
     #[default]
     #[value(hide = true)]
     Table,
-    /// The table with more columns
+    /// Table with more columns
     Wide,
     Json,
     Yaml,
-    /// Names alone, as kubectl takes them
+    /// Names alone, in kubectl's form
     Name,
 }
 
@@ -99,10 +104,10 @@ pub struct Get {
     /// Names of Sandboxes; by default all of the namespace
     #[arg(value_parser = sandbox)]
     pub names: Vec<String>,
-    /// Sandboxes of all namespaces
+    /// List the Sandboxes of all namespaces
     #[arg(short = 'A', long, conflicts_with = "names")]
     pub all_namespaces: bool,
-    /// Form of the output
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub output: Format,
 }
@@ -112,7 +117,7 @@ pub struct Change {
     /// Names of Sandboxes
     #[arg(required = true, value_parser = sandbox)]
     pub names: Vec<String>,
-    /// How long to wait for the cluster to have done it; 0 does not wait
+    /// Maximum time to wait for the change, such as 90s or 2m; 0 does not wait
     #[arg(long, default_value = TIMEOUT, value_parser = duration)]
     pub timeout: Duration,
 }
@@ -122,10 +127,10 @@ pub struct Drain {
     /// Name of the node
     #[arg(value_parser = node)]
     pub node: String,
-    /// Say what would be done with each, and do nothing
+    /// Print what would be done with each sandbox, and change nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// How long to wait for each sandbox to be suspended
+    /// Maximum time to wait for the suspension of each sandbox
     #[arg(long, default_value = DRAIN_TIMEOUT, value_parser = duration)]
     pub timeout: Duration,
 }
@@ -135,48 +140,49 @@ pub struct Why {
     /// Name of the Sandbox
     #[arg(value_parser = sandbox)]
     pub name: String,
-    /// Form of the output
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub output: Format,
 }
 
 #[derive(Debug, clap::Args)]
 pub struct Top {
-    /// Sandboxes of all namespaces
+    /// List the Sandboxes of all namespaces
     #[arg(short = 'A', long)]
     pub all_namespaces: bool,
-    /// What comes first
+    /// Sort order
     #[arg(long, value_enum, default_value_t)]
     pub sort_by: SortBy,
-    /// Form of the output
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub output: Format,
 }
 
-/// Order of `top`.
+/// Sort order of `top`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum SortBy {
-    /// Most memory in use
+    /// Memory in use, largest first
     #[default]
     Memory,
-    /// Most processor time
+    /// CPU use, largest first
     Cpu,
-    /// Most memory given back
+    /// Memory saved by sleep, largest first
     Saved,
+    /// Namespace and name
     Name,
 }
 
 #[derive(Debug, clap::Args)]
 pub struct Doctor {
-    /// Namespace that Torpor is installed in
+    /// Namespace in which Torpor is installed
     #[arg(long, default_value = "agent-sandbox-system", value_name = "NAME", value_parser = namespace)]
     pub torpor_namespace: String,
-    /// Form of the output
+    /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub output: Format,
 }
 
-/// A span of time such as `90s`, `2m`, `1h30m`, or `0`.
+/// Parses a duration such as `90s`, `2m`, `1h30m`, or `0`.
 pub fn duration(text: &str) -> Result<Duration, String> {
     if text == "0" {
         return Ok(Duration::ZERO);
@@ -189,7 +195,8 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         .ok_or_else(|| format!("{text:?} is not a duration up to 8760h, such as 30s, 2m or 1h30m"))
 }
 
-/// The name of a Sandbox, also as `-o name` prints it and as kubectl takes it: `sandbox.agents.x-k8s.io/demo`, `sandboxes/demo`.
+/// Parses the name of a Sandbox, with or without its kind as in `-o name` and in kubectl:
+/// `sandbox.agents.x-k8s.io/demo`, `sandboxes/demo`.
 pub fn sandbox(text: &str) -> Result<String, String> {
     let (kind, name) = text.split_once('/').unwrap_or(("sandbox", text));
     let kind = kind.strip_suffix(".agents.x-k8s.io").unwrap_or(kind);
@@ -199,7 +206,7 @@ pub fn sandbox(text: &str) -> Result<String, String> {
     }
 }
 
-/// The name of a node, also as `kubectl get nodes -o name` prints it.
+/// Parses the name of a node, with or without its kind as in `kubectl get nodes -o name`.
 pub fn node(text: &str) -> Result<String, String> {
     let name = text.strip_prefix("node/").unwrap_or(text);
     match is_dns_subdomain(name) {
@@ -208,7 +215,9 @@ pub fn node(text: &str) -> Result<String, String> {
     }
 }
 
-/// The name of a namespace. An empty one is a script's variable that nobody has set.
+/// Parses the name of a namespace.
+///
+/// An empty name is refused: it comes from an unset variable of a script.
 pub fn namespace(text: &str) -> Result<String, String> {
     let is_label = is_dns_subdomain(text) && !text.contains('.') && text.len() <= 63;
     match is_label {
@@ -230,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn kubectls_flags_are_taken_before_and_after_the_command() {
+    fn kubectls_flags_are_accepted_before_and_after_the_command() {
         for line in [
             "kubectl-torpor -n x --context c get -A",
             "kubectl-torpor get --all-namespaces --namespace x --context c",
@@ -247,7 +256,7 @@ mod tests {
     #[case("90s", 90)]
     #[case("2m", 120)]
     #[case("1h30m", 5400)]
-    fn durations_are_written_as_kubectl_takes_them(#[case] text: &str, #[case] seconds: u64) {
+    fn durations_have_kubectls_syntax(#[case] text: &str, #[case] seconds: u64) {
         assert_eq!(duration(text), Ok(Duration::from_secs(seconds)));
     }
 
@@ -258,7 +267,7 @@ mod tests {
     #[case("soon")]
     #[case("8761h")]
     #[case("2000000000000000h")]
-    fn what_is_no_duration_is_named(#[case] text: &str) {
+    fn an_invalid_duration_is_named_in_the_error(#[case] text: &str) {
         assert!(duration(text).unwrap_err().contains(text));
     }
 
@@ -288,7 +297,7 @@ mod tests {
     #[case("", false)]
     #[case("a.b", false)]
     #[case("../x", false)]
-    fn a_namespace_has_a_name(#[case] name: &str, #[case] good: bool) {
+    fn an_invalid_namespace_is_refused(#[case] name: &str, #[case] good: bool) {
         for flag in ["-n", "--namespace", "--torpor-namespace"] {
             let parsed = Args::try_parse_from(["kubectl-torpor", "doctor", flag, name]);
             assert_eq!(parsed.is_ok(), good, "{flag} {name:?}");

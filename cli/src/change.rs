@@ -1,4 +1,4 @@
-//! `hibernate`, `wake`, `suspend`, `resume`: one patch, then waiting for what the conditions say.
+//! `hibernate`, `wake`, `suspend`, `resume`: one patch, then a wait for conditions.
 
 use std::time::Duration;
 
@@ -13,20 +13,22 @@ use torpor_api::Sandbox;
 use torpor_api::annotations::POD_NAME;
 
 use crate::connect::{Cluster, call};
-use crate::error::{Error, words};
+use crate::error::{Error, full_message};
 use crate::goal::{Goal, Progress, note};
 
-/// What was asked of one Sandbox, done.
+/// Completed change of one Sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Changed {
     pub name: String,
-    /// From the patch until the cluster said that it is done; none if nobody waited.
+    /// Time from the patch until the conditions show the goal; `None` without a wait.
     pub took: Option<Duration>,
-    /// What the user should know besides.
+    /// Warning for the user.
     pub note: Option<String>,
 }
 
-/// Asks it of one Sandbox, and waits for it. `say` hears every new thing that its conditions say.
+/// Patches one Sandbox and waits for the goal, at most for `limit`; zero does not wait.
+///
+/// `say` receives a line for each change of the conditions.
 pub async fn change(
     cluster: &Cluster,
     goal: Goal,
@@ -36,7 +38,7 @@ pub async fn change(
 ) -> Result<Changed, Error> {
     let found = find(cluster, name).await?;
     let began = Instant::now();
-    let before = Box::pin(ask(cluster, goal, found)).await?;
+    let before = Box::pin(request(cluster, goal, found)).await?;
     let mut done = Changed {
         name: name.to_owned(),
         took: None,
@@ -69,10 +71,10 @@ async fn find(cluster: &Cluster, name: &str) -> Result<Sandbox, Error> {
     })
 }
 
-/// Patches this Sandbox, and not one that has taken its name meanwhile.
-async fn patch(cluster: &Cluster, seen: &Sandbox, mut patch: Value) -> Result<Sandbox, Error> {
-    patch["metadata"]["uid"] = json!(seen.metadata.uid);
-    let name = name_of(seen);
+/// Patches this Sandbox, and no other that got the same name meanwhile.
+async fn patch(cluster: &Cluster, known: &Sandbox, mut patch: Value) -> Result<Sandbox, Error> {
+    patch["metadata"]["uid"] = json!(known.metadata.uid);
+    let name = name_of(known);
     let doing = format!("patch Sandbox {name}");
     let (api, parameters) = (sandboxes(cluster), PatchParams::default());
     let patched = call(&doing, api.patch(name, &parameters, &Patch::Merge(patch))).await;
@@ -82,58 +84,59 @@ async fn patch(cluster: &Cluster, seen: &Sandbox, mut patch: Value) -> Result<Sa
     })
 }
 
-/// Asks it of this Sandbox; answers what it was before. Where the patch holds for what was seen only and somebody was quicker, it is made
-/// anew.
-async fn ask(cluster: &Cluster, goal: Goal, mut seen: Sandbox) -> Result<Sandbox, Error> {
-    let name = name_of(&seen).to_owned();
+/// Patches this Sandbox for the goal, and returns it as it was before the patch.
+///
+/// After a conflict with another client the patch is computed anew.
+async fn request(cluster: &Cluster, goal: Goal, mut known: Sandbox) -> Result<Sandbox, Error> {
+    let name = name_of(&known).to_owned();
     loop {
-        let wish = goal.patch(&seen, Timestamp::now());
-        let wish = wish.map_err(|message| refused(&name, &message))?;
-        let error = match Box::pin(patch(cluster, &seen, wish)).await {
+        let change = goal.patch(&known, Timestamp::now());
+        let change = change.map_err(|message| refused(&name, &message))?;
+        let error = match Box::pin(patch(cluster, &known, change)).await {
             Ok(written) => {
-                Box::pin(set_right(cluster, goal, &written)).await?;
-                return Ok(seen);
+                Box::pin(correct_time(cluster, goal, &written)).await?;
+                return Ok(known);
             }
             Err(error) if error.is_conflict() => error,
             Err(error) => return Err(error),
         };
         let now = find(cluster, &name).await?;
-        if now.metadata.uid != seen.metadata.uid {
-            return Err(refused(&name, MADE_ANEW));
+        if now.metadata.uid != known.metadata.uid {
+            return Err(refused(&name, RECREATED));
         }
-        if now.metadata.resource_version == seen.metadata.resource_version {
+        if now.metadata.resource_version == known.metadata.resource_version {
             return Err(error);
         }
-        seen = now;
+        known = now;
     }
 }
 
-/// This machine's clock may be wrong, and that of the cluster counts.
-async fn set_right(cluster: &Cluster, goal: Goal, written: &Sandbox) -> Result<(), Error> {
-    let Some(time) = goal.set_right(written) else {
+/// Corrects the time of a wake to the cluster's clock, from which this machine's may differ.
+async fn correct_time(cluster: &Cluster, goal: Goal, written: &Sandbox) -> Result<(), Error> {
+    let Some(time) = goal.corrected_time(written) else {
         return Ok(());
     };
     match Box::pin(patch(cluster, written, time)).await {
-        Err(error) if error.is_conflict() => Err(refused(name_of(written), MADE_ANEW)),
+        Err(error) if error.is_conflict() => Err(refused(name_of(written), RECREATED)),
         other => other.map(drop),
     }
 }
 
-/// Why time was over, where that can be seen.
-async fn explained(cluster: &Cluster, goal: Goal, asked: &Sandbox, mut error: Error) -> Error {
+/// Adds the cause to a timeout, where the Pod shows it.
+async fn explained(cluster: &Cluster, goal: Goal, before: &Sandbox, mut error: Error) -> Error {
     if let Error::Timeout { last, .. } = &mut error
         && goal == Goal::Wake
-        && let Some(pod) = pod_of(cluster, asked).await
+        && let Some(pod) = pod_of(cluster, before).await
         && goal.is_not_copied(&pod)
     {
         last.push_str(
-            "; its Pod was not told: the controller does not run, or is older than this plugin",
+            "; its Pod lacks the request: the controller does not run, or is older than this plugin",
         );
     }
     error
 }
 
-/// The Pod of the Sandbox, where it can be read.
+/// Returns the Pod of the Sandbox, where it can be read.
 async fn pod_of(cluster: &Cluster, sandbox: &Sandbox) -> Option<Pod> {
     let annotations = sandbox.metadata.annotations.as_ref();
     let named = annotations.and_then(|all| all.get(POD_NAME));
@@ -145,7 +148,7 @@ async fn pod_of(cluster: &Cluster, sandbox: &Sandbox) -> Option<Pod> {
     owned.then_some(pod)
 }
 
-/// Watches the Sandbox until it is there, or will not get there, or time is over.
+/// Watches the Sandbox until it reaches the goal, cannot reach it, or the time limit passes.
 async fn wait(
     cluster: &Cluster,
     goal: Goal,
@@ -162,7 +165,7 @@ async fn wait(
     let deadline = Instant::now() + limit;
     let events = watcher::watch_object(sandboxes(cluster), name);
     let mut events = std::pin::pin!(events.default_backoff());
-    let mut last = "nothing was heard of it".to_owned();
+    let mut last = "its state was not observed".to_owned();
     loop {
         let Ok(event) = tokio::time::timeout_at(deadline, events.next()).await else {
             return Err(Error::Timeout {
@@ -173,10 +176,10 @@ async fn wait(
                 last,
             });
         };
-        let heard = match event {
+        let status = match event {
             Some(Ok(None)) => return Err(refused(name, DELETED)),
             Some(Ok(Some(now))) if now.metadata.uid != before.metadata.uid => {
-                return Err(refused(name, MADE_ANEW));
+                return Err(refused(name, RECREATED));
             }
             Some(Ok(Some(now))) => match goal.progress(before, &now) {
                 Progress::Done => return Ok(now),
@@ -184,18 +187,18 @@ async fn wait(
                 Progress::Waiting(words) => words,
             },
             Some(Err(error)) if is_forbidden(&error) => return Err(unwatched(&cause(&error))),
-            // The watch goes on by itself after a wait.
+            // The watch restarts itself after a delay.
             Some(Err(error)) => format!("the watch was interrupted: {}", cause(&error)),
             None => return Err(unwatched("the watch ended")),
         };
-        if heard != last {
-            say(&format!("{name}: {heard}"));
-            last = heard;
+        if status != last {
+            say(&format!("{name}: {status}"));
+            last = status;
         }
     }
 }
 
-/// Whether waiting will not mend what is wrong with the watch.
+/// Reports whether the apiserver denies the watch, so that a retry cannot succeed.
 fn is_forbidden(error: &watcher::Error) -> bool {
     use watcher::Error::{InitialListFailed, WatchError, WatchFailed, WatchStartFailed};
     let status = match error {
@@ -208,13 +211,15 @@ fn is_forbidden(error: &watcher::Error) -> bool {
     status.is_forbidden() || status.code == 401
 }
 
-/// Why a watch failed. In its own words it repeats that in Rust's notation.
+/// Returns why a watch failed.
+///
+/// The text of the error itself repeats the cause in Rust's debug notation.
 fn cause(error: &watcher::Error) -> String {
-    words(std::error::Error::source(error).unwrap_or(error))
+    full_message(std::error::Error::source(error).unwrap_or(error))
 }
 
-const DELETED: &str = "it was deleted";
-const MADE_ANEW: &str = "it was deleted, and made anew";
+const DELETED: &str = "deleted meanwhile";
+const RECREATED: &str = "deleted meanwhile, and created again";
 
 fn name_of(sandbox: &Sandbox) -> &str {
     sandbox.metadata.name.as_deref().unwrap_or_default()
@@ -239,7 +244,7 @@ mod tests {
     #[case(401, "Unauthorized", true)]
     #[case(410, "Expired", false)]
     #[case(500, "InternalError", false)]
-    fn a_watch_that_is_not_allowed_is_not_tried_until_time_is_over(
+    fn a_denied_watch_is_not_retried(
         #[case] code: u16,
         #[case] reason: &str,
         #[case] forbidden: bool,

@@ -1,7 +1,8 @@
-//! What kubectl and shells ask while somebody types.
+//! Completion for kubectl and shells.
 //!
-//! kubectl runs `kubectl_complete-torpor WORD…`, the last word being the one that is typed, and reads candidates as cobra programs print them: a line each, with a
-//! description behind a tab, and at the end a colon and a number that says how to go on.
+//! kubectl runs `kubectl_complete-torpor WORD…`, where the last word is the incomplete one. kubectl
+//! reads candidates in cobra's format: a line for each, with a description after a tab, and a last
+//! line with a colon and the number of a directive.
 
 use std::ffi::OsString;
 use std::fmt::Debug;
@@ -18,13 +19,13 @@ use torpor_api::Sandbox;
 
 use crate::args::{Args, Connection};
 use crate::connect::connect;
-use crate::world::list;
+use crate::objects::list;
 
-/// Cobra's `ShellCompDirectiveNoFileComp`: no candidate means that there is none, not that files are meant.
+/// Cobra's `ShellCompDirectiveNoFileComp`: the shell does not fall back to file names.
 const NO_FILES: u8 = 4;
-/// Who types does not wait.
+/// Time limit of the lookup of names in the cluster.
 const LIMIT: Duration = Duration::from_secs(2);
-/// Commands whose arguments are names, the arguments, and whose names.
+/// Commands that take names, the argument, and the kind that is named.
 const WITH_NAMES: [(&str, &str, Named); 7] = [
     ("get", "names", Named::Sandbox),
     ("hibernate", "names", Named::Sandbox),
@@ -35,14 +36,14 @@ const WITH_NAMES: [(&str, &str, Named); 7] = [
     ("drain", "node", Named::Node),
 ];
 
-/// What has a name.
+/// Kind of a named argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Named {
     Sandbox,
     Node,
 }
 
-/// What kubectl reads for these words.
+/// Returns the output that kubectl reads for the words of a command line.
 pub async fn for_kubectl(words: &[String]) -> String {
     let names = match wants_names(words) {
         Some(named) => names(&connection(words), named).await,
@@ -51,7 +52,7 @@ pub async fn for_kubectl(words: &[String]) -> String {
     answer(words, &names)
 }
 
-/// The answer, when these are the names that may be meant. Pure.
+/// Returns the candidates in cobra's format, given the possible names. Pure.
 pub fn answer(words: &[String], names: &[String]) -> String {
     let mut command = Args::command();
     for (name, id, _) in WITH_NAMES {
@@ -84,7 +85,7 @@ pub fn answer(words: &[String], names: &[String]) -> String {
     text
 }
 
-/// Whose name may be what is typed: only then is the cluster asked.
+/// Returns the kind whose name the last word may be; `None` if it is no name.
 fn wants_names(words: &[String]) -> Option<Named> {
     let (typed, before) = words
         .split_last()
@@ -97,7 +98,7 @@ fn wants_names(words: &[String]) -> Option<Named> {
     named.filter(|_| !typed.starts_with('-'))
 }
 
-/// The flags that say which cluster, as far as they are typed.
+/// Returns the flags of cluster and namespace in an incomplete command line.
 fn connection(words: &[String]) -> Connection {
     let line = std::iter::once("kubectl-torpor").chain(words.iter().map(String::as_str));
     let matches = Args::command()
@@ -109,7 +110,8 @@ fn connection(words: &[String]) -> Connection {
         .unwrap_or_default()
 }
 
-/// Names of the namespace's Sandboxes, or of the nodes; none if the cluster does not answer at once.
+/// Returns the names of the namespace's Sandboxes or of the nodes; none if the cluster does not
+/// answer within [`LIMIT`].
 async fn names(connection: &Connection, named: Named) -> Vec<String> {
     let look = async {
         let cluster = connect(connection).await.ok()?;
@@ -133,7 +135,7 @@ where
     Some(found.iter().map(ResourceExt::name_any).collect())
 }
 
-/// A shell's completion script for `kubectl-torpor` itself.
+/// Returns a shell's completion script for `kubectl-torpor` itself.
 pub fn script(shell: clap_complete::Shell) -> Vec<u8> {
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut Args::command(), "kubectl-torpor", &mut text);
@@ -158,9 +160,9 @@ mod tests {
     }
 
     #[test]
-    fn commands_come_with_what_they_do_and_hidden_ones_do_not_come() {
+    fn commands_have_descriptions_and_hidden_commands_are_left_out() {
         let text = answer(&words(""), &[]);
-        assert!(text.contains("doctor\tWhat is wrong"), "{text}");
+        assert!(text.contains("doctor\tCheck the cluster"), "{text}");
         assert!(!text.contains("__complete"), "{text}");
         assert!(text.ends_with("\n:4\n"), "{text}");
     }
@@ -175,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_have_their_values() {
+    fn values_of_flags_are_candidates() {
         assert_eq!(candidates("get -o y"), ["yaml", ":4"]);
         assert_eq!(candidates("top --sort-by sa"), ["saved", ":4"]);
     }
@@ -195,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cluster_is_the_one_that_is_typed() {
+    fn flags_of_the_cluster_are_read_from_the_command_line() {
         let typed = connection(&words("wake -n x --context c de"));
         assert_eq!(typed.namespace.as_deref(), Some("x"));
         assert_eq!(typed.context.as_deref(), Some("c"));

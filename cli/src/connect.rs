@@ -1,4 +1,4 @@
-//! The client, by the kubeconfig and kubectl's flags.
+//! Client of the cluster that the kubeconfig and kubectl's flags name.
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use kube::{Client, Config};
 use crate::args::Connection;
 use crate::error::Error;
 
-/// How long one call may take. Nobody waits longer for a table.
+/// Time limit of one call to the apiserver.
 pub const CALL_LIMIT: Duration = Duration::from_secs(30);
 
-/// A cluster, and the namespace that is meant when none is named.
+/// Client of a cluster, and the default namespace.
 #[derive(Clone)]
 pub struct Cluster {
     pub client: Client,
@@ -28,7 +28,9 @@ impl std::fmt::Debug for Cluster {
     }
 }
 
-/// Reads the kubeconfig; in a Pod without one, as kubectl does, what the Pod knows of its own cluster. Makes no call.
+/// Reads the kubeconfig and creates the client, without a call.
+///
+/// In a Pod without a kubeconfig the Pod's service account is used, as by kubectl.
 pub async fn connect(connection: &Connection) -> Result<Cluster, Error> {
     let of = match (&connection.kubeconfig, &connection.context) {
         (_, Some(context)) => format!(", context {context}"),
@@ -72,7 +74,9 @@ async fn by_default(options: &KubeConfigOptions) -> Result<Config, KubeconfigErr
     }
 }
 
-/// Several files as one. As with kubectl, and not with kube, those that are not there are left out, and an empty current context is none. `None`: no file is there.
+/// Merges several kubeconfig files as kubectl does; `None` if no file exists.
+///
+/// Unlike in kube, missing files are skipped, and an empty current context counts as none.
 fn merged(
     files: impl Iterator<Item = PathBuf>,
     read: impl Fn(&Path) -> Result<Kubeconfig, KubeconfigError>,
@@ -92,7 +96,7 @@ fn merged(
     Ok(merged)
 }
 
-/// Whether there is no kubeconfig, as against one that is wrong.
+/// Reports whether the kubeconfig does not exist, as opposed to an invalid one.
 fn is_absent(error: &KubeconfigError) -> bool {
     match error {
         KubeconfigError::FindPath => true,
@@ -101,7 +105,7 @@ fn is_absent(error: &KubeconfigError) -> bool {
     }
 }
 
-/// One call, within [`CALL_LIMIT`]. `doing` goes behind "cannot".
+/// Awaits one call, at most for [`CALL_LIMIT`]. `doing` follows "cannot" in the error.
 pub async fn call<T>(
     doing: &str,
     call: impl Future<Output = Result<T, kube::Error>>,
@@ -123,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_several_files_those_count_that_are_there() {
+    fn missing_kubeconfig_files_are_skipped() {
         let config = |context: &str| Kubeconfig {
             current_context: Some(context.to_owned()),
             ..Kubeconfig::default()
@@ -153,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn only_where_there_is_no_kubeconfig_a_pod_asks_its_own_cluster() {
+    fn a_pod_uses_its_service_account_only_without_a_kubeconfig() {
         let unread = |kind: io::ErrorKind| KubeconfigError::ReadConfig(kind.into(), "/k".into());
         assert!(is_absent(&unread(io::ErrorKind::NotFound)));
         assert!(is_absent(&KubeconfigError::FindPath));

@@ -1,8 +1,8 @@
-//! `doctor`: facts of a cluster, and what is wrong with them. [`facts`] looks, the checks are pure.
+//! `doctor`: checks a cluster. [`facts`] reads the objects; the checks are pure.
 
 use serde::Serialize;
 
-use crate::output::Shown;
+use crate::output::Render;
 use crate::table::printable;
 
 pub mod facts;
@@ -13,22 +13,22 @@ pub mod sandboxes;
 
 use facts::{Facts, Unseen};
 
-/// How bad it is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Severity {
-    /// Something that should work does not.
+    /// A function of Torpor fails.
     Problem,
-    /// It works, and will not for long, or not everywhere.
+    /// A function works for now, or not everywhere.
     Warning,
-    /// It could not be looked at.
+    /// The objects of the check could not be read.
     Unseen,
 }
 
-/// One thing that is wrong.
+/// Fault that a check found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub severity: Severity,
-    /// `Kind name`, with the namespace where there is one.
+    /// Kind and name of the object, with its namespace: `Kind name`, `Kind namespace/name`.
     pub subject: String,
     pub text: String,
     pub remedy: String,
@@ -67,29 +67,28 @@ impl Finding {
     }
 }
 
-/// One question, and what was found.
+/// Check, with its findings.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Check {
     pub name: &'static str,
     pub findings: Vec<Finding>,
 }
 
-/// What `doctor` prints.
+/// Output of `doctor`.
 #[derive(Debug, Serialize)]
 pub struct Diagnosis {
     pub checks: Vec<Check>,
     pub problems: usize,
     pub warnings: usize,
-    /// Looks that failed.
+    /// Number of findings of severity [`Severity::Unseen`].
     pub unseen: usize,
 }
 
-/// What a question finds wrong.
-type Ask = fn(&Facts) -> Vec<Finding>;
+type CheckFn = fn(&Facts) -> Vec<Finding>;
 
-/// Asks all questions.
+/// Runs all checks.
 pub fn diagnose(facts: &Facts) -> Diagnosis {
-    let questions: [(&'static str, Ask); 10] = [
+    let all: [(&'static str, CheckFn); 10] = [
         ("definitions", install::definitions),
         ("controller", install::controller),
         ("leader", install::leader),
@@ -101,10 +100,10 @@ pub fn diagnose(facts: &Facts) -> Diagnosis {
         ("sandboxes", sandboxes::sandboxes),
         ("runtimes", plain::plain),
     ];
-    let checks: Vec<Check> = questions
+    let checks: Vec<Check> = all
         .into_iter()
-        .map(|(name, ask)| {
-            let mut findings = ask(facts);
+        .map(|(name, check)| {
+            let mut findings = check(facts);
             findings.sort_by_key(|finding| finding.severity);
             Check { name, findings }
         })
@@ -121,7 +120,7 @@ pub fn diagnose(facts: &Facts) -> Diagnosis {
     }
 }
 
-impl Shown for Diagnosis {
+impl Render for Diagnosis {
     fn text(&self, _wide: bool) -> String {
         let mut text = String::new();
         for check in &self.checks {
@@ -132,10 +131,10 @@ impl Shown for Diagnosis {
                 let severity = match finding.severity {
                     Severity::Problem => "PROBLEM",
                     Severity::Warning => "warning",
-                    Severity::Unseen => "not seen",
+                    Severity::Unseen => "unknown",
                 };
-                let said = printable(&finding.text);
-                text.push_str(&format!("{severity:<8}  {}: {said}\n", finding.subject));
+                let line = printable(&finding.text);
+                text.push_str(&format!("{severity:<8}  {}: {line}\n", finding.subject));
                 text.push_str(&format!("          → {}\n", finding.remedy));
             }
         }
@@ -149,7 +148,7 @@ impl Shown for Diagnosis {
         );
         let unseen = match self.unseen {
             0 => String::new(),
-            count => format!(", {count} not seen"),
+            count => format!(", {count} unknown"),
         };
         text.push_str(&format!("\n{problems}, {warnings}{unseen}\n"));
         text

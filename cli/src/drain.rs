@@ -1,8 +1,9 @@
-//! `drain`: what a node's sandboxes have in memory is kept before the node is taken away. `kubectl drain` evicts Pods, and of one that is awake the
-//! memory is lost.
+//! `drain`: saves the memory of a node's sandboxes before `kubectl drain`, which evicts their Pods.
+//! The memory of an awake sandbox is lost by an eviction.
 //!
-//! Each is suspended and asked to run again at once. Its next Pod waits for the node, where its image is, and continues from it when the node is
-//! uncordoned: nothing of the drain has to be remembered by anybody. Who is left is decided purely ([`parts`]).
+//! Each sandbox is suspended and resumed at once. Its next Pod waits for the node, where the image
+//! is, and continues from the image when the node is uncordoned. The drain therefore needs no
+//! state of its own. [`targets`] decides what to do with each sandbox, and is pure.
 
 use std::time::Duration;
 
@@ -20,42 +21,43 @@ use torpor_api::{OperatingMode, Sandbox, SandboxNode, SandboxWarmPool};
 
 use crate::change::{Changed, change};
 use crate::connect::{Cluster, call};
-use crate::error::{Error, words};
+use crate::error::{Error, full_message};
 use crate::goal::{Goal, RESUMED};
+use crate::objects::{Objects, Scope, list};
 use crate::view::{conditions_of, pod_of, pods_by_owner};
-use crate::world::{Scope, World, list};
 
-/// Sandboxes that are asked at the same time; their node saves as many at once as it may.
+/// Number of sandboxes that are suspended at the same time; the node limits the concurrent saves.
 const AT_ONCE: usize = 16;
-/// How often one is asked to suspend whom somebody resumes meanwhile (a request, its own time).
+/// Maximum number of suspensions of a sandbox that a request or its `next-wakeup` resumes
+/// meanwhile, and of attempts to resume it.
 const TRIES: u32 = 3;
-/// Between two of these, and between two tries to have it run again.
+/// Delay between two tries.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// One Sandbox whose Pod is on the node.
+/// Sandbox whose Pod is on the node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
+pub struct Target {
     pub namespace: String,
     pub name: String,
-    /// Another one may take its name meanwhile.
+    /// UID, because another Sandbox may get the same name meanwhile.
     pub uid: Option<String>,
     pub plan: Plan,
 }
 
-/// What is to be done with one.
+/// Action for one sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Plan {
-    /// It is suspended, and asked to run again.
-    Keep,
-    /// Somebody else suspends it: that is waited for.
+    /// Suspend it, then resume it.
+    Suspend,
+    /// Wait for the suspension that another client requested.
     Await,
-    /// Its memory cannot be kept: why.
-    Leave(String),
+    /// Leave it as it is, because its memory cannot be kept for this reason.
+    Skip(String),
 }
 
-impl Part {
-    /// As kubectl takes it.
-    pub fn words(&self) -> String {
+impl Target {
+    /// Returns the name and namespace in kubectl's form.
+    pub fn kubectl_name(&self) -> String {
         let Self {
             namespace, name, ..
         } = self;
@@ -63,48 +65,52 @@ impl Part {
     }
 }
 
-/// What became of one.
+/// Outcome of the suspension of one sandbox.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Kept {
-    /// Suspended with its memory, after so long.
-    Yes(Duration),
-    /// Its memory is lost, and why.
-    No(String),
-    /// It is not there any more, or was suspended by somebody else: nothing was to be done.
+pub enum Outcome {
+    /// The sandbox is suspended with its memory, after this time.
+    MemoryKept(Duration),
+    /// The sandbox is suspended without its memory, for this reason.
+    MemoryLost(String),
+    /// The Sandbox does not exist any more, or another client suspended it: nothing was done.
     Gone,
 }
 
-/// Why it was not kept.
+/// Failure to suspend one sandbox.
 #[derive(Debug, thiserror::Error)]
-pub enum NotKept {
-    /// It runs on where it is.
+pub enum SuspendError {
+    /// The sandbox keeps running on the node.
     #[error(transparent)]
-    Runs(Error),
-    /// It is suspended, or will be, and was not asked to run again.
-    #[error("{error}; then it could not be asked to run again ({again})")]
-    StaysSuspended { error: String, again: Error },
+    StillRuns(Error),
+    /// The sandbox is suspended, or will be, and could not be resumed.
+    #[error("{error}; the sandbox could not be resumed ({resume})")]
+    StaysSuspended { error: String, resume: Error },
 }
 
-/// What there is on the node, and what is to be done with each. Nobody misses what a member of a pool has in memory that was not claimed yet: its pool
-/// makes another elsewhere.
-pub fn parts(world: &World, classes: &[RuntimeClass], node: &str) -> Vec<Part> {
-    let pods = pods_by_owner(&world.pods);
-    let told = world.nodes.iter().find(|told| told.name_any() == node);
-    let part = |sandbox: &Sandbox| {
-        let pod = pod_of(&pods, sandbox).filter(|pod| is_on(pod, node))?;
-        let may_go = sandbox.metadata.deletion_timestamp.is_none() && !is_unclaimed(sandbox);
-        may_go.then(|| Part {
+/// Returns the sandboxes on the node, each with its plan.
+///
+/// Unclaimed members of a pool are left out: they have no memory to keep, and their pool creates
+/// others elsewhere.
+pub fn targets(objects: &Objects, classes: &[RuntimeClass], node: &str) -> Vec<Target> {
+    let pods = pods_by_owner(&objects.pods);
+    let report = objects
+        .nodes
+        .iter()
+        .find(|report| report.name_any() == node);
+    let target = |sandbox: &Sandbox| {
+        let pod = pod_of(&pods, sandbox).filter(|pod| runs_on(pod, node))?;
+        let counts = sandbox.metadata.deletion_timestamp.is_none() && !is_unclaimed(sandbox);
+        counts.then(|| Target {
             namespace: sandbox.namespace().unwrap_or_default(),
             name: sandbox.name_any(),
             uid: sandbox.uid(),
-            plan: plan(sandbox, pod, classes, told),
+            plan: plan(sandbox, pod, classes, report),
         })
     };
-    world.sandboxes.iter().filter_map(part).collect()
+    objects.sandboxes.iter().filter_map(target).collect()
 }
 
-/// Its containers have started and have not ended.
-fn is_on(pod: &Pod, node: &str) -> bool {
+fn runs_on(pod: &Pod, node: &str) -> bool {
     let placed = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
     let phase = pod.status.as_ref().and_then(|now| now.phase.as_deref());
     placed == Some(node) && phase == Some("Running") && pod.metadata.deletion_timestamp.is_none()
@@ -121,15 +127,15 @@ fn plan(
     classes: &[RuntimeClass],
     node: Option<&SandboxNode>,
 ) -> Plan {
-    match cannot_keep(sandbox, pod, classes, node) {
-        Some(why) => Plan::Leave(why),
+    match reason_to_skip(sandbox, pod, classes, node) {
+        Some(why) => Plan::Skip(why),
         None if sandbox.spec.operating_mode == OperatingMode::Suspended => Plan::Await,
-        None => Plan::Keep,
+        None => Plan::Suspend,
     }
 }
 
-/// Why a suspension would not keep its memory, or not until the drain.
-fn cannot_keep(
+/// Returns why a suspension would not keep the memory, or not until the drain.
+fn reason_to_skip(
     sandbox: &Sandbox,
     pod: &Pod,
     classes: &[RuntimeClass],
@@ -141,20 +147,21 @@ fn cannot_keep(
     if strategy != SuspensionStrategy::Hibernate {
         return Some(format!("its suspension-strategy is {strategy:?}"));
     }
-    let told = conditions::find(conditions_of(sandbox), HIBERNATED);
-    let hides = [
+    let condition = conditions::find(conditions_of(sandbox), HIBERNATED);
+    let hides_outcome = [
         hibernated::INVALID_ANNOTATION,
         hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED,
     ];
-    if let Some(told) = told.filter(|told| hides.contains(&told.reason.as_str())) {
+    let hiding = condition.filter(|found| hides_outcome.contains(&found.reason.as_str()));
+    if let Some(hiding) = hiding {
         return Some(format!(
-            "its condition would not tell what became of its memory ({}: {})",
-            told.reason, told.message
+            "its condition Hibernated would not report whether the memory was saved ({}: {})",
+            hiding.reason, hiding.message
         ));
     }
-    if comes_back_at_once(sandbox, pod) {
+    if ignores_cordon(sandbox, pod) {
         return Some(
-            "its Pod tolerates a cordoned node, and would come back to it before the drain"
+            "its Pod tolerates a cordoned node, and would return to the node before the drain"
                 .to_owned(),
         );
     }
@@ -168,9 +175,11 @@ fn cannot_keep(
     (!can).then(|| format!("RuntimeClass {class} keeps no memory on this node"))
 }
 
-/// Whether cordoning does not keep its next Pod away: it is not scheduled at all, or tolerates the taint that the scheduler takes a cordon for (Kubernetes,
-/// `pkg/scheduler/framework/plugins/nodeunschedulable`).
-fn comes_back_at_once(sandbox: &Sandbox, pod: &Pod) -> bool {
+/// Reports whether a cordon does not keep the next Pod away.
+///
+/// A template that names the node bypasses the scheduler. For a cordoned node the scheduler checks
+/// tolerations of a taint (Kubernetes, `pkg/scheduler/framework/plugins/nodeunschedulable`).
+fn ignores_cordon(sandbox: &Sandbox, pod: &Pod) -> bool {
     const TAINT: &str = "node.kubernetes.io/unschedulable";
     let template = &sandbox.spec.pod_template.spec;
     let is_placed = template
@@ -192,7 +201,7 @@ fn comes_back_at_once(sandbox: &Sandbox, pod: &Pod) -> bool {
     is_placed || tolerates
 }
 
-/// The node is there, and nothing new comes to it, unless it is only looked at.
+/// Cordons the node; with `dry_run` only checks that the node exists.
 pub async fn cordon(cluster: &Cluster, node: &str, dry_run: bool) -> Result<(), Error> {
     let nodes: Api<Node> = Api::all(cluster.client.clone());
     let patch = Patch::Merge(json!({"spec": {"unschedulable": true}}));
@@ -211,93 +220,95 @@ pub async fn cordon(cluster: &Cluster, node: &str, dry_run: bool) -> Result<(), 
     }
 }
 
-/// What is on the node, and what could not be seen.
-pub async fn look(cluster: &Cluster, node: &str) -> Result<(Vec<Part>, Vec<String>), Error> {
+/// Returns the sandboxes on the node, and the reasons why objects could not be read.
+pub async fn look(cluster: &Cluster, node: &str) -> Result<(Vec<Target>, Vec<String>), Error> {
     let classes: Api<DeserializeGuard<RuntimeClass>> = Api::all(cluster.client.clone());
-    let (world, classes) = tokio::join!(
-        World::look(cluster, Scope::Everywhere),
+    let (objects, classes) = tokio::join!(
+        Objects::list(cluster, Scope::Everywhere),
         list("RuntimeClasses", &classes)
     );
-    let (mut world, classes) = (world?, classes?);
-    let mut unseen = std::mem::take(&mut world.unseen);
+    let (mut objects, classes) = (objects?, classes?);
+    let mut unseen = std::mem::take(&mut objects.unseen);
     unseen.extend(classes.unread);
-    Ok((parts(&world, &classes.items, node), unseen))
+    Ok((targets(&objects, &classes.items, node), unseen))
 }
 
-/// Suspends these, and asks each to run again once it is; `ended` hears of each what became of it, as soon as it is known.
-pub async fn keep(
+/// Suspends and resumes the targets that are not skipped.
+///
+/// `ended` receives the result of each target as soon as it is known.
+pub async fn suspend_all(
     cluster: &Cluster,
-    parts: &[Part],
+    targets: &[Target],
     limit: Duration,
     say: &(dyn Fn(&str) + Sync),
-    mut ended: impl FnMut(&Part, Result<Kept, NotKept>),
+    mut ended: impl FnMut(&Target, Result<Outcome, SuspendError>),
 ) {
-    let to_do = parts
+    let to_do = targets
         .iter()
-        .filter(|part| !matches!(part.plan, Plan::Leave(_)));
-    let each = to_do.map(async |part| (part, keep_one(cluster, part, limit, say).await));
+        .filter(|target| !matches!(target.plan, Plan::Skip(_)));
+    let each = to_do.map(async |target| (target, suspend_one(cluster, target, limit, say).await));
     let mut each = std::pin::pin!(futures::stream::iter(each).buffer_unordered(AT_ONCE));
-    while let Some((part, result)) = each.next().await {
-        ended(part, result);
+    while let Some((target, result)) = each.next().await {
+        ended(target, result);
     }
 }
 
-async fn keep_one(
+async fn suspend_one(
     cluster: &Cluster,
-    part: &Part,
+    target: &Target,
     limit: Duration,
     say: &(dyn Fn(&str) + Sync),
-) -> Result<Kept, NotKept> {
+) -> Result<Outcome, SuspendError> {
     let cluster = &Cluster {
         client: cluster.client.clone(),
-        namespace: part.namespace.clone(),
+        namespace: target.namespace.clone(),
     };
-    let say: &(dyn Fn(&str) + Sync) = &|text: &str| say(&format!("{}/{text}", part.namespace));
+    let say: &(dyn Fn(&str) + Sync) = &|text: &str| say(&format!("{}/{text}", target.namespace));
     let mut left = TRIES;
     loop {
         left -= 1;
-        // It may have been its turn long after it was seen.
-        let Some(now) = Box::pin(still_there(cluster, part))
+        // The target may have waited for long since it was listed.
+        let Some(now) = Box::pin(current(cluster, target))
             .await
-            .map_err(NotKept::Runs)?
+            .map_err(SuspendError::StillRuns)?
         else {
-            return Ok(Kept::Gone);
+            return Ok(Outcome::Gone);
         };
         let by_others = now.spec.operating_mode == OperatingMode::Suspended;
-        if by_others && part.plan == Plan::Keep && left + 1 == TRIES {
-            return Ok(Kept::Gone);
+        if by_others && target.plan == Plan::Suspend && left + 1 == TRIES {
+            return Ok(Outcome::Gone);
         }
-        let suspended = Box::pin(change(cluster, Goal::Suspend, &part.name, limit, say)).await;
-        if part.plan == Plan::Await {
+        let suspended = Box::pin(change(cluster, Goal::Suspend, &target.name, limit, say)).await;
+        if target.plan == Plan::Await {
             return match suspended {
-                Ok(done) => Ok(kept(done)),
-                Err(error) => Err(NotKept::Runs(error)),
+                Ok(done) => Ok(outcome(done)),
+                Err(error) => Err(SuspendError::StillRuns(error)),
             };
         }
         match suspended {
             Err(Error::Refused { message, .. }) if message == RESUMED && left > 0 => {
                 tokio::time::sleep(PAUSE).await;
             }
-            Err(error) => return not_suspended(cluster, part, error).await,
-            Ok(done) => return to_run_again(cluster, part, done).await,
+            Err(error) => return call_off(cluster, target, error).await,
+            Ok(done) => return resume_suspended(cluster, target, done).await,
         }
     }
 }
 
-fn kept(done: Changed) -> Kept {
+fn outcome(done: Changed) -> Outcome {
     match done.note {
-        None => Kept::Yes(done.took.unwrap_or_default()),
-        Some(lost) => Kept::No(lost),
+        None => Outcome::MemoryKept(done.took.unwrap_or_default()),
+        Some(lost) => Outcome::MemoryLost(lost),
     }
 }
 
-/// The Sandbox, unless it has gone, or is another.
-async fn still_there(cluster: &Cluster, part: &Part) -> Result<Option<Sandbox>, Error> {
+/// Returns the Sandbox as it is now; `None` if it is deleted or another one has its name.
+async fn current(cluster: &Cluster, target: &Target) -> Result<Option<Sandbox>, Error> {
     let sandboxes: Api<Sandbox> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
-    let doing = format!("get Sandbox {}", part.name);
-    match call(&doing, sandboxes.get(&part.name)).await {
+    let doing = format!("get Sandbox {}", target.name);
+    match call(&doing, sandboxes.get(&target.name)).await {
         Ok(now) => {
-            let same = now.metadata.uid == part.uid && now.metadata.deletion_timestamp.is_none();
+            let same = now.metadata.uid == target.uid && now.metadata.deletion_timestamp.is_none();
             Ok(same.then_some(now))
         }
         Err(error) if error.is_missing() => Ok(None),
@@ -305,44 +316,59 @@ async fn still_there(cluster: &Cluster, part: &Part) -> Result<Option<Sandbox>, 
     }
 }
 
-/// Its Pod is gone. The next one waits for the node: that is not waited for.
-async fn to_run_again(cluster: &Cluster, part: &Part, done: Changed) -> Result<Kept, NotKept> {
-    match Box::pin(resume(cluster, part)).await {
-        Ok(()) => Ok(kept(done)),
-        Err(again) => Err(NotKept::StaysSuspended {
-            error: "it is suspended".to_owned(),
-            again,
+/// Resumes a suspended Sandbox, without a wait: its next Pod waits for the node.
+async fn resume_suspended(
+    cluster: &Cluster,
+    target: &Target,
+    done: Changed,
+) -> Result<Outcome, SuspendError> {
+    match Box::pin(resume(cluster, target)).await {
+        Ok(()) => Ok(outcome(done)),
+        Err(resume) => Err(SuspendError::StaysSuspended {
+            error: "suspended".to_owned(),
+            resume,
         }),
     }
 }
 
-/// Whatever was in the way, nobody is left suspended by a command that has ended: a suspension that is under way is called off, and it runs on.
-async fn not_suspended(cluster: &Cluster, part: &Part, error: Error) -> Result<Kept, NotKept> {
-    match Box::pin(resume(cluster, part)).await {
-        Ok(()) => match Box::pin(still_there(cluster, part)).await {
-            Ok(None) => Ok(Kept::Gone),
-            _ => Err(NotKept::Runs(error)),
+/// Calls off a suspension that failed, so that the command leaves no Sandbox suspended.
+async fn call_off(
+    cluster: &Cluster,
+    target: &Target,
+    error: Error,
+) -> Result<Outcome, SuspendError> {
+    match Box::pin(resume(cluster, target)).await {
+        Ok(()) => match Box::pin(current(cluster, target)).await {
+            Ok(None) => Ok(Outcome::Gone),
+            _ => Err(SuspendError::StillRuns(error)),
         },
-        Err(again) => Err(NotKept::StaysSuspended {
-            error: words(&error),
-            again,
+        Err(resume) => Err(SuspendError::StaysSuspended {
+            error: full_message(&error),
+            resume,
         }),
     }
 }
 
-async fn resume(cluster: &Cluster, part: &Part) -> Result<(), Error> {
+async fn resume(cluster: &Cluster, target: &Target) -> Result<(), Error> {
     let mut left = TRIES;
     loop {
         left -= 1;
-        let asked = async {
-            if Box::pin(still_there(cluster, part)).await?.is_some() {
+        let patched = async {
+            if Box::pin(current(cluster, target)).await?.is_some() {
                 let quietly = &|_: &str| {};
-                let none = Duration::ZERO;
-                Box::pin(change(cluster, Goal::Resume, &part.name, none, quietly)).await?;
+                let no_wait = Duration::ZERO;
+                Box::pin(change(
+                    cluster,
+                    Goal::Resume,
+                    &target.name,
+                    no_wait,
+                    quietly,
+                ))
+                .await?;
             }
             Ok(())
         };
-        match asked.await {
+        match patched.await {
             Err(_) if left > 0 => tokio::time::sleep(PAUSE).await,
             other => return other,
         }
@@ -356,8 +382,9 @@ mod tests {
 
     use super::*;
 
-    /// A Sandbox with its Pod on node `n`, by RuntimeClass `class`, whose handler `h` can hibernate there.
-    fn world(sandbox: Value, pod: Value) -> World {
+    /// Returns a Sandbox with its Pod on node `n` and RuntimeClass `class`, whose handler `h` can
+    /// hibernate on `n`.
+    fn objects(sandbox: Value, pod: Value) -> Objects {
         let mut all = json!({
             "sandbox": {
                 "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
@@ -378,15 +405,15 @@ mod tests {
             "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxNode", "metadata": {"name": "n"}, "spec": {},
             "status": {"runtimes": [{"handler": "h", "kind": "gVisor", "capabilities": {"hibernate": true}}]},
         });
-        World {
+        Objects {
             sandboxes: vec![serde_json::from_value(all["sandbox"].take()).unwrap()],
             pods: vec![serde_json::from_value(all["pod"].take()).unwrap()],
             nodes: vec![serde_json::from_value(node).unwrap()],
-            ..World::default()
+            ..Objects::default()
         }
     }
 
-    /// A merge patch (RFC 7396).
+    /// Applies a merge patch (RFC 7396).
     fn json_patch(target: &mut Value, patch: Value) {
         let Value::Object(patch) = patch else {
             *target = patch;
@@ -409,48 +436,51 @@ mod tests {
     }
 
     fn planned(sandbox: Value, pod: Value) -> Option<Plan> {
-        let parts = parts(&world(sandbox, pod), &classes(), "n");
-        parts.into_iter().next().map(|part| part.plan)
+        let targets = targets(&objects(sandbox, pod), &classes(), "n");
+        targets.into_iter().next().map(|target| target.plan)
     }
 
     #[test]
-    fn what_runs_on_the_node_and_can_be_saved_is_suspended() {
-        let parts = parts(&world(json!({}), json!({})), &classes(), "n");
-        let words: Vec<_> = parts.iter().map(Part::words).collect();
-        assert_eq!(words, ["sandbox.agents.x-k8s.io/s -n x"]);
-        assert_eq!(parts[0].plan, Plan::Keep);
+    fn a_sandbox_on_the_node_that_can_be_saved_is_suspended() {
+        let targets = targets(&objects(json!({}), json!({})), &classes(), "n");
+        let names: Vec<_> = targets.iter().map(Target::kubectl_name).collect();
+        assert_eq!(names, ["sandbox.agents.x-k8s.io/s -n x"]);
+        assert_eq!(targets[0].plan, Plan::Suspend);
     }
 
     #[test]
-    fn who_is_being_suspended_by_somebody_else_is_waited_for() {
+    fn a_suspension_by_another_client_is_waited_for() {
         let suspended = json!({"spec": {"operatingMode": "Suspended"}});
         assert_eq!(planned(suspended, json!({})), Some(Plan::Await));
     }
 
     #[rstest]
-    #[case::a_pools(
+    #[case::pool_member(
         json!({"metadata": {"ownerReferences": [
             {"apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool", "name": "w", "uid": "w", "controller": true},
         ]}}),
         json!({})
     )]
-    #[case::goes(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}), json!({}))]
+    #[case::is_deleted(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}), json!({}))]
     #[case::elsewhere(json!({}), json!({"spec": {"nodeName": "m"}}))]
     #[case::waits_for_a_node(json!({}), json!({"spec": {"nodeName": null}}))]
     #[case::has_not_started(json!({}), json!({"status": {"phase": "Pending"}}))]
     #[case::has_ended(json!({}), json!({"status": {"phase": "Failed"}}))]
     #[case::is_evicted(json!({}), json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))]
-    #[case::anothers(json!({}), json!({"metadata": {"ownerReferences": null}}))]
-    fn nothing_is_done_with_what_does_not_run_there(#[case] sandbox: Value, #[case] pod: Value) {
+    #[case::pod_of_another_owner(json!({}), json!({"metadata": {"ownerReferences": null}}))]
+    fn a_sandbox_that_does_not_run_on_the_node_is_left_out(
+        #[case] sandbox: Value,
+        #[case] pod: Value,
+    ) {
         assert_eq!(planned(sandbox, pod), None);
     }
 
     #[test]
-    fn what_every_pod_tolerates_is_no_cordon() {
+    fn a_pod_with_the_default_tolerations_does_not_ignore_a_cordon() {
         let not_ready = json!({"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300});
         let all_but_scheduling = json!({"operator": "Exists", "effect": "NoExecute"});
         let pod = json!({"spec": {"tolerations": [not_ready, all_but_scheduling]}});
-        assert_eq!(planned(json!({}), pod), Some(Plan::Keep));
+        assert_eq!(planned(json!({}), pod), Some(Plan::Suspend));
     }
 
     #[rstest]
@@ -467,13 +497,13 @@ mod tests {
         json!({}),
         "its suspension-strategy is Freeze"
     )]
-    #[case::says_something_else(
+    #[case::has_an_invalid_annotation(
         json!({"status": {"conditions": [{
             "type": "Hibernated", "status": "False", "reason": "InvalidAnnotation", "message": "which one",
             "lastTransitionTime": "2026-01-01T00:00:00Z",
         }]}}),
         json!({}),
-        "its condition would not tell what became of its memory (InvalidAnnotation: which one)"
+        "its condition Hibernated would not report whether the memory was saved (InvalidAnnotation: which one)"
     )]
     #[case::tolerates_all(
         json!({}),
@@ -500,14 +530,14 @@ mod tests {
         json!({"spec": {"runtimeClassName": "runc"}}),
         "RuntimeClass runc keeps no memory on this node"
     )]
-    fn what_would_lose_its_memory_is_left_and_the_reason_is_said(
+    fn a_sandbox_that_would_lose_its_memory_is_skipped_with_the_reason(
         #[case] sandbox: Value,
         #[case] pod: Value,
         #[case] why: &str,
     ) {
-        let Some(Plan::Leave(said)) = planned(sandbox, pod) else {
-            panic!("it is not left");
+        let Some(Plan::Skip(reason)) = planned(sandbox, pod) else {
+            panic!("not skipped");
         };
-        assert!(said.starts_with(why), "{said}");
+        assert!(reason.starts_with(why), "{reason}");
     }
 }

@@ -1,4 +1,4 @@
-//! What can go wrong: each says what was being done to what, and the remedy.
+//! Errors of the commands. Each names the operation, its object and the remedy.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use torpor_api::answers::is_of_another;
 
 use crate::units;
 
-/// Why a command did not do what it was asked.
+/// Failure of a command.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot use the kubeconfig{of}")]
@@ -34,7 +34,7 @@ pub enum Error {
     #[error("Sandbox {name}: {message}")]
     Refused { name: String, message: String },
     #[error(
-        "Sandbox {name}: not yet {goal} after {}; {last}. It goes on by itself: `kubectl torpor why {name} -n {namespace}`",
+        "Sandbox {name}: not yet {goal} after {}; {last}. The operation continues; to follow it: `kubectl torpor why {name} -n {namespace}`",
         units::span(*limit)
     )]
     Timeout {
@@ -45,7 +45,7 @@ pub enum Error {
         last: String,
     },
     #[error(
-        "Sandbox {name}: it was asked; what becomes of it cannot be watched ({why}): `kubectl torpor get {name} -n {namespace}`"
+        "Sandbox {name}: patched, but its progress cannot be watched ({why}); to see its state: `kubectl torpor get {name} -n {namespace}`"
     )]
     Unwatched {
         namespace: String,
@@ -62,7 +62,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// A call that the apiserver answered with an error, or did not get.
+    /// Returns the error of a call that the apiserver refused or did not receive. `doing` follows
+    /// "cannot".
     pub fn api(doing: impl Into<String>, source: kube::Error) -> Self {
         Self::Api {
             doing: doing.into(),
@@ -70,22 +71,22 @@ impl Error {
         }
     }
 
-    /// What to do about it, where the error itself does not say.
+    /// Returns the remedy, where the message of the error has none.
     pub fn remedy(&self) -> Option<String> {
         let remedy = match self {
             Self::Kubeconfig { .. } => {
-                "kubectl config get-contexts lists what there is; --kubeconfig or KUBECONFIG names the file"
+                "list the contexts with kubectl config get-contexts; name the file with --kubeconfig or KUBECONFIG"
             }
             Self::Client(_) => "log in to the cluster again",
             Self::Api { source, .. } => return remedy_of(source),
             Self::Unwatched { .. } => {
-                "to wait needs list and watch of Sandboxes; --timeout 0 does not wait"
+                "waiting needs the rights to list and watch Sandboxes; --timeout 0 does not wait"
             }
-            Self::NoAnswer { .. } => "is the cluster up? kubectl cluster-info tells",
-            Self::NoNode { .. } => "kubectl get nodes lists them",
+            Self::NoAnswer { .. } => "check that the cluster is up: kubectl cluster-info",
+            Self::NoNode { .. } => "list the nodes: kubectl get nodes",
             Self::NoSandbox { name, .. } => {
                 return Some(format!(
-                    "kubectl torpor get -A lists all; which one a claim holds, kubectl get sandboxclaim {name} -o yaml tells in its status"
+                    "list all: kubectl torpor get -A; if {name} is a SandboxClaim, its status names the Sandbox: kubectl get sandboxclaim {name} -o yaml"
                 ));
             }
             _ => return None,
@@ -93,23 +94,23 @@ impl Error {
         Some(remedy.to_owned())
     }
 
-    /// Whether the cluster does not serve the kind that was asked for.
+    /// Reports whether the cluster does not serve the kind of the call.
     pub fn is_unknown_kind(&self) -> bool {
         self.answer().is_some_and(is_unserved)
     }
 
-    /// Whether the object that was asked for is not there.
+    /// Reports whether the object of the call does not exist.
     pub fn is_missing(&self) -> bool {
         self.answer().is_some_and(is_missing)
     }
 
-    /// Whether the object is another than the one that the call was made from.
+    /// Reports whether the object has changed since it was read, or is another of the same name.
     pub fn is_conflict(&self) -> bool {
         let is_conflict = |status: &Status| status.is_conflict() || is_of_another(status);
         self.answer().is_some_and(is_conflict)
     }
 
-    /// What the apiserver said to the call.
+    /// Returns the status with which the apiserver refused the call.
     fn answer(&self) -> Option<&Status> {
         match self {
             Self::Api { source, .. } => answer_of(source),
@@ -117,7 +118,7 @@ impl Error {
         }
     }
 
-    /// Whether nobody knows what became of it, as against a failure.
+    /// Reports whether the outcome is unknown, which is no failure.
     pub fn is_unknown(&self) -> bool {
         matches!(
             self,
@@ -126,12 +127,14 @@ impl Error {
     }
 }
 
-/// An object that is not there has this reason. A kind that is not served has none: its path is not.
+// The reason is that of a missing object. For a kind that is not served, the path is unknown and
+// the answer has no reason.
 fn is_missing(status: &Status) -> bool {
     status.reason == "NotFound"
 }
 
-/// By the code: kube 5.0.0 asks whether the reason that it looks for is a known one, not the reason that came, and so never looks at the code.
+// kube 5.0.0 has no usable check: it tests whether the expected reason is a known one instead of
+// the reason of the answer, and so never tests the code.
 fn is_unserved(status: &Status) -> bool {
     status.code == 404 && !is_missing(status)
 }
@@ -150,39 +153,40 @@ fn remedy_of(error: &kube::Error) -> Option<String> {
             return Some(right.map_or_else(refused, |right| right.remedy()));
         }
         kube::Error::Api(status) if status.code == 401 => {
-            "the cluster does not know you: log in again"
+            "the cluster does not accept your credentials: log in again"
         }
         kube::Error::Api(status) if is_missing(status) => {
-            "it is gone: kubectl torpor get lists what there is"
+            "the object is gone; list the Sandboxes: kubectl torpor get"
         }
         kube::Error::Api(status) if is_unserved(status) => {
-            "the cluster does not know this kind: is Torpor installed? kubectl torpor doctor tells"
+            "the cluster does not serve this kind; check the installation of Torpor: kubectl torpor doctor"
         }
         kube::Error::Service(_) | kube::Error::HyperError(_) => {
-            "is the cluster up, and is it the right context? kubectl cluster-info tells"
+            "check that the cluster is up and the context is right: kubectl cluster-info"
         }
         _ => return None,
     };
     Some(remedy.to_owned())
 }
 
-/// An admission webhook and a quota refuse in the same way.
+// Admission webhooks and quotas also answer 403.
 fn refused() -> String {
-    "you may not: the message says who refuses, and why".to_owned()
+    "not allowed: the message names the policy that refuses, and the reason".to_owned()
 }
 
-/// What somebody lacks the right to do.
+/// Right that a user lacks.
 #[derive(Debug, PartialEq, Eq)]
 struct Right<'a> {
     verb: &'a str,
-    /// As kubectl takes it.
+    /// Resource in kubectl's form, `RESOURCE.GROUP`.
     resource: String,
-    /// None: of the whole cluster.
+    /// Namespace of the right; `None` for the whole cluster.
     namespace: Option<&'a str>,
 }
 
 impl<'a> Right<'a> {
-    /// The right that an apiserver's refusal names: `User "jane" cannot list resource "pods" in API group "" in the namespace "x"`.
+    /// Parses an apiserver's refusal:
+    /// `User "jane" cannot list resource "pods" in API group "" in the namespace "x"`.
     fn missed(message: &'a str) -> Option<Self> {
         let (_, message) = message.split_once("\" cannot ")?;
         let (verb, message) = message.split_once(" resource \"")?;
@@ -207,29 +211,31 @@ impl<'a> Right<'a> {
             None => ("clusterrole", String::new()),
         };
         format!(
-            "you may not: an administrator gives you the right by kubectl create {role} NAME --verb={verb} --resource={resource}{place} and kubectl create {role}binding; kubectl auth can-i --list{place} tells what you may"
+            "not allowed: an administrator grants the right with kubectl create {role} NAME --verb={verb} --resource={resource}{place} and kubectl create {role}binding; list your rights: kubectl auth can-i --list{place}"
         )
     }
 }
 
-/// An error with all its causes, in one line. Causes that repeat what was said are left out.
-pub fn words(error: &(dyn std::error::Error + 'static)) -> String {
+/// Returns an error with all its causes in one line, without causes that repeat a text before.
+pub fn full_message(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = String::new();
     let mut next = Some(error);
     while let Some(error) = next {
         let answer = answer_in(error);
-        let said = answer.map_or_else(|| error.to_string(), |status| status.message.clone());
-        if !text.contains(&said) {
-            let and = if text.is_empty() { "" } else { ": " };
-            text.push_str(and);
-            text.push_str(&said);
+        let message = answer.map_or_else(|| error.to_string(), |status| status.message.clone());
+        if !text.contains(&message) {
+            let separator = if text.is_empty() { "" } else { ": " };
+            text.push_str(separator);
+            text.push_str(&message);
         }
         next = error.source().filter(|_| answer.is_none());
     }
     text
 }
 
-/// The apiserver's answer, where the error is nothing else: in its own words it is followed by the same in Rust's notation.
+/// Returns the apiserver's answer, where the error is nothing else.
+///
+/// The error's own text repeats the answer in Rust's debug notation.
 fn answer_in<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Status> {
     let boxed = || error.downcast_ref::<Box<kube::Error>>().map(AsRef::as_ref);
     let error = error.downcast_ref::<kube::Error>().or_else(boxed)?;
@@ -250,8 +256,8 @@ mod tests {
     }
 
     #[test]
-    fn what_the_apiserver_says_is_told_once_and_in_its_own_words() {
-        let text = words(&answered(403, "Forbidden", FORBIDDEN));
+    fn the_apiservers_message_is_printed_once_and_unchanged() {
+        let text = full_message(&answered(403, "Forbidden", FORBIDDEN));
         assert_eq!(text, format!("cannot patch Sandbox demo: {FORBIDDEN}"));
     }
 
@@ -266,14 +272,14 @@ mod tests {
     )]
     #[case(
         "admission webhook \"policy\" denied the request: no sandbox may sleep",
-        "who refuses, and why"
+        "the policy that refuses"
     )]
-    fn who_may_not_is_told_which_right_is_missing_and_how_to_get_it(
+    fn a_missing_right_is_named_with_the_command_that_grants_it(
         #[case] message: &str,
         #[case] expected: &str,
     ) {
         let remedy = answered(403, "Forbidden", message).remedy().unwrap();
-        assert!(remedy.starts_with("you may not: "), "{remedy}");
+        assert!(remedy.starts_with("not allowed: "), "{remedy}");
         assert!(remedy.contains(expected), "{remedy}");
     }
 
@@ -291,7 +297,7 @@ mod tests {
         r#"Sandbox.agents.x-k8s.io "demo" is invalid: spec.operatingMode: Unsupported value: "x""#,
         false
     )]
-    fn a_patch_of_another_object_of_the_name_is_a_conflict(
+    fn a_patch_of_another_object_of_the_same_name_is_a_conflict(
         #[case] code: u16,
         #[case] reason: &str,
         #[case] message: &str,
@@ -301,11 +307,11 @@ mod tests {
     }
 
     #[test]
-    fn an_object_that_is_gone_is_not_a_kind_that_nobody_knows() {
+    fn a_missing_object_is_not_an_unknown_kind() {
         let gone = answered(404, "NotFound", "sandboxes \"demo\" not found");
         assert!(gone.is_missing() && !gone.is_unknown_kind());
-        assert!(gone.remedy().unwrap().starts_with("it is gone"));
-        // What is no JSON, kube gives a reason of its own.
+        assert!(gone.remedy().unwrap().starts_with("the object is gone"));
+        // For an answer that is no JSON, kube makes up a reason.
         let unknown = answered(404, "Failed to parse error data", "404 page not found");
         assert!(unknown.is_unknown_kind() && !unknown.is_missing());
         assert!(unknown.remedy().unwrap().contains("doctor"));

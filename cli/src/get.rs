@@ -3,12 +3,12 @@
 use jiff::Timestamp;
 use serde::Serialize;
 
-use crate::output::Shown;
+use crate::output::Render;
 use crate::table::Table;
 use crate::units;
 use crate::view::View;
 
-/// What `get` prints.
+/// Output of `get`.
 #[derive(Debug, Serialize)]
 pub struct Listing {
     pub items: Vec<View>,
@@ -21,16 +21,16 @@ pub struct Listing {
 const HEADINGS: [&str; 8] = [
     "NAME",
     "STATE",
-    "ASLEEP",
+    "ASLEEP FOR",
     "MEMORY AWAKE",
     "MEMORY ASLEEP",
     "IMAGE",
     "NODE",
     "LAST WAKE",
 ];
-const WIDE: [&str; 4] = ["SINCE", "POD", "REASON", "MESSAGE"];
+const WIDE: [&str; 4] = ["IN STATE FOR", "POD", "REASON", "MESSAGE"];
 
-impl Shown for Listing {
+impl Render for Listing {
     fn text(&self, wide: bool) -> String {
         let namespace = self.with_namespaces.then_some("NAMESPACE");
         let more: &[&str] = if wide { &WIDE } else { &[] };
@@ -89,7 +89,7 @@ impl Listing {
         row
     }
 
-    /// `420ms, 5m ago (Packet)`.
+    /// Returns the last wake as `420ms, 5m ago (Packet)`.
     fn last_wake(&self, view: &View) -> String {
         let Some(wake) = &view.last_wake else {
             return String::new();
@@ -100,11 +100,11 @@ impl Listing {
     }
 }
 
-/// What stands in place of a table without rows.
-pub fn nothing(namespace: Option<&str>) -> String {
+/// Returns the message for an empty list.
+pub fn nothing_found(namespace: Option<&str>) -> String {
     match namespace {
-        Some(namespace) => format!("No Sandboxes in namespace {namespace}."),
-        None => "No Sandboxes.".to_owned(),
+        Some(namespace) => format!("No Sandboxes found in namespace {namespace}."),
+        None => "No Sandboxes found.".to_owned(),
     }
 }
 
@@ -125,12 +125,12 @@ mod tests {
     }
 
     #[test]
-    fn a_table_shows_what_each_sandbox_does_and_costs() {
+    fn a_table_shows_state_and_memory_of_each_sandbox() {
         insta::assert_snapshot!(rendered(&listing(false), Format::Table).unwrap());
     }
 
     #[test]
-    fn a_wide_table_of_all_namespaces_says_why() {
+    fn a_wide_table_of_all_namespaces_has_reason_and_message() {
         insta::assert_snapshot!(rendered(&listing(true), Format::Wide).unwrap());
     }
 
@@ -145,12 +145,12 @@ mod tests {
     }
 
     #[test]
-    fn names_are_kubectls() {
+    fn names_have_kubectls_form() {
         insta::assert_snapshot!(rendered(&listing(false), Format::Name).unwrap());
     }
 
     #[test]
-    fn data_has_every_figure_and_leaves_out_what_is_not_known() {
+    fn data_has_every_figure_and_leaves_out_unknown_ones() {
         insta::assert_snapshot!(rendered(&listing(false), Format::Yaml).unwrap());
         let json = rendered(&listing(false), Format::Json).unwrap();
         let json: serde_json::Value = serde_json::from_str(&json).unwrap();

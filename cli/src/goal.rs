@@ -1,4 +1,4 @@
-//! How far a Sandbox is on its way to what was asked of it. Pure.
+//! Patches for the requested change of a Sandbox, and its progress. Pure.
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
@@ -9,16 +9,16 @@ use torpor_api::conditions::{self, FINISHED, HIBERNATED, READY, RESTORED, SUSPEN
 use torpor_api::reasons::{hibernated, restored};
 use torpor_api::{OperatingMode, Sandbox};
 
+use crate::texts;
 use crate::view::conditions_of;
-use crate::words;
 
-/// How far a time that was set by this machine's clock may be ahead of the apiserver's.
+/// Maximum by which a time of this machine's clock may be ahead of the apiserver's clock.
 const AHEAD: SignedDuration = SignedDuration::from_secs(2);
 
-/// What is said of one that was asked to suspend, and that somebody has resumed since.
-pub const RESUMED: &str = "it was resumed meanwhile, and runs on";
+/// Message for a Sandbox that was resumed by another client while it was being suspended.
+pub const RESUMED: &str = "resumed meanwhile; it keeps running";
 
-/// What a command asks of a Sandbox.
+/// State that a command requests of a Sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Goal {
     Hibernate,
@@ -27,18 +27,18 @@ pub enum Goal {
     Resume,
 }
 
-/// How far it is.
+/// Progress of a Sandbox towards a goal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// On its way; the words say where.
+    /// Under way; the text describes the condition.
     Waiting(String),
     Done,
-    /// It will not get there without somebody doing something; what and why.
+    /// Waiting does not lead to the goal; the text has the reason and the remedy.
     Refused(String),
 }
 
 impl Goal {
-    /// `hibernated`, behind "is" and "not yet".
+    /// Returns the word for the reached goal, to follow "is" and "not yet".
     pub fn participle(self) -> &'static str {
         match self {
             Self::Hibernate => "hibernated",
@@ -48,34 +48,36 @@ impl Goal {
         }
     }
 
-    /// The merge patch that asks for it; `Err`: why it makes no sense for this Sandbox.
+    /// Returns the merge patch that requests the goal; `Err`: why this Sandbox cannot reach it.
     pub fn patch(self, sandbox: &Sandbox, now: Timestamp) -> Result<Value, String> {
         let suspended = sandbox.spec.operating_mode == OperatingMode::Suspended;
         match self {
             Self::Hibernate if suspended => {
-                Err("it is suspended: it has no Pod, its memory is on disk already".to_owned())
+                Err("suspended already: it has no Pod, and its memory is on disk".to_owned())
             }
             Self::Wake if suspended => {
-                Err("it is suspended: `kubectl torpor resume` makes it run again".to_owned())
+                Err("suspended: to make it run again, use `kubectl torpor resume`".to_owned())
             }
             Self::Hibernate => {
-                // Also a time of an earlier wake that is still to come would wake it.
+                // The time of an earlier wake may still be in the future and would end the sleep.
                 let annotations = json!({HIBERNATE: "true", WAKE_AT: null});
                 Ok(json!({"metadata": {"annotations": annotations}}))
             }
             Self::Wake => {
-                // A wish in the pod template holds until the Sandbox itself says otherwise.
+                // An annotation of the pod template holds until the Sandbox overrides it.
                 let template = sandbox.spec.pod_template.annotations();
                 let by_template = template.is_some_and(|all| all.contains_key(HIBERNATE));
                 let value = by_template.then_some("false");
-                // Of one that fell asleep by itself there is no wish to take back. It may do so again as after any use.
+                // A sandbox that sleeps because it was idle has no annotation to remove. After the
+                // wake it may sleep again when it has been idle.
                 let annotations = json!({HIBERNATE: value, WAKE_AT: now.to_string()});
                 Ok(json!({"metadata": {"annotations": annotations}}))
             }
             Self::Suspend => {
                 let mut patch = json!({"spec": {"operatingMode": "Suspended"}});
-                // A time that is over would resume it at once; one that is still to come stays, also if somebody is just setting it.
-                if was_to_be_awake(sandbox, now) {
+                // A `next-wakeup` in the past would resume the Sandbox at once. One in the future
+                // stays, also if another client sets it now: hence the resource version.
+                if is_wakeup_past(sandbox, now) {
                     patch["metadata"] = json!({
                         "annotations": {NEXT_WAKEUP: null},
                         "resourceVersion": sandbox.metadata.resource_version,
@@ -87,21 +89,25 @@ impl Goal {
         }
     }
 
-    /// The patch that sets the time right that was asked for, by the apiserver's clock, as far as `written` tells it; none where it is right. A sandbox sleeps and wakes by the
-    /// cluster's clock: a time that is behind may be before it fell asleep, which wakes nobody, and one that is ahead is waited for.
-    pub fn set_right(self, written: &Sandbox) -> Option<Value> {
+    /// Returns the patch that corrects `wake-at` to the apiserver's clock; `None` where the time is
+    /// right or the clock is unknown.
+    ///
+    /// `written` is the Sandbox after the patch; its managed fields have the apiserver's time. A
+    /// sandbox sleeps and wakes by the cluster's clock. A time that is behind may be before the
+    /// start of the sleep and would not end it; a time that is ahead would delay the wake.
+    pub fn corrected_time(self, written: &Sandbox) -> Option<Value> {
         if self != Self::Wake {
             return None;
         }
         let metadata = &written.metadata;
-        let asked = metadata.annotations.as_ref()?.get(WAKE_AT)?;
-        let asked = asked.parse::<Timestamp>().ok()?;
+        let requested = metadata.annotations.as_ref()?.get(WAKE_AT)?;
+        let requested = requested.parse::<Timestamp>().ok()?;
         let writes = metadata.managed_fields.iter().flatten();
-        // In whole seconds.
+        // The apiserver writes whole seconds.
         let theirs = writes
             .filter_map(|write| Some(write.time.as_ref()?.0))
             .max()?;
-        if (SignedDuration::ZERO..=AHEAD).contains(&asked.duration_since(theirs)) {
+        if (SignedDuration::ZERO..=AHEAD).contains(&requested.duration_since(theirs)) {
             return None;
         }
         let next = theirs.checked_add(SignedDuration::from_secs(1)).ok()?;
@@ -109,16 +115,18 @@ impl Goal {
         Some(json!({"metadata": {"annotations": annotations}}))
     }
 
-    /// Whether the Sandbox' Pod lacks what the controller is to copy to it.
+    /// Reports whether the Pod lacks the annotation that the controller copies from the Sandbox.
     pub fn is_not_copied(self, pod: &Pod) -> bool {
         let annotations = pod.metadata.annotations.as_ref();
         self == Self::Wake && annotations.is_none_or(|all| !all.contains_key(WAKE_AT))
     }
 
-    /// How far `now` is, where `before` is the Sandbox as it was when the patch was sent: what stood there then is no answer to it.
+    /// Returns the progress of `now`, where `before` is the Sandbox before the patch.
+    ///
+    /// Conditions that are the same in `before` do not answer the patch.
     pub fn progress(self, before: &Sandbox, now: &Sandbox) -> Progress {
         if now.metadata.deletion_timestamp.is_some() {
-            return Progress::Refused("it is being deleted".to_owned());
+            return Progress::Refused("being deleted".to_owned());
         }
         if self.is_reached(now) {
             return Progress::Done;
@@ -127,18 +135,18 @@ impl Goal {
             return Progress::Refused(RESUMED.to_owned());
         }
         if let Some(ended) = self.ended(now) {
-            return Progress::Refused(format!("its program has ended ({})", said(ended)));
+            return Progress::Refused(format!("its program has ended ({})", described(ended)));
         }
-        match self.telling(now) {
+        match self.leading_condition(now) {
             Some(condition)
                 if self.is_final(condition)
-                    && is_news(condition, before)
+                    && has_changed(condition, before)
                     && !starts_cold_soon(condition, now) =>
             {
                 Progress::Refused(refusal(condition))
             }
-            Some(condition) => Progress::Waiting(said(condition)),
-            None => Progress::Waiting("the controller has not said anything yet".to_owned()),
+            Some(condition) => Progress::Waiting(described(condition)),
+            None => Progress::Waiting("the controller has not set a condition yet".to_owned()),
         }
     }
 
@@ -163,15 +171,15 @@ impl Goal {
         }
     }
 
-    /// The condition that says that there is nothing left to sleep or to wake.
+    /// Returns the condition `Finished` where the sandbox can neither sleep nor wake any more.
     fn ended(self, sandbox: &Sandbox) -> Option<&Condition> {
         let in_place = matches!(self, Self::Hibernate | Self::Wake);
         let finished = conditions::find(conditions_of(sandbox), FINISHED);
         finished.filter(|c| in_place && c.status == "True")
     }
 
-    /// The condition that has most to say of the way there.
-    fn telling(self, sandbox: &Sandbox) -> Option<&Condition> {
+    /// Returns the condition that describes the progress best.
+    fn leading_condition(self, sandbox: &Sandbox) -> Option<&Condition> {
         let all = conditions_of(sandbox);
         let find = |type_| conditions::find(all, type_);
         match self {
@@ -183,7 +191,7 @@ impl Goal {
         }
     }
 
-    /// Whether waiting alone will not mend what the condition says.
+    /// Reports whether the fault in the condition does not end by waiting.
     fn is_final(self, condition: &Condition) -> bool {
         if condition.status != "False" {
             return false;
@@ -194,9 +202,10 @@ impl Goal {
                 reason,
                 hibernated::RUNTIME_NOT_CAPABLE | hibernated::INVALID_ANNOTATION
             ),
-            // A suspension goes on without the memory; RuntimeNotCapable is what was lost, not that it failed.
+            // A suspension continues without the memory: RuntimeNotCapable means that the memory is
+            // lost, not that the suspension failed.
             Self::Suspend => false,
-            // The agent tries a wake in place again by itself.
+            // The agent retries a wake in place.
             Self::Wake => matches!(
                 reason,
                 restored::IMAGE_MISSING
@@ -204,7 +213,7 @@ impl Goal {
                     | restored::FINGERPRINT_MISMATCH
                     | restored::RUNSC_REVOKED
             ),
-            // The node that is asked for the memory answers within seconds.
+            // The node answers a request for the memory within seconds.
             Self::Resume => {
                 let goes_on = [restored::COLD_STARTED, restored::ASKING_NODE];
                 restored::ALL.contains(&reason) && !goes_on.contains(&reason)
@@ -213,13 +222,15 @@ impl Goal {
     }
 }
 
-/// Whether a time at which it is to be awake stands there and is over. The controller tells of a wrong one.
-fn was_to_be_awake(sandbox: &Sandbox, now: Timestamp) -> bool {
+/// Reports whether the Sandbox has a `next-wakeup` in the past.
+///
+/// The controller reports an invalid one.
+fn is_wakeup_past(sandbox: &Sandbox, now: Timestamp) -> bool {
     let settings = Settings::read(sandbox.metadata.annotations.as_ref(), None);
     settings.next_wakeup.is_some_and(|at| at <= now)
 }
 
-/// Whether the node of its memory is waited for, and only for a while.
+/// Reports whether the wait for the node that has the memory ends with a cold start.
 fn starts_cold_soon(condition: &Condition, sandbox: &Sandbox) -> bool {
     let template = sandbox.spec.pod_template.annotations();
     let settings = Settings::read(sandbox.metadata.annotations.as_ref(), template);
@@ -227,8 +238,8 @@ fn starts_cold_soon(condition: &Condition, sandbox: &Sandbox) -> bool {
     gives_up && condition.reason == restored::NODE_UNAVAILABLE
 }
 
-/// Whether the condition says something else than before the patch.
-fn is_news(condition: &Condition, before: &Sandbox) -> bool {
+/// Reports whether the condition differs from that before the patch.
+fn has_changed(condition: &Condition, before: &Sandbox) -> bool {
     let old = conditions::find(conditions_of(before), &condition.type_);
     old.is_none_or(|old| {
         (&old.reason, &old.message, &old.last_transition_time)
@@ -240,7 +251,7 @@ fn is_news(condition: &Condition, before: &Sandbox) -> bool {
     })
 }
 
-fn said(condition: &Condition) -> String {
+fn described(condition: &Condition) -> String {
     match condition.message.is_empty() {
         true => condition.reason.clone(),
         false => format!("{}: {}", condition.reason, condition.message),
@@ -248,21 +259,21 @@ fn said(condition: &Condition) -> String {
 }
 
 fn refusal(condition: &Condition) -> String {
-    match words::remedy(&condition.reason) {
+    match texts::remedy(&condition.reason) {
         Some(remedy) => format!(
             "{}. Remedy: {remedy}",
-            said(condition).trim_end_matches('.')
+            described(condition).trim_end_matches('.')
         ),
-        None => said(condition),
+        None => described(condition),
     }
 }
 
-/// What the user should know once it is done: what was lost, what will happen next.
+/// Returns a warning for a goal that was reached without the memory; `None` if all went well.
 pub fn note(goal: Goal, now: &Sandbox) -> Option<String> {
     let all = conditions_of(now);
     match goal {
         Goal::Suspend if !conditions::is_true(all, HIBERNATED) => {
-            let why = conditions::find(all, HIBERNATED).map(said);
+            let why = conditions::find(all, HIBERNATED).map(described);
             let strategy = Settings::read(
                 now.metadata.annotations.as_ref(),
                 now.spec.pod_template.annotations(),
@@ -275,7 +286,7 @@ pub fn note(goal: Goal, now: &Sandbox) -> Option<String> {
         }
         Goal::Resume => conditions::find(all, RESTORED)
             .filter(|c| c.status == "False")
-            .map(said),
+            .map(described),
         _ => None,
     }
 }
@@ -334,7 +345,7 @@ mod tests {
     #[case(Goal::Resume, &[("Ready", "False", "DependenciesNotReady")])]
     #[case(Goal::Resume, &[("Restored", "False", "ColdStarted"), ("Ready", "False", "X")])]
     #[case(Goal::Resume, &[("Restored", "False", "AskingNode"), ("Ready", "False", "X")])]
-    fn on_the_way_the_conditions_words_are_told(
+    fn a_condition_that_is_not_final_is_waited_for(
         #[case] goal: Goal,
         #[case] conditions: &[(&str, &str, &str)],
     ) {
@@ -348,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_suspension_that_somebody_has_taken_back_is_not_waited_for() {
+    fn a_suspension_that_was_undone_meanwhile_is_refused() {
         let now = sandbox("Running", &[("Hibernated", "False", "Saving")]);
         let refused = Progress::Refused(RESUMED.to_owned());
         assert_eq!(Goal::Suspend.progress(&now, &now), refused);
@@ -360,7 +371,7 @@ mod tests {
     #[case(Goal::Wake, ("Restored", "False", "ImageCorrupt"))]
     #[case(Goal::Resume, ("Restored", "False", "NodeUnavailable"))]
     #[case(Goal::Resume, ("Restored", "False", "NodeMismatch"))]
-    fn what_waiting_does_not_mend_is_a_refusal_with_a_remedy_unless_it_stood_there_before(
+    fn a_new_final_condition_is_a_refusal_with_a_remedy(
         #[case] goal: Goal,
         #[case] condition: (&str, &str, &str),
     ) {
@@ -373,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn where_the_memory_is_given_up_in_a_while_that_is_waited_for() {
+    fn a_cold_start_to_come_is_waited_for() {
         let mut now = sandbox("Running", &[("Restored", "False", "NodeUnavailable")]);
         let cold = ("torpor.dev/on-restore-failure", "ColdStart");
         now.metadata.annotations = Some([(cold.0.to_owned(), cold.1.to_owned())].into());
@@ -383,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_program_that_has_ended() {
+    fn a_program_that_has_ended_is_a_refusal() {
         let ended = [
             ("Finished", "True", "PodSucceeded"),
             ("Ready", "False", "X"),
@@ -393,7 +404,7 @@ mod tests {
             let refused = Progress::Refused("its program has ended (PodSucceeded: words)".into());
             assert_eq!(goal.progress(&now, &now), refused);
         }
-        // That ends with a new Pod.
+        // A resume ends with a new Pod.
         assert!(matches!(
             Goal::Resume.progress(&now, &now),
             Progress::Waiting(_)
@@ -401,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_condition_of_an_older_spec_reaches_nothing() {
+    fn a_condition_of_an_older_generation_does_not_count() {
         let mut now = sandbox("Suspended", &[("Suspended", "True", "PodTerminated")]);
         now.metadata.generation = Some(3);
         assert!(matches!(
@@ -411,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn waking_takes_the_wish_back_also_that_of_the_pod_template() {
+    fn a_wake_overrides_the_annotations_of_sandbox_and_pod_template() {
         let now = "2026-01-01T12:00:00.2Z";
         let woken = |sandbox: &Sandbox| {
             let patch = Goal::Wake.patch(sandbox, now.parse().unwrap());
@@ -430,9 +441,9 @@ mod tests {
     #[rstest]
     #[case("True", "Hibernated")]
     #[case("False", "Dozing")]
-    // What it says of its sleep is hidden behind a wrong annotation.
+    // The invalid annotation hides the state of the sleep.
     #[case("False", "InvalidAnnotation")]
-    fn whatever_made_it_sleep_it_is_woken_and_no_time_but_the_plugins_own_is_touched(
+    fn a_wake_sets_wake_at_whatever_made_the_sandbox_sleep_and_keeps_next_wakeup(
         #[case] status: &str,
         #[case] reason: &str,
     ) {
@@ -450,7 +461,7 @@ mod tests {
     #[case(Some("2026-01-01T11:59:59Z"), true)]
     #[case(Some("2026-01-01T12:00:01Z"), false)]
     #[case(Some("tomorrow"), false)]
-    fn a_suspension_takes_a_time_off_that_is_over_and_that_one_only(
+    fn a_suspension_removes_a_next_wakeup_in_the_past_only(
         #[case] written: Option<&str>,
         #[case] over: bool,
     ) {
@@ -465,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn who_hibernates_it_takes_the_time_of_an_earlier_wake_off() {
+    fn a_hibernation_removes_the_time_of_an_earlier_wake() {
         let patch = Goal::Hibernate.patch(&sandbox("Running", &[]), Timestamp::UNIX_EPOCH);
         let annotations = &patch.unwrap()["metadata"]["annotations"];
         assert_eq!(*annotations, json!({HIBERNATE: "true", WAKE_AT: null}));
@@ -476,16 +487,16 @@ mod tests {
     #[case::hardly_ahead("2026-01-01T12:00:02Z", None)]
     #[case::ahead("2026-01-01T13:00:00Z", Some("2026-01-01T12:00:01Z"))]
     #[case::behind("2026-01-01T11:59:30Z", Some("2026-01-01T12:00:01Z"))]
-    fn a_time_to_wake_is_one_of_the_clusters_clock(
-        #[case] asked: &str,
+    fn a_time_to_wake_is_corrected_to_the_clusters_clock(
+        #[case] requested: &str,
         #[case] right: Option<&str>,
     ) {
         let mut written = sandbox("Running", &[]);
-        written.metadata.annotations = Some([(WAKE_AT.to_owned(), asked.to_owned())].into());
+        written.metadata.annotations = Some([(WAKE_AT.to_owned(), requested.to_owned())].into());
         assert_eq!(
-            Goal::Wake.set_right(&written),
+            Goal::Wake.corrected_time(&written),
             None,
-            "nobody tells the time"
+            "the apiserver's time is unknown"
         );
         written.metadata.managed_fields = serde_json::from_value(json!([
             {"manager": "torpor-controller", "time": "2026-01-01T11:00:00Z"},
@@ -493,8 +504,8 @@ mod tests {
         ]))
         .unwrap();
         let right = right.map(|right| json!({"metadata": {"annotations": {WAKE_AT: right}}}));
-        assert_eq!(Goal::Wake.set_right(&written), right);
-        assert_eq!(Goal::Resume.set_right(&written), None);
+        assert_eq!(Goal::Wake.corrected_time(&written), right);
+        assert_eq!(Goal::Resume.corrected_time(&written), None);
     }
 
     #[test]
@@ -512,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_lost_is_told() {
+    fn lost_memory_is_a_warning() {
         let lost = sandbox(
             "Suspended",
             &[
@@ -520,8 +531,8 @@ mod tests {
                 ("Hibernated", "False", "RuntimeNotCapable"),
             ],
         );
-        let told = note(Goal::Suspend, &lost).unwrap();
-        assert_eq!(told, "memory was not kept (RuntimeNotCapable: words)");
+        let warning = note(Goal::Suspend, &lost).unwrap();
+        assert_eq!(warning, "memory was not kept (RuntimeNotCapable: words)");
         let kept = sandbox("Suspended", &[("Hibernated", "True", "Hibernated")]);
         assert_eq!(note(Goal::Suspend, &kept), None);
         let cold = sandbox("Running", &[("Restored", "False", "ColdStarted")]);

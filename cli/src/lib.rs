@@ -1,13 +1,14 @@
-//! `kubectl torpor`: what a person asks of Torpor, and how they ask for it. All of it over the Kubernetes API.
+//! `kubectl torpor`: the kubectl plugin of Torpor. It uses the Kubernetes API only.
 //!
 //! - [`args`]: the command line
-//! - [`connect`], [`world`]: the client, and one look at what the API has
-//! - [`view`]: what the API's objects say of a sandbox, joined. Pure
+//! - [`connect`], [`objects`]: the client, and the lists of API objects
+//! - [`view`]: the API objects of a sandbox, joined. Pure
 //! - [`get`], [`top`], [`why`]: views as text and as data. Pure
-//! - [`change`], [`goal`]: `hibernate`, `wake`, `suspend`, `resume`: one patch, then waiting for conditions; `goal` decides, and is pure
-//! - [`drain`]: the same of all sandboxes of a node that is to be taken away
-//! - [`doctor`]: facts of a cluster, and what is wrong with them. The checks are pure
-//! - [`complete`]: what kubectl and shells ask while somebody types
+//! - [`change`], [`goal`]: `hibernate`, `wake`, `suspend`, `resume`: one patch, then a wait for
+//!   conditions. `goal` decides, and is pure
+//! - [`drain`]: suspension of all sandboxes of a node before `kubectl drain`
+//! - [`doctor`]: facts of a cluster, and checks of the facts. The checks are pure
+//! - [`complete`]: completion for kubectl and shells
 //! - [`run`]: from arguments to an exit code
 
 pub mod args;
@@ -19,12 +20,12 @@ pub mod drain;
 pub mod error;
 pub mod get;
 pub mod goal;
+pub mod objects;
 pub mod output;
 pub mod run;
 pub mod table;
+pub mod texts;
 pub mod top;
 pub mod units;
 pub mod view;
 pub mod why;
-pub mod words;
-pub mod world;

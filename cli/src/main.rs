@@ -1,18 +1,18 @@
-//! `kubectl-torpor`: see the crate's own documentation.
+//! `kubectl-torpor`: see the documentation of the library crate.
 
 use std::process::ExitCode;
 
 use clap::Parser;
-use torpor_cli::{args::Args, output::tell, run};
+use torpor_cli::{args::Args, output::print_error, run};
 
 fn main() -> ExitCode {
-    // First of all: with two TLS providers in the tree the first connection would panic.
+    // Two TLS providers are linked in; without a default one the first connection would panic.
     if rustls::crypto::aws_lc_rs::default_provider()
         .install_default()
         .is_err()
     {
-        tell("kubectl-torpor: a TLS provider is installed already");
+        print_error("kubectl-torpor: a TLS provider is installed already");
         return ExitCode::FAILURE;
     }
-    run::to_the_end(Args::parse())
+    run::run_to_completion(Args::parse())
 }

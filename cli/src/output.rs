@@ -1,4 +1,4 @@
-//! What is printed: text, or the same as data.
+//! Output of the commands, as text or as data.
 
 use std::io::Write;
 
@@ -8,17 +8,17 @@ use crate::args::Format;
 use crate::error::Error;
 use crate::table::printable;
 
-/// Something that can be printed in each form.
-pub trait Shown: Serialize {
-    /// For people. `wide` asks for more.
+/// Result of a command that can be printed in each format.
+pub trait Render: Serialize {
+    /// Returns the result as text; with more columns if `wide`.
     fn text(&self, wide: bool) -> String;
 
-    /// `kind.group/name`, one each.
+    /// Returns the names of the objects, as `kind.group/name`.
     fn names(&self) -> Vec<String>;
 }
 
-/// The output in a form, with the end of its last line.
-pub fn rendered(what: &impl Shown, format: Format) -> Result<String, Error> {
+/// Returns a result in a format, with a line feed at the end.
+pub fn rendered(what: &impl Render, format: Format) -> Result<String, Error> {
     let fails = |format, message| Error::Format { format, message };
     Ok(match format {
         Format::Table => what.text(false),
@@ -40,7 +40,7 @@ pub fn rendered(what: &impl Shown, format: Format) -> Result<String, Error> {
     })
 }
 
-/// Prints to standard output. A reader that has gone away (`| head`) is no error.
+/// Prints to standard output. A closed pipe (`| head`) is no error.
 pub fn print(text: &str) -> Result<(), Error> {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
@@ -50,9 +50,10 @@ pub fn print(text: &str) -> Result<(), Error> {
     }
 }
 
-/// Says a line beside the output, on standard error. That nobody reads it any more (`2>&1 | head`) is no reason to end: `eprintln!` would
-/// panic.
-pub fn tell(line: &str) {
+/// Prints a line to standard error.
+///
+/// A closed pipe (`2>&1 | head`) is ignored; `eprintln!` would panic.
+pub fn print_error(line: &str) {
     let mut err = std::io::stderr().lock();
     drop(writeln!(err, "{}", printable(line)));
 }

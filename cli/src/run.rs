@@ -1,4 +1,4 @@
-//! From arguments to an exit code.
+//! Runs a command and returns its exit code.
 
 use std::process::ExitCode;
 
@@ -10,30 +10,30 @@ use crate::args::{Args, Change, Command, Connection, Drain, Format, Top, Why};
 use crate::change::{Changed, change};
 use crate::connect::{Cluster, call, connect};
 use crate::doctor::{self, facts::Facts};
-use crate::drain::{self, Kept, NotKept, Part, Plan};
-use crate::error::{Error, words};
+use crate::drain::{self, Outcome, Plan, SuspendError, Target};
+use crate::error::{Error, full_message};
 use crate::get::{self, Listing};
 use crate::goal::Goal;
-use crate::output::{print, rendered, tell};
+use crate::objects::{Objects, Scope};
+use crate::output::{print, print_error, rendered};
 use crate::view::{pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
-use crate::world::{Scope, World};
 use crate::{complete, top, units};
 
-/// How a command ended.
+/// Result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
     Done,
     Failed,
     /// doctor found a problem.
     Broken,
-    /// Nobody knows what became of it.
+    /// The result is not known.
     Unknown,
 }
 
 impl From<Ended> for ExitCode {
     fn from(ended: Ended) -> Self {
-        // 2 is the command line's.
+        // clap exits with 2 for an invalid command line.
         Self::from(match ended {
             Ended::Done => 0,
             Ended::Failed => 1,
@@ -52,27 +52,29 @@ impl From<&Error> for Ended {
     }
 }
 
-/// Does what the arguments say. Results go to standard output, all else to standard error.
-pub fn to_the_end(args: Args) -> ExitCode {
+/// Runs the command of the arguments to its end.
+///
+/// Results go to standard output, all other messages to standard error.
+pub fn run_to_completion(args: Args) -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build();
     let runtime = match runtime {
         Ok(runtime) => runtime,
         Err(error) => {
-            tell(&format!("error: cannot start: {error}"));
+            print_error(&format!("error: cannot start the async runtime: {error}"));
             return ExitCode::FAILURE;
         }
     };
     let ended = runtime.block_on(run(args));
-    ended.unwrap_or_else(|error| told(&error)).into()
+    ended.unwrap_or_else(|error| report(&error)).into()
 }
 
-/// Tells of a failure, once.
-fn told(error: &Error) -> Ended {
-    tell(&format!("error: {}", words(error)));
+/// Prints a failure and its remedy.
+fn report(error: &Error) -> Ended {
+    print_error(&format!("error: {}", full_message(error)));
     if let Some(remedy) = error.remedy() {
-        tell(&format!("  → {remedy}"));
+        print_error(&format!("  → {remedy}"));
     }
     Ended::from(error)
 }
@@ -93,34 +95,34 @@ async fn run(args: Args) -> Result<Ended, Error> {
             let found = listing(&cluster, &get.names, get.all_namespaces).await?;
             if found.items.is_empty() && matches!(get.output, Format::Table | Format::Wide) {
                 let namespace = (!get.all_namespaces).then_some(cluster.namespace.as_str());
-                tell(&get::nothing(namespace));
+                print_error(&get::nothing_found(namespace));
             } else {
                 print(&rendered(&found, get.output)?)?;
             }
             Ok(Ended::Done)
         }
-        Command::Why(asked) => {
+        Command::Why(args) => {
             let cluster = connect(connection).await?;
-            print(&why_text(&cluster, asked).await?)?;
+            print(&why_text(&cluster, args).await?)?;
             Ok(Ended::Done)
         }
-        Command::Top(asked) => {
+        Command::Top(args) => {
             let cluster = connect(connection).await?;
-            print(&Box::pin(top_text(&cluster, asked)).await?)?;
+            print(&Box::pin(top_text(&cluster, args)).await?)?;
             Ok(Ended::Done)
         }
-        Command::Doctor(asked) => {
+        Command::Doctor(args) => {
             let cluster = connect(connection).await?;
-            // A cluster that does not answer has one ailment, not ten.
+            // For a cluster that does not answer, one error is printed instead of one a check.
             let version = cluster.client.apiserver_version();
             call("ask the apiserver for its version", version).await?;
-            let gathered = Facts::gather(&cluster, &asked.torpor_namespace, Timestamp::now());
+            let gathered = Facts::gather(&cluster, &args.torpor_namespace, Timestamp::now());
             let facts = Box::pin(gathered).await;
             let diagnosis = doctor::diagnose(&facts);
             for unread in &facts.unread {
-                tell(&format!("warning: {unread}"));
+                print_error(&format!("warning: {unread}"));
             }
-            print(&rendered(&diagnosis, asked.output)?)?;
+            print(&rendered(&diagnosis, args.output)?)?;
             let unseen = diagnosis.unseen + facts.unread.len();
             Ok(match (diagnosis.problems, unseen) {
                 (0, 0) => Ended::Done,
@@ -128,13 +130,13 @@ async fn run(args: Args) -> Result<Ended, Error> {
                 _ => Ended::Broken,
             })
         }
-        Command::Hibernate(asked) => changed(connection, Goal::Hibernate, asked).await,
-        Command::Wake(asked) => changed(connection, Goal::Wake, asked).await,
-        Command::Suspend(asked) => changed(connection, Goal::Suspend, asked).await,
-        Command::Resume(asked) => changed(connection, Goal::Resume, asked).await,
-        Command::Drain(asked) => {
+        Command::Hibernate(args) => changed(connection, Goal::Hibernate, args).await,
+        Command::Wake(args) => changed(connection, Goal::Wake, args).await,
+        Command::Suspend(args) => changed(connection, Goal::Suspend, args).await,
+        Command::Resume(args) => changed(connection, Goal::Resume, args).await,
+        Command::Drain(args) => {
             let cluster = connect(connection).await?;
-            Box::pin(drained(&cluster, asked)).await
+            Box::pin(drained(&cluster, args)).await
         }
     }
 }
@@ -146,76 +148,78 @@ fn scope(cluster: &Cluster, everywhere: bool) -> Scope<'_> {
     }
 }
 
-/// Looks, and says on standard error what could not be seen.
-async fn look(cluster: &Cluster, everywhere: bool) -> Result<World, Error> {
-    let world = World::look(cluster, scope(cluster, everywhere)).await?;
-    for unseen in &world.unseen {
-        tell(&format!("warning: {unseen}"));
+/// Reads the objects of the scope, and prints a warning for each failure.
+async fn look(cluster: &Cluster, everywhere: bool) -> Result<Objects, Error> {
+    let objects = Objects::list(cluster, scope(cluster, everywhere)).await?;
+    for unseen in &objects.unseen {
+        print_error(&format!("warning: {unseen}"));
     }
-    Ok(world)
+    Ok(objects)
 }
 
-/// What `get` shows.
+/// Returns the output of `get`.
 pub async fn listing(
     cluster: &Cluster,
     names: &[String],
     everywhere: bool,
 ) -> Result<Listing, Error> {
-    let world = look(cluster, everywhere).await?;
-    let world = world.only(&cluster.namespace, names)?;
+    let objects = look(cluster, everywhere).await?;
+    let objects = objects.only(&cluster.namespace, names)?;
     Ok(Listing {
-        items: views(&world),
+        items: views(&objects),
         with_namespaces: everywhere,
         now: Timestamp::now(),
     })
 }
 
-async fn why_text(cluster: &Cluster, asked: &Why) -> Result<String, Error> {
-    let world = look(cluster, false).await?;
-    let names = std::slice::from_ref(&asked.name);
-    let world = world.only(&cluster.namespace, names)?;
-    let pods = pods_by_owner(&world.pods);
+async fn why_text(cluster: &Cluster, args: &Why) -> Result<String, Error> {
+    let objects = look(cluster, false).await?;
+    let names = std::slice::from_ref(&args.name);
+    let objects = objects.only(&cluster.namespace, names)?;
+    let pods = pods_by_owner(&objects.pods);
     let mut text = String::new();
-    for sandbox in &world.sandboxes {
+    for sandbox in &objects.sandboxes {
         let evidence = Evidence {
             sandbox,
             pod: pod_of(&pods, sandbox),
-            snapshots: &world.snapshots,
-            nodes: &world.nodes,
+            snapshots: &objects.snapshots,
+            nodes: &objects.nodes,
         };
         let explained = why::explain(evidence, Timestamp::now());
-        text.push_str(&rendered(&explained, asked.output)?);
+        text.push_str(&rendered(&explained, args.output)?);
     }
     Ok(text)
 }
 
-async fn top_text(cluster: &Cluster, asked: &Top) -> Result<String, Error> {
-    let (world, usages) = tokio::join!(
-        look(cluster, asked.all_namespaces),
-        top::usages(cluster, scope(cluster, asked.all_namespaces)),
+async fn top_text(cluster: &Cluster, args: &Top) -> Result<String, Error> {
+    let (objects, usages) = tokio::join!(
+        look(cluster, args.all_namespaces),
+        top::usages(cluster, scope(cluster, args.all_namespaces)),
     );
-    let world = world?;
+    let objects = objects?;
     if let Err(error) = &usages {
-        tell(&format!(
-            "warning: {} (the metrics API, by metrics-server): what awake sandboxes use is not known",
-            words(error)
+        print_error(&format!(
+            "warning: {} (the metrics API of metrics-server): the use of awake sandboxes is unknown",
+            full_message(error)
         ));
     }
     let ranking = top::rank(
-        &views(&world),
+        &views(&objects),
         &usages.unwrap_or_default(),
-        asked.sort_by,
-        asked.all_namespaces,
+        args.sort_by,
+        args.all_namespaces,
     );
-    rendered(&ranking, asked.output)
+    rendered(&ranking, args.output)
 }
 
-/// Prints a line for each Sandbox as soon as it is done, and ends as badly as the worst of them.
-async fn changed(connection: &Connection, goal: Goal, asked: &Change) -> Result<Ended, Error> {
+/// Changes the Sandboxes at once, and prints a line for each as soon as it is done.
+///
+/// The result is the worst of the Sandboxes' results.
+async fn changed(connection: &Connection, goal: Goal, args: &Change) -> Result<Ended, Error> {
     let cluster = connect(connection).await?;
-    let names = asked.names.iter();
+    let names = args.names.iter();
     let mut each: FuturesUnordered<_> = names
-        .map(|name| change(&cluster, goal, name, asked.timeout, &tell))
+        .map(|name| change(&cluster, goal, name, args.timeout, &print_error))
         .collect();
     let (mut ended, mut printed) = (Ended::Done, Ok(()));
     while let Some(result) = each.next().await {
@@ -224,88 +228,88 @@ async fn changed(connection: &Connection, goal: Goal, asked: &Change) -> Result<
                 let line = print_done(goal, &done);
                 printed = printed.and(line);
             }
-            Err(error) => ended = worse(ended, told(&error)),
+            Err(error) => ended = worse(ended, report(&error)),
         }
     }
     printed.map(|()| ended)
 }
 
-/// The same of a node's sandboxes, each of which is asked to run again.
-pub async fn drained(cluster: &Cluster, asked: &Drain) -> Result<Ended, Error> {
-    let node = &asked.node;
-    drain::cordon(cluster, node, asked.dry_run).await?;
-    if !asked.dry_run {
-        tell(&format!("node/{node} is cordoned"));
+/// Cordons a node, then suspends and resumes its sandboxes.
+pub async fn drained(cluster: &Cluster, args: &Drain) -> Result<Ended, Error> {
+    let node = &args.node;
+    drain::cordon(cluster, node, args.dry_run).await?;
+    if !args.dry_run {
+        print_error(&format!("node/{node} cordoned"));
     }
-    let (parts, unseen) = Box::pin(drain::look(cluster, node)).await?;
+    let (targets, unseen) = Box::pin(drain::look(cluster, node)).await?;
     for unseen in &unseen {
-        tell(&format!("warning: {unseen}"));
+        print_error(&format!("warning: {unseen}"));
     }
     let mut ended = match unseen.is_empty() {
         true => Ended::Done,
         false => Ended::Unknown,
     };
-    for part in &parts {
-        match &part.plan {
-            Plan::Leave(why) => {
+    for target in &targets {
+        match &target.plan {
+            Plan::Skip(why) => {
                 ended = Ended::Failed;
-                let words = part.words();
-                tell(&format!("warning: {words} is left as it is: {why}"));
+                let name = target.kubectl_name();
+                print_error(&format!("warning: {name} skipped: {why}"));
             }
-            Plan::Keep | Plan::Await if asked.dry_run => {
-                print(&format!("{} would be suspended\n", part.words()))?;
+            Plan::Suspend | Plan::Await if args.dry_run => {
+                print(&format!("{} would be suspended\n", target.kubectl_name()))?;
             }
-            Plan::Keep | Plan::Await => {}
+            Plan::Suspend | Plan::Await => {}
         }
     }
-    if asked.dry_run {
+    if args.dry_run {
         return Ok(ended);
     }
     let mut printed = Ok(());
-    let told_of = |part: &Part, result| match of_drained(part, result) {
+    let on_end = |target: &Target, result| match print_drained(target, result) {
         Ok(one) => ended = worse(ended, one),
         Err(error) => printed = Err(error),
     };
-    drain::keep(cluster, &parts, asked.timeout, &tell, told_of).await;
+    drain::suspend_all(cluster, &targets, args.timeout, &print_error, on_end).await;
     if ended == Ended::Done {
-        tell(&format!(
-            "node/{node} has no sandbox whose memory a drain would lose. Next: kubectl drain {node} --ignore-daemonsets; after the work: kubectl uncordon {node}"
+        print_error(&format!(
+            "node/{node} has no sandbox whose memory a drain would lose. Next: kubectl drain {node} --ignore-daemonsets; after the maintenance: kubectl uncordon {node}"
         ));
     }
     printed.map(|()| ended)
 }
 
-/// Says what became of one.
-fn of_drained(part: &Part, result: Result<Kept, NotKept>) -> Result<Ended, Error> {
-    let words = part.words();
+/// Prints the result of one sandbox.
+fn print_drained(target: &Target, result: Result<Outcome, SuspendError>) -> Result<Ended, Error> {
+    let full_name = target.kubectl_name();
     match result {
-        Ok(Kept::Yes(took)) => {
+        Ok(Outcome::MemoryKept(took)) => {
             let took = units::span(took);
-            print(&format!("{words} is suspended ({took})\n"))?;
+            print(&format!("{full_name} suspended ({took})\n"))?;
             Ok(Ended::Done)
         }
-        Ok(Kept::Gone) => Ok(Ended::Done),
-        Ok(Kept::No(lost)) => {
-            tell(&format!("warning: {words}: {lost}"));
+        Ok(Outcome::Gone) => Ok(Ended::Done),
+        Ok(Outcome::MemoryLost(lost)) => {
+            print_error(&format!("warning: {full_name}: {lost}"));
             Ok(Ended::Failed)
         }
-        Err(NotKept::Runs(error)) => {
-            tell(&format!("warning: {words} is not suspended:"));
-            Ok(told(&error))
+        Err(SuspendError::StillRuns(error)) => {
+            print_error(&format!("warning: {full_name} not suspended:"));
+            Ok(report(&error))
         }
-        Err(stays @ NotKept::StaysSuspended { .. }) => {
-            let Part {
+        Err(stays @ SuspendError::StaysSuspended { .. }) => {
+            let Target {
                 namespace, name, ..
-            } = part;
-            tell(&format!(
-                "error: {words}: {stays}. Remedy: kubectl torpor resume {name} -n {namespace}"
+            } = target;
+            print_error(&format!(
+                "error: {full_name}: {stays}. Remedy: kubectl torpor resume {name} -n {namespace}"
             ));
             Ok(Ended::Failed)
         }
     }
 }
 
-/// A failure is certain; that something is not known is less than that.
+/// Returns the worse of two results. A failure is worse than an unknown result.
 fn worse(ended: Ended, next: Ended) -> Ended {
     match (ended, next) {
         (ended, Ended::Done) => ended,
@@ -318,10 +322,10 @@ fn worse(ended: Ended, next: Ended) -> Ended {
 fn print_done(goal: Goal, done: &Changed) -> Result<(), Error> {
     let name = &done.name;
     if let Some(note) = &done.note {
-        tell(&format!("warning: {name}: {note}"));
+        print_error(&format!("warning: {name}: {note}"));
     }
     print(&match done.took {
-        None => format!("sandbox.agents.x-k8s.io/{name} asked\n"),
+        None => format!("sandbox.agents.x-k8s.io/{name} patched\n"),
         Some(took) => {
             let (is, took) = (goal.participle(), units::span(took));
             format!("sandbox.agents.x-k8s.io/{name} {is} ({took})\n")

@@ -1,6 +1,6 @@
-//! Tables as kubectl prints them: columns three spaces apart, as wide as their widest cell.
+//! Tables in kubectl's style: columns as wide as their widest cell, three spaces apart.
 
-/// A table; every row has as many cells as there are headings.
+/// Table in which each row has as many cells as there are headings.
 #[derive(Debug, Default)]
 pub struct Table {
     rows: Vec<Vec<String>>,
@@ -14,7 +14,7 @@ impl Table {
         }
     }
 
-    /// An empty cell is shown as `-`.
+    /// Adds a row. An empty cell is printed as `-`.
     pub fn push(&mut self, row: Vec<String>) {
         let shown = row.into_iter().map(|cell| match cell.is_empty() {
             true => "-".to_owned(),
@@ -23,7 +23,7 @@ impl Table {
         self.rows.push(shown.collect());
     }
 
-    /// The text, one line per row, each with its end.
+    /// Returns the table as text, one line a row.
     pub fn text(&self) -> String {
         let columns = self.rows.first().map_or(0, Vec::len);
         let width = |column: usize| {
@@ -45,13 +45,15 @@ impl Table {
     }
 }
 
-/// A cell of one line that moves no cursor: messages carry words of programs that we do not know.
+/// Returns the text with blanks in place of characters that control the terminal.
+///
+/// Messages contain text of programs in sandboxes, which is not trusted.
 pub fn printable(text: &str) -> String {
-    // Unicode's, that turn the direction of what follows.
-    let turns = |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    let steers = |c: char| c.is_control() || turns(c);
+    // Unicode's marks that change the direction of the text after them.
+    let is_bidi = |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let is_unsafe = |c: char| c.is_control() || is_bidi(c);
     text.chars()
-        .map(|c| if steers(c) { ' ' } else { c })
+        .map(|c| if is_unsafe(c) { ' ' } else { c })
         .collect()
 }
 
@@ -60,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_as_wide_as_their_widest_cell_and_lines_have_no_blanks_at_the_end() {
+    fn columns_are_as_wide_as_their_widest_cell_and_lines_have_no_trailing_blanks() {
         let mut table = Table::new(&["NAME", "STATE"]);
         table.push(vec!["a-long-name".to_owned(), String::new()]);
         table.push(vec!["b".to_owned(), "Awake".to_owned()]);
@@ -71,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cell_cannot_steer_the_terminal() {
+    fn a_cell_cannot_control_the_terminal() {
         let mut table = Table::new(&["MESSAGE"]);
         table.push(vec!["one\n\u{1b}[2Jtwo\u{202e}eno".to_owned()]);
         assert_eq!(table.text(), "MESSAGE\none  [2Jtwo eno\n");

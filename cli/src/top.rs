@@ -1,4 +1,5 @@
-//! `top`: what sandboxes use now, and what their sleep saves. Pure, but for one call for the figures of the metrics API.
+//! `top`: the current use of sandboxes, and the memory that sleep saves. Pure, except for one call
+//! to the metrics API.
 
 use std::collections::HashMap;
 
@@ -8,13 +9,13 @@ use serde::Serialize;
 use crate::args::SortBy;
 use crate::connect::{Cluster, call};
 use crate::error::Error;
-use crate::output::Shown;
+use crate::objects::Scope;
+use crate::output::Render;
 use crate::table::Table;
 use crate::units;
 use crate::view::{State, View};
-use crate::world::Scope;
 
-/// What a Pod uses at this moment, by the metrics API.
+/// Current use of a Pod, by the metrics API.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Thousandths of a processor.
@@ -25,7 +26,9 @@ pub struct Usage {
 /// Usage by namespace and Pod.
 pub type Usages = HashMap<(String, String), Usage>;
 
-/// Asks the metrics API (`kubectl top` does). A cluster may have none: the rest is shown without it.
+/// Lists the use of Pods by the metrics API, which `kubectl top` also uses.
+///
+/// A cluster may have no metrics API; the other columns do not need it.
 pub async fn usages(cluster: &Cluster, scope: Scope<'_>) -> Result<Usages, Error> {
     let kind = GroupVersionKind::gvk("metrics.k8s.io", "v1beta1", "PodMetrics");
     let resource = ApiResource::from_gvk_with_plural(&kind, "pods");
@@ -38,7 +41,7 @@ pub async fn usages(cluster: &Cluster, scope: Scope<'_>) -> Result<Usages, Error
     Ok(listed.items.iter().filter_map(usage).collect())
 }
 
-/// The usage of one PodMetrics: the sum of its containers'.
+/// Returns the key and the use of one PodMetrics: the sum over its containers.
 fn usage(metrics: &DynamicObject) -> Option<((String, String), Usage)> {
     let containers = metrics.data.get("containers")?.as_array()?;
     let sum = |resource: &str| {
@@ -58,7 +61,7 @@ fn usage(metrics: &DynamicObject) -> Option<((String, String), Usage)> {
     Some((key, usage))
 }
 
-/// One sandbox.
+/// Figures of one sandbox.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Row {
@@ -67,22 +70,21 @@ pub struct Row {
     pub state: State,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_millis: Option<i64>,
-    /// In use now.
+    /// Memory in use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<i64>,
-    /// Given back by its sleep, while it sleeps.
+    /// Memory freed by the current sleep; 0 while awake.
     pub saved_bytes: i64,
-    /// On disk.
+    /// Size of the image on disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image_bytes: Option<i64>,
 }
 
-/// What `top` prints.
+/// Output of `top`. The figures outside of `items` are sums.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Ranking {
     pub items: Vec<Row>,
-    /// Sums over all of them.
     pub asleep: usize,
     pub awake: usize,
     pub memory_bytes: i64,
@@ -92,7 +94,7 @@ pub struct Ranking {
     pub with_namespaces: bool,
 }
 
-/// Puts sandboxes and usages together, in order.
+/// Joins sandboxes with their use, in the sort order.
 pub fn rank(views: &[View], usages: &Usages, by: SortBy, with_namespaces: bool) -> Ranking {
     let mut items: Vec<Row> = views.iter().map(|view| row(view, usages)).collect();
     items.sort_by(|a, b| {
@@ -121,7 +123,7 @@ fn row(view: &View, usages: &Usages) -> Row {
     let asleep = view.state.is_asleep();
     let key = view.pod.clone().map(|pod| (view.namespace.clone(), pod));
     let usage = key.and_then(|key| usages.get(&key)).copied();
-    // What the node itself measured, where the metrics API has nothing: asleep it does not change.
+    // Without a figure of the metrics API, that of the node's agent: it does not change in sleep.
     let measured = view.memory_asleep_bytes.filter(|_| asleep);
     let saved = match (view.memory_awake_bytes, view.memory_asleep_bytes) {
         (Some(before), Some(after)) if asleep => (before - after).max(0),
@@ -138,7 +140,7 @@ fn row(view: &View, usages: &Usages) -> Row {
     }
 }
 
-impl Shown for Ranking {
+impl Render for Ranking {
     fn text(&self, _wide: bool) -> String {
         let namespace = self.with_namespaces.then_some("NAMESPACE");
         let headings = ["NAME", "STATE", "CPU", "MEMORY", "SAVED", "IMAGE"];
@@ -218,17 +220,17 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_comes_first_and_the_sums_last() {
+    fn the_largest_is_first_and_the_sums_are_last() {
         let ranking = rank(&some_views(), &usages(), SortBy::Memory, false);
         insta::assert_snapshot!(ranking.text(false));
     }
 
     #[test]
-    fn what_sleep_saves_is_known_without_the_metrics_api() {
+    fn saved_memory_needs_no_metrics_api() {
         let ranking = rank(&some_views(), &Usages::new(), SortBy::Saved, true);
         assert_eq!(ranking.items[0].name, "sleeper");
         assert_eq!(ranking.saved_bytes, 154_140_672 - 5_242_880);
-        // Nobody measured the one that runs.
+        // For an awake sandbox only the metrics API has a figure.
         let runner = ranking.items.iter().find(|row| row.name == "runner");
         assert_eq!(runner.unwrap().memory_bytes, None);
         insta::assert_snapshot!(ranking.text(false));

@@ -1,16 +1,16 @@
-//! Bytes and spans of time as people read them, and Kubernetes' quantities.
+//! Text of bytes and durations, and parsing of Kubernetes quantities.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-/// `5Mi`, `1.2Gi`: binary units, as Kubernetes writes them; one decimal below ten.
+/// Returns bytes in Kubernetes' binary units, with one decimal below ten: `5.0Mi`, `112Mi`.
 pub fn bytes(count: i64) -> String {
     const UNITS: [&str; 5] = ["Ki", "Mi", "Gi", "Ti", "Pi"];
     if count.unsigned_abs() < 1024 {
         return count.to_string();
     }
-    // Rounding below the 53 bits of a float does not show in two digits.
+    // Rounding to the 53 bits of a float does not change three digits.
     #[allow(clippy::cast_precision_loss)]
     let mut value = count as f64;
     let mut unit = "";
@@ -28,7 +28,7 @@ pub fn bytes(count: i64) -> String {
     }
 }
 
-/// `45s`, `12m`, `3h20m`, `5d4h`: the two largest units, as kubectl writes ages.
+/// Returns the age in kubectl's form, with at most the two largest units: `45s`, `12m`, `3h20m`.
 pub fn age(since: Timestamp, now: Timestamp) -> String {
     let seconds = now.duration_since(since).as_secs().max(0);
     let (days, hours, minutes) = (seconds / 86_400, seconds / 3600 % 24, seconds / 60 % 60);
@@ -46,7 +46,7 @@ pub fn age(since: Timestamp, now: Timestamp) -> String {
     }
 }
 
-/// `6.7ms`, `420ms`, `2.5s`, `2m`: how long something took or may take.
+/// Returns a duration as text: `6.7ms`, `420ms`, `2.5s`, `2m`.
 pub fn span(span: Duration) -> String {
     let seconds = span.as_secs_f64();
     match seconds {
@@ -64,12 +64,13 @@ pub fn span(span: Duration) -> String {
     }
 }
 
-/// The same of microseconds, as the API has them.
+/// Returns a duration in microseconds as text; 0 for a negative one.
 pub fn micros(count: i64) -> String {
     span(Duration::from_micros(u64::try_from(count).unwrap_or(0)))
 }
 
-/// A quantity such as `128974848`, `1.5Gi`, `250m` as a number in thousandths of its unit; none if it is not one.
+/// Parses a quantity such as `128974848`, `1.5Gi`, `250m` into thousandths of its unit; `None` if
+/// the text is no quantity.
 pub fn quantity_in_thousandths(text: &str) -> Option<i64> {
     let digits = text
         .find(|c: char| !c.is_ascii_digit() && c != '.')
@@ -91,7 +92,7 @@ pub fn quantity_in_thousandths(text: &str) -> Option<i64> {
         _ => return None,
     };
     let thousandths = (number * factor * 1e3).round();
-    // Within the range that a float holds exactly; more bytes than that no Pod has.
+    // A float holds integers below 9e15 exactly, which is more than the bytes of any Pod.
     #[allow(clippy::cast_possible_truncation)]
     (thousandths < 9e15).then_some(thousandths as i64)
 }
@@ -122,14 +123,14 @@ mod tests {
     #[case(12_000, "3h20m")]
     #[case(446_400, "5d4h")]
     #[case(8_640_000, "100d")]
-    fn ages_are_kubectls(#[case] seconds: i64, #[case] text: &str) {
+    fn ages_have_kubectls_form(#[case] seconds: i64, #[case] text: &str) {
         let since = Timestamp::UNIX_EPOCH;
         let now = Timestamp::from_second(seconds).unwrap();
         assert_eq!(age(since, now), text);
     }
 
     #[test]
-    fn an_age_in_the_future_is_none() {
+    fn an_age_in_the_future_is_zero() {
         let now = Timestamp::UNIX_EPOCH;
         assert_eq!(age(Timestamp::from_second(5).unwrap(), now), "0s");
     }

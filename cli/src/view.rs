@@ -1,4 +1,4 @@
-//! What the API's objects say of one sandbox, joined. Pure.
+//! State and figures of a sandbox, joined from the API objects. Pure.
 
 use std::collections::HashMap;
 
@@ -12,37 +12,37 @@ use torpor_api::node::{LastWake, SandboxReport};
 use torpor_api::reasons::{freeze, hibernated, restored};
 use torpor_api::{OperatingMode, Sandbox, SandboxNode, SandboxSnapshot, SnapshotReason};
 
-use crate::world::World;
+use crate::objects::Objects;
 
-/// What a sandbox does.
+/// State of a sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub enum State {
-    /// Its Pod is not ready yet.
+    /// The Pod is not ready yet.
     Starting,
     Awake,
-    /// Its memory is being written.
+    /// The memory is being saved.
     Saving,
-    /// Paused because it was idle, memory in swap and in an image.
+    /// Paused because it was idle, with its memory in swap and in an image.
     Dozing,
-    /// Memory in an image, the Pod stays.
+    /// The memory is in an image, and the Pod stays.
     Hibernated,
-    /// Memory is being read back.
+    /// The memory is being restored.
     Waking,
-    /// Paused, memory where it is.
+    /// Paused, with its memory in place.
     Frozen,
-    /// Asked to suspend, and not there yet.
+    /// A suspension is requested and not complete.
     Suspending,
-    /// No Pod.
+    /// The Pod is deleted.
     Suspended,
-    /// Its memory could not be brought back, and it was not started without.
+    /// The memory could not be restored, and the sandbox was not started without it.
     Blocked,
-    /// Its program has ended.
+    /// The program has ended.
     Finished,
     Deleting,
 }
 
 impl State {
-    /// Whether it costs no processor and hardly memory.
+    /// Reports whether the sandbox uses no processor time and hardly any memory.
     pub fn is_asleep(self) -> bool {
         matches!(self, Self::Dozing | Self::Hibernated | Self::Suspended)
     }
@@ -50,62 +50,61 @@ impl State {
 
 impl std::fmt::Display for State {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Padding is the table's.
         write!(f, "{self:?}")
     }
 }
 
-/// One sandbox. Fields that nobody knows are left out.
+/// State and figures of one sandbox. Unknown fields are left out.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct View {
     pub namespace: String,
     pub name: String,
     pub state: State,
-    /// Since when it is in this state.
+    /// Start of the state.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub since: Option<Timestamp>,
-    /// The same of one that sleeps.
+    /// Start of the sleep; only while the sandbox sleeps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub asleep_since: Option<Timestamp>,
-    /// Working set of the Pod in bytes, when it last fell asleep: before.
+    /// Working set of the Pod in bytes before the last sleep.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_awake_bytes: Option<i64>,
-    /// After. A suspended sandbox has no Pod and uses none.
+    /// Working set of the Pod in bytes after the start of the last sleep; 0 while suspended.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_asleep_bytes: Option<i64>,
-    /// Bytes on disk of the image that holds its memory.
+    /// Size in bytes of the image that holds the memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image_bytes: Option<i64>,
-    /// That image cannot be found on its node.
+    /// The image is missing on its node.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub image_missing: bool,
-    /// The node of its Pod, or of its image.
+    /// Node of the Pod, or of the image.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pod: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_wake: Option<LastWake>,
-    /// Reason of the condition that the state is taken from, or of that which says that the image is missing.
+    /// Reason of the condition for the state, or of the condition for a missing image.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub reason: String,
-    /// Its message.
+    /// Message of that condition.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub message: String,
 }
 
-/// The Sandboxes of a world, each joined with its Pod, image and node.
-pub fn views(world: &World) -> Vec<View> {
-    let pods = pods_by_owner(&world.pods);
-    let viewed = world.sandboxes.iter().map(|sandbox| {
+/// Returns the Sandboxes, each joined with its Pod, image and node.
+pub fn views(objects: &Objects) -> Vec<View> {
+    let pods = pods_by_owner(&objects.pods);
+    let viewed = objects.sandboxes.iter().map(|sandbox| {
         let pod = pod_of(&pods, sandbox);
-        view(sandbox, pod, &world.snapshots, &world.nodes)
+        view(sandbox, pod, &objects.snapshots, &objects.nodes)
     });
     viewed.collect()
 }
 
-/// Pods by the UID of what controls them.
+/// Returns the Pods by the UID of their controller.
 pub fn pods_by_owner(pods: &[Pod]) -> HashMap<&str, &Pod> {
     let controller = |pod: &Pod| {
         let owners = pod.metadata.owner_references.as_deref();
@@ -123,18 +122,18 @@ pub fn pods_by_owner(pods: &[Pod]) -> HashMap<&str, &Pod> {
         .collect()
 }
 
-/// The Pod that a Sandbox controls.
+/// Returns the Pod that a Sandbox controls.
 pub fn pod_of<'a>(pods: &HashMap<&str, &'a Pod>, sandbox: &Sandbox) -> Option<&'a Pod> {
     pods.get(sandbox.metadata.uid.as_deref()?).copied()
 }
 
-/// The conditions, none before the first status.
+/// Returns the conditions; none before the first status.
 pub fn conditions_of(sandbox: &Sandbox) -> &[Condition] {
     let status = sandbox.status.as_ref();
     status.map_or(&[], |status| &status.conditions)
 }
 
-/// What the agent of its node says of a Pod's sandbox.
+/// Returns the report of the node's agent for a Pod's sandbox.
 pub fn report_of<'a>(pod: &Pod, nodes: &'a [SandboxNode]) -> Option<&'a SandboxReport> {
     let uid = pod.metadata.uid.as_deref()?;
     let node = pod.spec.as_ref()?.node_name.as_deref()?;
@@ -142,7 +141,9 @@ pub fn report_of<'a>(pod: &Pod, nodes: &'a [SandboxNode]) -> Option<&'a SandboxR
     node.sandbox(uid)
 }
 
-/// The snapshot that a suspended Sandbox will continue from: the newest that was committed and is not used, be its image missing at the moment.
+/// Returns the snapshot from which a suspended Sandbox resumes.
+///
+/// It is the newest committed one that is not consumed, even while its image is missing.
 pub fn image_of<'a>(
     sandbox: &Sandbox,
     snapshots: &'a [SandboxSnapshot],
@@ -159,17 +160,17 @@ pub fn image_of<'a>(
         })
 }
 
-/// What says that the image that holds its memory cannot be found.
-fn says_missing(sandbox: &Sandbox) -> Option<&Condition> {
+/// Returns the condition that reports a missing image.
+fn missing_image(sandbox: &Sandbox) -> Option<&Condition> {
     let all = conditions_of(sandbox);
-    let says = |type_: &str, reason: &str| {
+    let find = |type_: &str, reason: &str| {
         let found = conditions::find(all, type_);
         found.filter(|condition| condition.status == "False" && condition.reason == reason)
     };
-    says(HIBERNATED, hibernated::IMAGE_MISSING).or_else(|| says(RESTORED, restored::IMAGE_MISSING))
+    find(HIBERNATED, hibernated::IMAGE_MISSING).or_else(|| find(RESTORED, restored::IMAGE_MISSING))
 }
 
-/// Joins one Sandbox with what is its own among the others.
+/// Joins one Sandbox with its Pod, its snapshot and its node's report.
 pub fn view(
     sandbox: &Sandbox,
     pod: Option<&Pod>,
@@ -178,15 +179,16 @@ pub fn view(
 ) -> View {
     let (state, decided_by) = state(sandbox);
     let report = pod.and_then(|pod| report_of(pod, nodes));
-    // While there is a Pod, it has the memory, or its node reports the image.
+    // With a Pod, the memory is in the sandbox, or the node reports the image.
     let snapshot = image_of(sandbox, snapshots).filter(|_| pod.is_none());
     let image = snapshot.and_then(|snapshot| snapshot.status.as_ref());
-    let missing = says_missing(sandbox);
+    let missing = missing_image(sandbox);
     let image_missing = missing.is_some() || snapshot.is_some_and(SandboxSnapshot::is_missing);
-    // From awake to a doze the condition stays False, and with it its time: since when it dozes, its node says.
-    let told = report.and_then(|report| report.asleep_since.as_ref());
+    // At the start of a doze the condition stays False and keeps its time; the node reports the
+    // start of the doze.
+    let reported = report.and_then(|report| report.asleep_since.as_ref());
     let since = match state {
-        State::Dozing => told.map(|since| since.0),
+        State::Dozing => reported.map(|since| since.0),
         _ => decided_by.map(|condition| condition.last_transition_time.0),
     };
     let node = pod
@@ -221,7 +223,7 @@ pub fn view(
     }
 }
 
-/// What a Sandbox does, and the condition that says so.
+/// Returns the state of a Sandbox, and the condition that decides it.
 pub fn state(sandbox: &Sandbox) -> (State, Option<&Condition>) {
     let all = conditions_of(sandbox);
     let find = |type_| conditions::find(all, type_);
@@ -238,12 +240,12 @@ pub fn state(sandbox: &Sandbox) -> (State, Option<&Condition>) {
                 (State::Frozen, Some(c))
             }
             Some(c) if c.status == "True" => (State::Suspended, Some(c)),
-            // The save has more to say than that the Pod is still there.
+            // The condition of the save has more detail than Suspended.
             other => (State::Suspending, find(HIBERNATED).or(other)),
         };
     }
     match find(HIBERNATED) {
-        // In place it stays Ready. One that is not has no Pod yet: it is being resumed.
+        // A sandbox that hibernates in place stays Ready. One that is not Ready is being resumed.
         Some(c) if c.status == "True" && is_true(READY) => return (State::Hibernated, Some(c)),
         Some(c) if c.reason == hibernated::SAVING => return (State::Saving, Some(c)),
         Some(c) if c.reason == hibernated::WAKING => return (State::Waking, Some(c)),

@@ -1,4 +1,5 @@
-//! `why`: what was asked of a sandbox, what its node makes of it, and what stands in the way, in words. Pure.
+//! `why`: explains the state of a sandbox by its settings, its node's report and its conditions.
+//! Pure.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -10,18 +11,18 @@ use torpor_api::conditions::{self, HIBERNATED, READY, RESTORED, SUSPENDED};
 use torpor_api::node::RuntimeKind;
 use torpor_api::{OperatingMode, Sandbox, SandboxNode, SandboxSnapshot};
 
-use crate::output::Shown;
+use crate::output::Render;
 use crate::table::printable;
+use crate::texts;
 use crate::units;
 use crate::view::{self, View};
-use crate::words;
 
-/// One thing to know.
+/// One statement about a sandbox.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Point {
-    /// asked, planner, wake, condition, node, snapshot
+    /// Subject: asked, planner, wake, condition, node or snapshot.
     pub about: &'static str,
-    /// Name of the reason, where there is one: for scripts.
+    /// Machine-readable reason, where there is one.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub reason: String,
     pub text: String,
@@ -29,7 +30,7 @@ pub struct Point {
     pub remedy: Option<String>,
 }
 
-/// What `why` prints.
+/// Output of `why`.
 #[derive(Debug, Serialize)]
 pub struct Explanation {
     #[serde(flatten)]
@@ -39,7 +40,7 @@ pub struct Explanation {
     pub now: Timestamp,
 }
 
-impl Shown for Explanation {
+impl Render for Explanation {
     fn text(&self, _wide: bool) -> String {
         let View {
             name, state, node, ..
@@ -54,8 +55,8 @@ impl Shown for Explanation {
         let width = self.points.iter().map(|point| point.about.len()).max();
         let width = width.unwrap_or(0);
         for point in &self.points {
-            let said = printable(&point.text);
-            text.push_str(&format!("  {:<width$}   {said}\n", point.about));
+            let line = printable(&point.text);
+            text.push_str(&format!("  {:<width$}   {line}\n", point.about));
             if let Some(remedy) = &point.remedy {
                 text.push_str(&format!("  {:<width$}   → {remedy}\n", ""));
             }
@@ -68,7 +69,7 @@ impl Shown for Explanation {
     }
 }
 
-/// Everything that bears on one Sandbox.
+/// Objects that explain the state of one Sandbox.
 #[derive(Clone, Copy, Debug)]
 pub struct Evidence<'a> {
     pub sandbox: &'a Sandbox,
@@ -77,7 +78,7 @@ pub struct Evidence<'a> {
     pub nodes: &'a [SandboxNode],
 }
 
-/// Explains.
+/// Explains the state of a Sandbox.
 pub fn explain(evidence: Evidence<'_>, now: Timestamp) -> Explanation {
     let Evidence {
         sandbox,
@@ -88,10 +89,10 @@ pub fn explain(evidence: Evidence<'_>, now: Timestamp) -> Explanation {
     let mut points = asked(sandbox);
     points.extend(planned(pod, nodes, now));
     points.extend(pod.and_then(|pod| last_wake(pod, nodes, now)));
-    points.extend(said(sandbox));
+    points.extend(condition_points(sandbox));
     let settings = settings(sandbox);
     points.extend(pod.and_then(|pod| node_point(pod, nodes, &settings, now)));
-    points.extend(waiting_snapshots(sandbox, snapshots));
+    points.extend(pending_snapshots(sandbox, snapshots));
     Explanation {
         view: view::view(sandbox, pod, snapshots, nodes),
         points,
@@ -104,7 +105,7 @@ fn settings(sandbox: &Sandbox) -> Settings {
     Settings::read(own, sandbox.spec.pod_template.annotations())
 }
 
-/// What the user asked for: mode, annotations, and what is wrong with them.
+/// Returns what the user requested by mode and annotations, and the invalid annotations.
 fn asked(sandbox: &Sandbox) -> Vec<Point> {
     let own = sandbox.metadata.annotations.as_ref();
     let settings = settings(sandbox);
@@ -128,7 +129,7 @@ fn asked(sandbox: &Sandbox) -> Vec<Point> {
         }
         OperatingMode::Running => point("to run".to_owned()),
     }];
-    points.extend(by_itself(&settings).map(point));
+    points.extend(idle_sleep(&settings).map(point));
     if let Some(image) = &settings.restore_from {
         points.push(point(format!(
             "to start as a copy of SandboxSnapshot {image}"
@@ -146,8 +147,8 @@ fn asked(sandbox: &Sandbox) -> Vec<Point> {
     points
 }
 
-/// When it is to fall asleep without being asked.
-fn by_itself(settings: &Settings) -> Option<String> {
+/// Returns the idle times after which the sandbox sleeps.
+fn idle_sleep(settings: &Settings) -> Option<String> {
     let after = |what: &str, after: Option<SleepAfter>| {
         let idle = after?.duration()?;
         Some(format!("to {what} after {} without use", units::span(idle)))
@@ -160,13 +161,14 @@ fn by_itself(settings: &Settings) -> Option<String> {
     (!depths.is_empty()).then(|| depths.join(", "))
 }
 
-/// What the planner of the node's agent decided, and why.
+/// Returns the reasons of the latest plan of the node's agent.
 fn planned(pod: Option<&Pod>, nodes: &[SandboxNode], now: Timestamp) -> Vec<Point> {
     let Some(report) = pod.and_then(|pod| view::report_of(pod, nodes)) else {
         return Vec::new();
     };
-    let told = report.reasons.iter().map(|reason| {
-        let words = words::of_plan(&reason.reason).unwrap_or("(of a newer agent)");
+    let points = report.reasons.iter().map(|reason| {
+        let words = texts::plan_text(&reason.reason)
+            .unwrap_or("unknown reason: the agent is newer than this plugin");
         let detail = match reason.detail.split_once('=') {
             Some(("until", time)) => until(time, now),
             _ if reason.detail.is_empty() => String::new(),
@@ -179,17 +181,17 @@ fn planned(pod: Option<&Pod>, nodes: &[SandboxNode], now: Timestamp) -> Vec<Poin
             remedy: None,
         }
     });
-    told.collect()
+    points.collect()
 }
 
-/// How it last woke in place.
+/// Returns the last wake in place.
 fn last_wake(pod: &Pod, nodes: &[SandboxNode], now: Timestamp) -> Option<Point> {
     let wake = view::report_of(pod, nodes)?.last_wake.as_ref()?;
     let text = format!(
         "woken {} ago {}, from {}, in {}",
         units::age(wake.at.0, now),
-        words::of_cause(&wake.cause),
-        words::of_depth(&wake.from),
+        texts::cause_text(&wake.cause),
+        texts::sleep_text(&wake.from),
         units::micros(wake.duration_micros),
     );
     Some(Point {
@@ -200,7 +202,7 @@ fn last_wake(pod: &Pod, nodes: &[SandboxNode], now: Timestamp) -> Option<Point> 
     })
 }
 
-/// ` (in 25s)`.
+/// Returns the time left as ` (in 25s)`.
 fn until(time: &str, now: Timestamp) -> String {
     match time.parse::<Timestamp>() {
         Ok(time) => format!(" (in {})", units::age(now, time)),
@@ -208,28 +210,28 @@ fn until(time: &str, now: Timestamp) -> String {
     }
 }
 
-/// What the conditions say, those first that tell of something wrong.
-fn said(sandbox: &Sandbox) -> Vec<Point> {
+/// Returns the conditions, those with a remedy first.
+fn condition_points(sandbox: &Sandbox) -> Vec<Point> {
     let all = view::conditions_of(sandbox);
-    let told = |condition: &Condition| Point {
+    let point = |condition: &Condition| Point {
         about: "condition",
         reason: condition.reason.clone(),
         text: format!(
             "{}={}, {}: {}",
             condition.type_, condition.status, condition.reason, condition.message
         ),
-        remedy: words::remedy(&condition.reason).map(str::to_owned),
+        remedy: texts::remedy(&condition.reason).map(str::to_owned),
     };
     let mut points: Vec<Point> = [RESTORED, HIBERNATED, SUSPENDED, READY]
         .iter()
         .filter_map(|type_| conditions::find(all, type_))
-        .map(told)
+        .map(point)
         .collect();
     points.sort_by_key(|point| point.remedy.is_none());
     points
 }
 
-/// The node of the Pod, where it cannot do what Torpor is for.
+/// Returns why the Pod's node cannot hibernate or doze the sandbox; `None` if it can.
 fn node_point(
     pod: &Pod,
     nodes: &[SandboxNode],
@@ -247,20 +249,20 @@ fn node_point(
         return Some(point(
             "NoAgent",
             format!(
-                "no agent of Torpor reports from node {name}, or you may not see its SandboxNode"
+                "no agent of Torpor reports node {name}, or you are not allowed to read its SandboxNode"
             ),
             "kubectl torpor doctor",
         ));
     };
     let status = node.status.as_ref()?;
-    if let Some(late) = crate::doctor::nodes::silence(node, now) {
+    if let Some(late) = crate::doctor::nodes::overdue_heartbeat(node, now) {
         let text = format!(
-            "the agent of node {name} was last heard of {late} ago: what stands here may be old"
+            "the agent of node {name} last reported {late} ago: this information may be outdated"
         );
         return Some(point("AgentSilent", text, "kubectl torpor doctor"));
     }
     let dozes = settings.doze_after.and_then(SleepAfter::duration).is_some();
-    // Of Kata it is said by the Pods that it runs.
+    // The conditions of Kata's own Pods report what Kata cannot do.
     let mut own = status
         .runtimes
         .iter()
@@ -280,8 +282,8 @@ fn node_point(
     Some(point("NotCapable", text, "kubectl torpor doctor"))
 }
 
-/// Snapshots of the sandbox that wait for something.
-fn waiting_snapshots(sandbox: &Sandbox, snapshots: &[SandboxSnapshot]) -> Vec<Point> {
+/// Returns the snapshots of the sandbox that are not committed or are being deleted.
+fn pending_snapshots(sandbox: &Sandbox, snapshots: &[SandboxSnapshot]) -> Vec<Point> {
     let own = snapshots.iter().filter(|snapshot| {
         snapshot.namespace() == sandbox.namespace()
             && snapshot.spec.sandbox_name == sandbox.name_any()
@@ -289,8 +291,8 @@ fn waiting_snapshots(sandbox: &Sandbox, snapshots: &[SandboxSnapshot]) -> Vec<Po
     });
     own.map(|snapshot| {
         let committed = conditions::find(snapshot.conditions(), conditions::COMMITTED);
-        let said = committed.map_or_else(
-            || "no agent has taken it up yet".to_owned(),
+        let status = committed.map_or_else(
+            || "no agent has processed it yet".to_owned(),
             |c| format!("{}: {}", c.reason, c.message),
         );
         let held = snapshot
@@ -299,15 +301,15 @@ fn waiting_snapshots(sandbox: &Sandbox, snapshots: &[SandboxSnapshot]) -> Vec<Po
             .any(|name| name == annotations::IMAGE_FINALIZER);
         let going = snapshot.metadata.deletion_timestamp.is_some() && held;
         let text = match going {
-            true => "is being deleted, and its bytes are still on the node".to_owned(),
-            false => said,
+            true => "is being deleted; its image is still on the node".to_owned(),
+            false => status,
         };
         Point {
             about: "snapshot",
             reason: committed.map(|c| c.reason.clone()).unwrap_or_default(),
             text: format!("SandboxSnapshot {}: {text}", snapshot.name_any()),
             remedy: committed
-                .and_then(|c| words::remedy(&c.reason))
+                .and_then(|c| texts::remedy(&c.reason))
                 .map(str::to_owned),
         }
     })
@@ -319,46 +321,46 @@ mod tests {
     use serde_json::json;
 
     use crate::args::Format;
+    use crate::objects::Objects;
     use crate::output::rendered;
-    use crate::view::tests::{at, world};
+    use crate::view::tests::{at, objects};
     use crate::view::{pod_of, pods_by_owner};
-    use crate::world::World;
 
     use super::*;
 
-    fn explained(world: &World, name: &str) -> Explanation {
-        let pods = pods_by_owner(&world.pods);
-        let sandbox = world.sandboxes.iter().find(|s| s.name_any() == name);
+    fn explained(objects: &Objects, name: &str) -> Explanation {
+        let pods = pods_by_owner(&objects.pods);
+        let sandbox = objects.sandboxes.iter().find(|s| s.name_any() == name);
         let sandbox = sandbox.unwrap();
         let evidence = Evidence {
             sandbox,
             pod: pod_of(&pods, sandbox),
-            snapshots: &world.snapshots,
-            nodes: &world.nodes,
+            snapshots: &objects.snapshots,
+            nodes: &objects.nodes,
         };
         explain(evidence, at("2026-11-21T12:00:00Z"))
     }
 
-    fn heard_of_just_now(world: &mut World) {
-        let status = world.nodes[0].status.as_mut().unwrap();
+    fn reported_just_now(objects: &mut Objects) {
+        let status = objects.nodes[0].status.as_mut().unwrap();
         status.heartbeat_time = serde_json::from_value(json!("2026-11-21T11:59:45Z")).unwrap();
     }
 
     #[test]
-    fn of_a_sandbox_that_sleeps_as_asked_nothing_is_wrong() {
-        let mut world = world();
-        heard_of_just_now(&mut world);
-        world.sandboxes[0].metadata.annotations =
+    fn a_sandbox_that_sleeps_as_requested_has_no_remedies() {
+        let mut objects = objects();
+        reported_just_now(&mut objects);
+        objects.sandboxes[0].metadata.annotations =
             Some([(HIBERNATE.to_owned(), "true".to_owned())].into());
-        let explained = explained(&world, "sleeper");
+        let explained = explained(&objects, "sleeper");
         assert!(explained.points.iter().all(|point| point.remedy.is_none()));
         insta::assert_snapshot!(rendered(&explained, Format::Table).unwrap());
     }
 
     #[test]
-    fn what_is_wrong_comes_with_a_remedy() {
-        let mut world = world();
-        let node = world.nodes[0].status.as_mut().unwrap();
+    fn each_fault_has_a_remedy() {
+        let mut objects = objects();
+        let node = objects.nodes[0].status.as_mut().unwrap();
         node.sandboxes = serde_json::from_value(json!([{
             "podUID": "pod-uid-of-runner", "reasons": [
                 {"reason": "SleepWanted"},
@@ -368,11 +370,11 @@ mod tests {
         }]))
         .unwrap();
         node.runtimes = serde_json::from_value(json!([
-            {"handler": "torpor", "message": "this node's runsc could not be probed: no such file"},
+            {"handler": "torpor", "message": "the agent cannot probe this node's runsc: no such file"},
         ]))
         .unwrap();
-        heard_of_just_now(&mut world);
-        let sandbox = &mut world.sandboxes[2];
+        reported_just_now(&mut objects);
+        let sandbox = &mut objects.sandboxes[2];
         sandbox.metadata.annotations = Some(
             [
                 (HIBERNATE.to_owned(), "true".to_owned()),
@@ -385,14 +387,14 @@ mod tests {
         );
         let conditions = &mut sandbox.status.as_mut().unwrap().conditions;
         conditions[0].reason = "SaveFailed".to_owned();
-        insta::assert_snapshot!(rendered(&explained(&world, "runner"), Format::Table).unwrap());
+        insta::assert_snapshot!(rendered(&explained(&objects, "runner"), Format::Table).unwrap());
     }
 
     #[test]
-    fn of_one_that_dozes_the_times_are_told_and_what_woke_it_last() {
-        let mut world = world();
-        heard_of_just_now(&mut world);
-        let status = world.nodes[0].status.as_mut().unwrap();
+    fn a_dozing_sandbox_has_its_idle_times_and_its_last_wake() {
+        let mut objects = objects();
+        reported_just_now(&mut objects);
+        let status = objects.nodes[0].status.as_mut().unwrap();
         let report = &mut status.sandboxes[0];
         report.reasons = serde_json::from_value(json!([{"reason": "Dozing"}])).unwrap();
         report.asleep_since = serde_json::from_value(json!("2026-11-21T11:50:00Z")).unwrap();
@@ -400,7 +402,7 @@ mod tests {
             "handler": "torpor", "capabilities": {"hibernate": true, "restore": true, "doze": true},
         }]))
         .unwrap();
-        let sandbox = &mut world.sandboxes[0];
+        let sandbox = &mut objects.sandboxes[0];
         let asked = [
             ("torpor.dev/doze-after", "30s"),
             ("torpor.dev/hibernate-after", "1h30m"),
@@ -409,22 +411,22 @@ mod tests {
         sandbox.metadata.annotations = Some(asked.into());
         let hibernated = &mut sandbox.status.as_mut().unwrap().conditions[0];
         (hibernated.status, hibernated.reason) = ("False".to_owned(), "Dozing".to_owned());
-        insta::assert_snapshot!(rendered(&explained(&world, "sleeper"), Format::Table).unwrap());
-        // The same wish on a node without swap.
-        let status = world.nodes[0].status.as_mut().unwrap();
+        insta::assert_snapshot!(rendered(&explained(&objects, "sleeper"), Format::Table).unwrap());
+        // The same settings on a node without swap.
+        let status = objects.nodes[0].status.as_mut().unwrap();
         status.runtimes[0].capabilities.doze = false;
         status.runtimes[0].message = "cannot doze: this node has no swap".to_owned();
-        let unable = explained(&world, "sleeper");
+        let unable = explained(&objects, "sleeper");
         let node = unable.points.iter().find(|point| point.about == "node");
         assert!(node.unwrap().text.contains("cannot doze"), "{node:?}");
-        // What Kata cannot on the same node is not this sandbox' matter.
-        let status = world.nodes[0].status.as_mut().unwrap();
+        // Missing abilities of Kata on the same node do not concern this sandbox.
+        let status = objects.nodes[0].status.as_mut().unwrap();
         status.runtimes = serde_json::from_value(json!([
             { "handler": "kata-qemu", "kind": "Kata", "capabilities": {"freeze": true, "doze": true} },
             { "handler": "torpor", "capabilities": {"hibernate": true, "restore": true, "doze": true} },
         ]))
         .unwrap();
-        let able = explained(&world, "sleeper");
+        let able = explained(&objects, "sleeper");
         assert!(
             able.points.iter().all(|point| point.about != "node"),
             "{able:?}"
@@ -432,10 +434,10 @@ mod tests {
     }
 
     #[test]
-    fn without_a_report_of_the_node_that_is_what_is_said() {
-        let mut world = world();
-        world.nodes.clear();
-        let explained = explained(&world, "runner");
+    fn a_missing_report_of_the_node_is_named() {
+        let mut objects = objects();
+        objects.nodes.clear();
+        let explained = explained(&objects, "runner");
         let point = explained.points.iter().find(|point| point.about == "node");
         assert_eq!(point.unwrap().reason, "NoAgent");
     }

@@ -1,4 +1,4 @@
-//! The plugin as a program: its exit codes, whatever becomes of its output.
+//! The plugin as a program: exit codes, also where its output cannot be written.
 
 use std::fs::File;
 use std::process::{Command, Stdio};
@@ -20,7 +20,7 @@ fn code(command: &mut Command) -> Option<i32> {
     command.status().unwrap().code()
 }
 
-/// What writes there finds that its reader has gone away.
+/// Returns a pipe whose reading end is closed.
 fn unread() -> Stdio {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -28,19 +28,19 @@ fn unread() -> Stdio {
 }
 
 #[test]
-fn a_reader_that_has_gone_away_changes_nothing() {
+fn a_closed_pipe_does_not_change_the_exit_code() {
     assert_eq!(code(plugin(&PRINTS).stdout(unread())), Some(0));
     assert_eq!(code(plugin(&FAILS).stderr(unread())), Some(1));
 }
 
 #[test]
-fn what_cannot_be_written_is_a_failure() {
+fn output_that_cannot_be_written_is_a_failure() {
     let full = File::options().write(true).open("/dev/full").unwrap();
     assert_eq!(code(plugin(&PRINTS).stdout(full)), Some(1));
 }
 
 #[test]
-fn what_is_not_understood_has_a_code_of_its_own() {
+fn an_invalid_command_line_has_its_own_exit_code() {
     for line in [
         &["sleep", "demo"][..],
         &["wake"],

@@ -1,10 +1,15 @@
-//! What Go programs take on the command line: one dash or two, addresses such as `:8080`, durations such as `1h30m`, several words for yes and no.
+//! Command-line syntax of Go programs.
+//!
+//! Flags have one dash or two. Addresses look like `:8080`, durations like `1h30m`, and several
+//! words mean true and false.
 
 use std::{ffi::OsString, net::SocketAddr, time::Duration};
 
 use clap::{Arg, ArgAction};
 
-/// Go takes one dash for two. Only what starts like a flag's name is changed: `-1` is a value.
+/// Returns the argument with two dashes where it is a flag with one dash, as Go accepts it.
+///
+/// Other arguments stay as they are: `-1` is a value.
 pub fn with_two_dashes(argument: OsString) -> OsString {
     match argument.to_str() {
         Some(text)
@@ -18,7 +23,7 @@ pub fn with_two_dashes(argument: OsString) -> OsString {
     }
 }
 
-/// An address as Go writes it: `:8080`, `127.0.0.1:8080`, or `0` for none.
+/// Address in Go's syntax: `:8080`, `127.0.0.1:8080`, or `0` for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BindAddress(pub Option<SocketAddr>);
 
@@ -29,7 +34,7 @@ impl std::str::FromStr for BindAddress {
         if text == "0" || text.is_empty() {
             return Ok(Self(None));
         }
-        // Every address of both families: the kernel maps IPv4 onto the IPv6 wildcard.
+        // The IPv6 wildcard also accepts IPv4: the kernel maps IPv4 addresses onto it.
         let whole = if text.starts_with(':') {
             format!("[::]{text}")
         } else {
@@ -42,7 +47,7 @@ impl std::str::FromStr for BindAddress {
     }
 }
 
-/// A span of time as Go writes it: `1h30m`, `250ms`, `2.5s`, `0`.
+/// Parses a duration in Go's syntax: `1h30m`, `250ms`, `2.5s`, `0`.
 pub fn duration(text: &str) -> Result<Duration, String> {
     let bad = || format!("{text:?} is not a duration such as 300ms, 1.5h or 2h45m");
     if text == "0" {
@@ -77,7 +82,7 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(total).map_err(|_| bad())
 }
 
-/// Yes or no, in the words of Go's `strconv.ParseBool`.
+/// Parses a boolean in the syntax of Go's `strconv.ParseBool`.
 pub fn boolean(text: &str) -> Result<bool, String> {
     match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
@@ -86,11 +91,11 @@ pub fn boolean(text: &str) -> Result<bool, String> {
     }
 }
 
-/// How Go's booleans are taken: attributes for clap's derivation, which calls them on the flag.
+/// Attributes of clap's derive macro for boolean flags in Go's syntax.
 pub trait GoBoolean {
-    /// Bare it is yes; a value stands behind `=`.
+    /// Makes the value optional: a flag without a value is true, and a value follows `=`.
     fn may_be_bare(self) -> Self;
-    /// Set to yes or no in Go's words, or bare.
+    /// Makes the flag a boolean in Go's syntax with an optional value.
     fn go_boolean(self) -> Self;
 }
 
@@ -118,7 +123,7 @@ mod tests {
     #[case(":8080", Some("[::]:8080"))]
     #[case("127.0.0.1:1", Some("127.0.0.1:1"))]
     #[case("0", None)]
-    fn addresses_are_gos(#[case] text: &str, #[case] address: Option<&str>) {
+    fn addresses_have_gos_syntax(#[case] text: &str, #[case] address: Option<&str>) {
         let parsed: BindAddress = text.parse().unwrap();
         assert_eq!(parsed.0, address.map(|address| address.parse().unwrap()));
     }
@@ -129,7 +134,7 @@ mod tests {
     #[case("2.5s", 2500)]
     #[case("250ms", 250)]
     #[case("0", 0)]
-    fn durations_are_gos(#[case] text: &str, #[case] milliseconds: u128) {
+    fn durations_have_gos_syntax(#[case] text: &str, #[case] milliseconds: u128) {
         assert_eq!(duration(text).unwrap().as_millis(), milliseconds);
     }
 
@@ -139,7 +144,7 @@ mod tests {
     #[case("m")]
     #[case("5x")]
     #[case("-5s")]
-    fn what_is_no_duration_is_refused(#[case] text: &str) {
+    fn a_text_that_is_no_duration_is_refused(#[case] text: &str) {
         duration(text).unwrap_err();
     }
 
@@ -147,7 +152,7 @@ mod tests {
     #[case(["1", "t", "T", "true", "TRUE", "True"], Some(true))]
     #[case(["0", "f", "F", "false", "FALSE", "False"], Some(false))]
     #[case(["", "2", "yes", "on", "tRUE", " true"], None)]
-    fn booleans_are_gos(#[case] texts: [&str; 6], #[case] value: Option<bool>) {
+    fn booleans_have_gos_syntax(#[case] texts: [&str; 6], #[case] value: Option<bool>) {
         for text in texts {
             assert_eq!(boolean(text).ok(), value, "{text:?}");
         }

@@ -1,7 +1,8 @@
-//! What the daemons have in common: command lines as Go programs take them, logs, exported spans, and small HTTP servers.
+//! Code that the daemons share: command lines in Go's syntax, logs, exported spans, and small HTTP
+//! servers.
 
+mod connections;
 pub mod go_flags;
 pub mod log;
-mod places;
 pub mod serve;
 pub mod spans;

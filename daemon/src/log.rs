@@ -1,16 +1,21 @@
-//! Logs: lines on standard error, which is where a container runtime looks for them.
+//! Logs: lines on standard error, from where a container runtime collects them.
 
 use tracing_subscriber::{
     EnvFilter, Layer, Registry, filter::Directive, fmt, layer::SubscriberExt,
     util::SubscriberInitExt,
 };
 
-/// Starts the log of this process: `json`, anything else is text. `RUST_LOG` sets what is told, `info` without it.
+/// Starts the log of this process, as JSON if `format` is `json`, otherwise as text.
+///
+/// The environment variable `RUST_LOG` sets the level; the default is `info`.
 pub fn start(format: &str) {
     start_with(format, EnvFilter::DEFAULT_ENV, "info");
 }
 
-/// Starts the log of a process that has its environment and its output in common with a user's program: only the environment variable `variable` sets what is told.
+/// Starts the log of a process that shares its environment and its output with a user's program.
+///
+/// The environment variable `variable` alone sets the level, so that a `RUST_LOG` of the user's
+/// program does not.
 pub fn start_with(format: &str, variable: &str, default: &str) {
     let filter = EnvFilter::try_from_env(variable).unwrap_or_else(|_| EnvFilter::new(default));
     let registry = tracing_subscriber::registry().with(filter);
@@ -25,8 +30,10 @@ pub fn start_with(format: &str, variable: &str, default: &str) {
     }
 }
 
-/// Starts the log of a process that may export spans as well: `spans` takes what it wants, and the log leaves out what `not_logged` says, such as `target=off`.
-/// `RUST_LOG` sets what is told, `default` without it.
+/// Starts the log of a process that may also export spans by the layer `spans`.
+///
+/// The log leaves out what `not_logged` excludes, such as `target=off`. The environment variable
+/// `RUST_LOG` sets the level; without it `default` does.
 pub fn start_with_spans(
     format: &str,
     default: &str,

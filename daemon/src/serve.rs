@@ -19,33 +19,40 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::places::{Bounds, Places};
+use crate::connections::{Bounds, Connections};
 
-/// How much of a head is read at once and kept, in bytes.
+/// Size limit of a request's head, in bytes.
 const MAX_HEAD: usize = 16 * 1024;
-/// After a failed accept, such as when no file descriptor is left.
+/// Pause after a failed accept, such as when no file descriptor is left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const LIMITS: Limits = Limits {
-    places: Bounds { all: 64, each: 8 },
+    connections: Bounds {
+        total: 64,
+        per_address: 8,
+    },
     head: Duration::from_secs(5),
     connection: Duration::from_secs(15),
 };
 
-/// What clients may take. Whoever reaches the address is one, a sandbox too, and the daemon has little memory.
+/// Limits of a server's clients.
+///
+/// Every process that reaches the address is a client, a sandbox too, and the daemon has little
+/// memory.
 #[derive(Clone, Copy)]
 struct Limits {
-    /// Connections at once. The kubelet and whoever scrapes need one or two, and must come in whatever the others hold.
-    places: Bounds,
-    /// How long the head of a request may take.
+    /// Connections at once. The kubelet and a scraper need one or two each, and must get them
+    /// however many connections the other clients hold.
+    connections: Bounds,
+    /// Time limit of a request's head.
     head: Duration,
-    /// How long a connection may last: one request, and its answer.
+    /// Time limit of a connection: one request and its answer.
     connection: Duration,
 }
 
-/// Opens the port.
+/// Binds the address.
 pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     match TcpListener::bind(address).await {
-        // A machine without IPv6 has no wildcard of both families.
+        // A machine without IPv6 cannot bind the IPv6 wildcard.
         Err(_) if address.ip().is_unspecified() && address.is_ipv6() => {
             TcpListener::bind((Ipv4Addr::UNSPECIFIED, address.port())).await
         }
@@ -53,7 +60,9 @@ pub async fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Opens the port now, so that a taken port is an error at once, and serves in the background.
+/// Binds the address, serves in the background, and returns the address that was bound.
+///
+/// A port that is in use is an error at once.
 pub async fn serve(
     address: SocketAddr,
     router: Router,
@@ -65,7 +74,7 @@ pub async fn serve(
     Ok(bound)
 }
 
-/// Serves until `shutdown`, and until the requests under way have been answered.
+/// Serves until `shutdown`, then finishes the requests under way.
 pub async fn serve_on(listener: TcpListener, router: Router, shutdown: CancellationToken) {
     serve_within(LIMITS, listener, router, shutdown).await;
 }
@@ -89,22 +98,22 @@ async fn accept_all(
     connections: &mut JoinSet<()>,
     shutdown: &CancellationToken,
 ) {
-    let mut places: Places<AbortHandle> = Places::new(limits.places);
+    let mut open: Connections<AbortHandle> = Connections::new(limits.connections);
     loop {
         let (stream, peer) = tokio::select! {
             biased;
             Some(ended) = connections.join_next_with_id() => {
                 let ended = ended.map_or_else(|error| error.id(), |(id, ())| id);
-                places.leave(|connection| connection.id() == ended);
+                open.remove(|connection| connection.id() == ended);
                 continue;
             }
             accepted = accept(&listener) => accepted,
         };
         let connection = answer(limits, stream, router.clone(), shutdown.clone());
         let connection = connections.spawn(connection);
-        if let Some(surplus) = places.enter(peer, connection) {
+        if let Some(surplus) = open.add(peer, connection) {
             surplus.abort();
-            // It goes before the next one comes, however fast they come.
+            // The aborted task ends before the next connection is accepted.
             yield_now().await;
         }
     }
@@ -115,14 +124,14 @@ async fn accept(listener: &TcpListener) -> (TcpStream, IpAddr) {
         match listener.accept().await {
             Ok((stream, peer)) => return (stream, peer.ip()),
             Err(error) => {
-                tracing::warn!(%error, "cannot accept");
+                tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
     }
 }
 
-/// Answers one request, and so the oldest connection is the one that makes least of its place. Nobody keeps one between requests.
+/// Answers one request and closes the connection, so that no client keeps one between requests.
 async fn answer(limits: Limits, stream: TcpStream, router: Router, shutdown: CancellationToken) {
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new())
@@ -142,8 +151,8 @@ async fn answer(limits: Limits, stream: TcpStream, router: Router, shutdown: Can
     };
     match timeout(limits.connection, ending).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!(%error, "a connection broke off"),
-        Err(_) => tracing::debug!("a connection took too long"),
+        Ok(Err(error)) => tracing::debug!(%error, "a connection failed"),
+        Err(_) => tracing::debug!("a connection exceeded its time limit"),
     }
 }
 
@@ -162,14 +171,14 @@ mod tests {
     use super::*;
 
     const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n";
-    /// Long enough for whatever is to come.
-    const PATIENCE: Duration = Duration::from_secs(20);
-    /// As long as the kubelet waits for a probe.
+    /// Time limit that no passing test reaches.
+    const LONG: Duration = Duration::from_secs(20);
+    /// Timeout of the kubelet's probes.
     const PROBE: Duration = Duration::from_secs(1);
-    const NONE: Limits = Limits {
-        places: LIMITS.places,
-        head: PATIENCE,
-        connection: PATIENCE,
+    const NO_TIME_LIMITS: Limits = Limits {
+        connections: LIMITS.connections,
+        head: LONG,
+        connection: LONG,
     };
 
     struct Served {
@@ -198,21 +207,21 @@ mod tests {
         sent_from(1, address, bytes).await
     }
 
-    /// From 127.0.0.`last`.
+    /// Sends from 127.0.0.`last`.
     async fn sent_from(last: u8, address: SocketAddr, bytes: &[u8]) -> TcpStream {
         let socket = TcpSocket::new_v4().unwrap();
         let own = Ipv4Addr::new(127, 0, 0, last);
         socket.bind(SocketAddr::from((own, 0))).unwrap();
         let mut stream = socket.connect(address).await.unwrap();
-        // The server may have closed it before the last of them.
+        // The server may have closed the connection before the last byte.
         let _ = stream.write_all(bytes).await;
         stream
     }
 
-    /// What came until the server closed the connection.
+    /// Returns what comes until the server closes the connection.
     async fn rest(mut stream: TcpStream) -> String {
         let mut bytes = Vec::new();
-        let read = timeout(PATIENCE / 2, stream.read_to_end(&mut bytes)).await;
+        let read = timeout(LONG / 2, stream.read_to_end(&mut bytes)).await;
         let _ = read.expect("the connection stays open");
         String::from_utf8(bytes).unwrap()
     }
@@ -224,31 +233,38 @@ mod tests {
 
     #[tokio::test]
     async fn a_request_is_answered_and_its_connection_ends() {
-        let server = served(NONE, ok()).await;
+        let server = served(NO_TIME_LIMITS, ok()).await;
         let answer = rest(sent(server.address, REQUEST).await).await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
         assert!(answer.ends_with("ok"), "{answer}");
     }
 
     #[tokio::test]
-    async fn half_a_head_is_not_waited_for() {
+    async fn an_incomplete_head_ends_its_connection_at_the_time_limit() {
         let head = Duration::from_millis(50);
-        let server = served(Limits { head, ..NONE }, ok()).await;
+        let server = served(
+            Limits {
+                head,
+                ..NO_TIME_LIMITS
+            },
+            ok(),
+        )
+        .await;
         assert_eq!(rest(sent(server.address, &REQUEST[..9]).await).await, "");
         assert_eq!(rest(sent(server.address, b"").await).await, "");
     }
 
     #[tokio::test]
-    async fn a_large_head_is_not_taken() {
-        let server = served(NONE, ok()).await;
+    async fn a_large_head_is_refused() {
+        let server = served(NO_TIME_LIMITS, ok()).await;
         let head = format!("GET / HTTP/1.1\r\na: {}\r\n\r\n", "a".repeat(8 * MAX_HEAD));
         let answer = rest(sent(server.address, head.as_bytes()).await).await;
         assert!(!answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
 
     #[tokio::test]
-    async fn however_many_silent_ones_an_address_opens_everybody_is_answered_at_once() {
-        let server = served(NONE, ok()).await;
+    async fn requests_are_answered_at_once_however_many_idle_connections_an_address_opens() {
+        let server = served(NO_TIME_LIMITS, ok()).await;
         let mut silent = Vec::new();
         for _ in 0..200 {
             silent.push(sent(server.address, b"").await);
@@ -258,7 +274,7 @@ mod tests {
             let answer = timeout(PROBE, asking).await.expect("it waits");
             assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
         }
-        let kept = NONE.places.each - 1;
+        let kept = NO_TIME_LIMITS.connections.per_address - 1;
         let newest = silent.split_off(silent.len() - kept);
         for stream in silent {
             assert_eq!(rest(stream).await, "");
@@ -269,9 +285,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_a_full_server_who_has_most_gives_a_place() {
-        let places = Bounds { all: 3, each: 2 };
-        let server = served(Limits { places, ..NONE }, ok()).await;
+    async fn a_full_server_closes_a_connection_of_the_address_with_most() {
+        let connections = Bounds {
+            total: 3,
+            per_address: 2,
+        };
+        let limits = Limits {
+            connections,
+            ..NO_TIME_LIMITS
+        };
+        let server = served(limits, ok()).await;
         let mut other = sent_from(2, server.address, b"").await;
         let oldest = sent(server.address, b"").await;
         let mut newer = sent(server.address, b"").await;
@@ -283,15 +306,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_connection_has_an_end_whatever_it_waits_for() {
+    async fn a_connection_ends_at_its_time_limit() {
         let connection = Duration::from_millis(50);
         let never = Router::new().route("/", get(std::future::pending::<&'static str>));
-        let server = served(Limits { connection, ..NONE }, never).await;
+        let server = served(
+            Limits {
+                connection,
+                ..NO_TIME_LIMITS
+            },
+            never,
+        )
+        .await;
         assert_eq!(rest(sent(server.address, REQUEST).await).await, "");
     }
 
     #[tokio::test]
-    async fn at_the_end_the_requests_under_way_are_answered_and_nobody_else_is_waited_for() {
+    async fn a_shutdown_waits_for_the_requests_under_way_and_for_no_idle_connection() {
         let (begun, go) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
         let notified = (Arc::clone(&begun), Arc::clone(&go));
         let slow = move || {
@@ -302,7 +332,7 @@ mod tests {
                 "ok"
             }
         };
-        let server = served(NONE, Router::new().route("/", get(slow))).await;
+        let server = served(NO_TIME_LIMITS, Router::new().route("/", get(slow))).await;
         let _silent = sent(server.address, b"").await;
         let asking = sent(server.address, REQUEST).await;
         begun.notified().await;
@@ -310,7 +340,7 @@ mod tests {
         go.notify_one();
         let answer = rest(asking).await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-        let ended = timeout(PATIENCE / 2, server.ended).await;
+        let ended = timeout(LONG / 2, server.ended).await;
         ended.expect("the server ends").unwrap();
         TcpStream::connect(server.address).await.unwrap_err();
     }

@@ -1,4 +1,7 @@
-//! Spans, exported by OTLP over gRPC to where the variables of OpenTelemetry say, and the W3C carrier by which a trace goes from one program to the next.
+//! Export of spans by OTLP over gRPC, and the W3C carrier that takes a trace from one program to
+//! the next.
+//!
+//! OpenTelemetry's environment variables name the collector.
 
 use std::collections::HashMap;
 
@@ -18,16 +21,19 @@ use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt as _;
 use tracing_subscriber::{Layer, Registry, filter::filter_fn};
 
-/// More bytes than any carrier that a propagator writes; what is longer is not read.
+/// Size limit of a carrier that is read, in bytes; carriers that a propagator writes are shorter.
 pub const LONGEST_CARRIER: usize = 2048;
 
-/// Spans cannot be exported.
+/// Failure to start the export of spans.
 #[derive(Debug, thiserror::Error)]
-#[error("--enable-tracing: no exporter of spans; look at the variables OTEL_EXPORTER_OTLP_*")]
+#[error(
+    "--enable-tracing: cannot create the exporter of spans; check the environment variables OTEL_EXPORTER_OTLP_*"
+)]
 pub struct StartError(#[from] ExporterBuildError);
 
-/// Exports spans in the background. The end of a span waits for nothing, and spans that no collector
-/// takes are dropped.
+/// Exporter of spans in the background.
+///
+/// The end of a span waits for nothing. Spans that no collector accepts are dropped.
 #[derive(Debug)]
 pub struct Exporter {
     provider: SdkTracerProvider,
@@ -35,7 +41,10 @@ pub struct Exporter {
 }
 
 impl Exporter {
-    /// Exports to where the variables `OTEL_EXPORTER_OTLP_*` say, `http://localhost:4317` without them. Needs a tokio runtime.
+    /// Starts the export to the collector that the environment variables `OTEL_EXPORTER_OTLP_*`
+    /// name, by default `http://localhost:4317`.
+    ///
+    /// Needs a tokio runtime.
     pub fn start(service: &'static str) -> Result<Self, StartError> {
         let exporter = opentelemetry_otlp::SpanExporter::builder()
             .with_tonic()
@@ -43,7 +52,7 @@ impl Exporter {
         Ok(Self::to(exporter, service))
     }
 
-    /// Exports by `exporter`, as spans of `service`.
+    /// Starts the export by `exporter`, as spans of `service`.
     pub fn to(exporter: opentelemetry_otlp::SpanExporter, service: &'static str) -> Self {
         let origin = Resource::builder().with_service_name(service).build();
         let provider = SdkTracerProvider::builder()
@@ -55,7 +64,7 @@ impl Exporter {
         }
     }
 
-    /// Takes in the spans of one target; a part of the process' subscriber.
+    /// Returns the layer of the process' subscriber that collects the spans of one target.
     pub fn layer(&self, target: &'static str) -> Box<dyn Layer<Registry> + Send + Sync> {
         tracing_opentelemetry::layer()
             .with_tracer(self.tracer())
@@ -63,12 +72,14 @@ impl Exporter {
             .boxed()
     }
 
-    /// For spans that began and ended before anybody tells of them.
+    /// Returns a tracer for spans that are recorded after they ended.
     pub fn tracer(&self) -> SdkTracer {
         self.provider.tracer(self.service)
     }
 
-    /// Sends what is left; blocks. What cannot be sent is lost, which the log says.
+    /// Exports the remaining spans and blocks meanwhile.
+    ///
+    /// Spans that cannot be exported are lost; the log says so.
     pub fn end(self) {
         if let Err(error) = self.provider.shutdown() {
             tracing::warn!(%error, "not all spans were exported");
@@ -76,19 +87,21 @@ impl Exporter {
     }
 }
 
-/// The carrier of the trace that a context belongs to; none where nothing is exported.
+/// Returns the carrier of a context's trace, a JSON object; `None` where spans are not exported.
 pub fn carrier(context: &Context) -> Option<String> {
     if !context.span().span_context().is_valid() {
         return None;
     }
     let mut carrier = HashMap::new();
     TraceContextPropagator::new().inject_context(context, &mut carrier);
-    // Empty, and Go's propagator leaves it out.
+    // Go's propagator leaves out empty entries.
     carrier.retain(|_, value: &mut String| !value.is_empty());
     serde_json::to_string(&carrier).ok()
 }
 
-/// What a carrier says, a JSON object as W3C's propagator fills it. Anybody may have written it: what is no carrier is none.
+/// Returns the context in a carrier, a JSON object as W3C's propagator fills it.
+///
+/// The carrier is not trusted: for text that is no carrier the result is `None`.
 pub fn context_in(carrier: &str) -> Option<Context> {
     if carrier.len() > LONGEST_CARRIER {
         return None;
@@ -99,21 +112,23 @@ pub fn context_in(carrier: &str) -> Option<Context> {
     known.then_some(context)
 }
 
-/// Puts a span into the trace that a request's headers name (`traceparent`, `tracestate`; W3C), if
-/// they do and anybody exports it.
+/// Puts a span into the trace that a request's headers name (`traceparent`, `tracestate`; W3C).
+///
+/// The span stays as it is where the headers name no trace or the span is not exported.
 pub fn continue_from(span: &Span, headers: &HeaderMap) {
     if span.is_disabled() {
         return;
     }
     let context = TraceContextPropagator::new().extract(&In(headers));
     if context.span().span_context().is_valid() {
-        // It fails only where nobody exports.
+        // This fails only where the span is not exported.
         let _ = span.set_parent(context);
     }
 }
 
-/// Writes into a request's headers that what it asks for is done within a span. Where nobody
-/// exports the span the headers stay as they are.
+/// Writes a span's trace into a request's headers.
+///
+/// The headers stay as they are where the span is not exported.
 pub fn hand_on(span: &Span, headers: &mut HeaderMap) {
     if span.is_disabled() {
         return;
@@ -127,7 +142,8 @@ pub fn hand_on(span: &Span, headers: &mut HeaderMap) {
     }
 }
 
-/// Trace and span for logs, as carriers write them; `None` where nobody exports the span.
+/// Returns the ids of a span's trace and of the span in hexadecimal digits, for logs; `None` where
+/// the span is not exported.
 pub fn ids(span: &Span) -> Option<(String, String)> {
     if span.is_disabled() {
         return None;
@@ -139,7 +155,9 @@ pub fn ids(span: &Span) -> Option<(String, String)> {
 
 const TRACE: [&str; 2] = ["traceparent", "tracestate"];
 
-/// A client's headers. Of two parents none counts, and neither does what is longer than a carrier.
+/// Extractor of a client's headers.
+///
+/// A header that occurs twice or is longer than [`LONGEST_CARRIER`] is ignored.
 struct In<'a>(&'a HeaderMap);
 
 impl Extractor for In<'_> {
@@ -160,7 +178,7 @@ struct Out<'a>(&'a mut HeaderMap);
 impl Injector for Out<'_> {
     fn set(&mut self, key: &str, value: String) {
         let name = HeaderName::from_bytes(key.as_bytes());
-        // An empty state is none.
+        // The propagator writes an empty `tracestate` where there is no state.
         if let (Ok(name), Ok(value)) = (name, HeaderValue::from_str(&value))
             && !value.is_empty()
         {
@@ -190,7 +208,7 @@ mod tests {
     #[case("{}", false)]
     #[case("", false)]
     #[case("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", false)]
-    fn only_a_carrier_is_read_and_it_is_written_as_it_was(#[case] text: &str, #[case] read: bool) {
+    fn a_carrier_is_read_and_written_back(#[case] text: &str, #[case] read: bool) {
         let context = context_in(text);
         assert_eq!(context.is_some(), read);
         if let Some(context) = context {

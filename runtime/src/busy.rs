@@ -1,7 +1,9 @@
-//! The busy mark: a file in the Pod's emptyDir `torpor`, by which Torpor's agent knows that the sandbox is not to fall asleep although nothing is seen of what it does.
+//! The busy mark: a file in the Pod's emptyDir `torpor` that keeps the sandbox awake.
 //!
-//! A program may make a file of its own there, `busy`; this is the other one, which stands for calls: it goes by itself when the time that was asked for is over. The agent sees that it is there, and nothing else of it.
-//! The time that passes while the sandbox sleeps (somebody may put it to sleep by hand) does not count.
+//! Torpor's agent does not let an idle sandbox sleep while the file exists; it reads nothing else
+//! of the file. A program may create its own file `busy` there. The file of this module stands for
+//! calls and is removed at the end of the requested time. Time in which the sandbox sleeps (a user
+//! may hibernate it) does not count.
 
 use std::{
     path::{Path, PathBuf},
@@ -16,45 +18,48 @@ use rustix::{
 };
 use tokio::{sync::Notify, time::Instant};
 
-/// Name of the file; the agent's `node-agent/src/idle.rs` knows it too.
+/// Name of the file, also in the agent's `node-agent/src/idle.rs`.
 const FILE: &str = "busy-call";
-/// The longest time that one call may ask for: who is busy for longer says so again, and who has died does not.
+/// Maximum time of one call. A client that is busy for longer calls again; one that has died does
+/// not.
 pub const LONGEST: Duration = Duration::from_secs(24 * 3600);
-/// What a call asks for that says nothing.
+/// Time of a call that names none.
 pub const DEFAULT: Duration = Duration::from_secs(60);
 
-/// The mark could not be made.
+/// Failure to create the mark.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error(
-        "no volume is mounted at {0}: mount an emptyDir of the name torpor there, or say in SANDBOX_BUSY_DIR where it is"
+        "no volume is mounted at {0}: mount an emptyDir of the name torpor there, or set SANDBOX_BUSY_DIR to its mount point"
     )]
     NoVolume(String),
-    #[error("cannot make the file {FILE} in {directory}: {errno}")]
+    #[error("cannot create the file {FILE} in {directory}: {errno}")]
     Io { directory: String, errno: Errno },
 }
 
-/// The mark of this process' callers: it is there until the latest of the times that they asked for.
+/// Mark of all clients of this process. It lasts until the latest requested time.
 #[derive(Debug)]
 pub struct Mark {
     directory: PathBuf,
-    made: Mutex<Option<Made>>,
+    file: Mutex<Option<MarkFile>>,
     changed: Notify,
 }
 
-/// The file is there.
+/// Existing file.
 #[derive(Debug)]
-struct Made {
+struct MarkFile {
     until: Instant,
     volume: OwnedFd,
 }
 
 impl Mark {
-    /// The mark in `directory`, where the emptyDir is mounted. What an earlier process has left there is taken away: nobody knows any more how long it was to stay.
+    /// Returns the mark in `directory`, the mount point of the emptyDir.
+    ///
+    /// A file of an earlier process is removed, because its remaining time is unknown.
     pub fn new(directory: PathBuf) -> Arc<Self> {
         let mark = Self {
             directory,
-            made: Mutex::new(None),
+            file: Mutex::new(None),
             changed: Notify::new(),
         };
         if let Ok(volume) = mark.volume() {
@@ -63,50 +68,50 @@ impl Mark {
         Arc::new(mark)
     }
 
-    /// Busy for so long from now on, at least; answers for how long.
+    /// Marks the sandbox as busy for at least `time` from now, and returns the time left.
     pub fn set(&self, time: Duration) -> Result<Duration, Error> {
         self.set_in(self.volume()?, time)
     }
 
     fn set_in(&self, volume: OwnedFd, time: Duration) -> Result<Duration, Error> {
-        let mut made = self.lock();
-        // A FIFO of that name would be waited for, and a link would lead elsewhere.
+        let mut file = self.lock();
+        // Opening a FIFO would block, and a link could lead out of the volume.
         let flags = OFlags::CREATE | OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let mode = Mode::from_raw_mode(0o644);
         openat(&volume, FILE, flags | OFlags::CLOEXEC, mode).map_err(|errno| self.failed(errno))?;
         let now = Instant::now();
-        let earlier = made.as_ref().map_or(now, |made| made.until);
+        let earlier = file.as_ref().map_or(now, |file| file.until);
         let until = earlier.max(now + time);
-        *made = Some(Made { until, volume });
-        drop(made);
+        *file = Some(MarkFile { until, volume });
+        drop(file);
         self.changed.notify_one();
         Ok(until - now)
     }
 
-    /// No longer, whoever asked.
+    /// Removes the mark of all clients.
     pub fn clear(&self) {
-        let mut made = self.lock();
-        if let Some(made) = made.take() {
-            remove(&made.volume);
+        let mut file = self.lock();
+        if let Some(file) = file.take() {
+            remove(&file.volume);
         }
     }
 
-    /// For how long it is busy yet.
+    /// Returns the time left; `None` if the sandbox is not marked.
     pub fn left(&self) -> Option<Duration> {
         let until = self.until()?;
         Some(until.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero())
     }
 
     fn until(&self) -> Option<Instant> {
-        self.lock().as_ref().map(|made| made.until)
+        self.lock().as_ref().map(|file| file.until)
     }
 
-    /// Takes the mark away when its time is over; never ends.
+    /// Removes the mark at the end of its time; never returns.
     pub async fn keep(&self) {
         loop {
             match self.until() {
                 None => self.changed.notified().await,
-                // Both only wait: a later time is seen in the next round.
+                // The next iteration reads a changed time.
                 Some(until) => tokio::select! {
                     () = self.changed.notified() => {}
                     () = tokio::time::sleep_until(until) => self.expire(),
@@ -115,16 +120,18 @@ impl Mark {
         }
     }
 
-    /// After the wait somebody may have asked for more.
+    /// Removes the mark, unless a client has extended its time meanwhile.
     fn expire(&self) {
-        let mut made = self.lock();
-        let over = |made: &mut Made| made.until <= Instant::now();
-        if let Some(made) = made.take_if(over) {
-            remove(&made.volume);
+        let mut file = self.lock();
+        let over = |file: &mut MarkFile| file.until <= Instant::now();
+        if let Some(file) = file.take_if(over) {
+            remove(&file.volume);
         }
     }
 
-    /// The directory, if a volume is mounted on it: a file anywhere else would say nothing to anybody.
+    /// Opens the directory, if a volume is mounted on it.
+    ///
+    /// The agent does not read a file outside of the volume.
     fn volume(&self) -> Result<OwnedFd, Error> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         let opened = openat(CWD, self.directory.as_path(), flags, Mode::empty());
@@ -152,8 +159,8 @@ impl Mark {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Made>> {
-        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Option<MarkFile>> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -165,7 +172,7 @@ fn remove(volume: &OwnedFd) {
     if let Err(error) = unlinkat(volume, FILE, AtFlags::empty())
         && error != Errno::NOENT
     {
-        tracing::warn!(%error, "the busy mark stays, and with it the sandbox awake");
+        tracing::warn!(%error, "cannot remove the busy mark; the sandbox stays awake");
     }
 }
 
@@ -173,7 +180,7 @@ fn remove(volume: &OwnedFd) {
 mod tests {
     use super::*;
 
-    /// A mark in a directory that stands for a volume.
+    /// Returns a mark in a directory that stands for a volume.
     fn marked(directory: &Path, seconds: &[u64]) -> Arc<Mark> {
         let mark = Mark::new(directory.into());
         for second in seconds {
@@ -188,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn where_no_volume_is_mounted_nothing_is_marked() {
+    fn without_a_volume_nothing_is_marked() {
         let directory = tempfile::tempdir().unwrap();
         let mark = Mark::new(directory.path().into());
         let refused = mark.set(DEFAULT).unwrap_err();
@@ -200,7 +207,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_latest_of_the_times_that_were_asked_for_counts() {
+    async fn the_latest_requested_time_counts() {
         let directory = tempfile::tempdir().unwrap();
         for (asked, most) in [
             (vec![500], 500),
@@ -215,14 +222,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_mark_goes_when_its_time_is_over_and_not_before_more_that_was_asked_for() {
+    async fn a_mark_is_removed_at_the_latest_requested_time() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join(FILE);
         let mark = marked(directory.path(), &[]);
         let soon = Duration::from_millis(20);
         mark.set_in(open(directory.path()), soon).unwrap();
         mark.set_in(open(directory.path()), DEFAULT).unwrap();
-        // Longer than the first would have had it.
+        // Longer than the first requested time.
         let kept = tokio::time::timeout(10 * soon, mark.keep()).await;
         assert!(kept.is_err() && file.exists());
         assert!(mark.left().is_some());
@@ -236,14 +243,14 @@ mod tests {
             }
         };
         tokio::select! {
-            () = mark.keep() => unreachable!("it never ends"),
+            () = mark.keep() => unreachable!("keep never returns"),
             () = gone => {}
         }
         assert_eq!(mark.left(), None);
     }
 
     #[tokio::test]
-    async fn a_fifo_or_a_link_in_its_place_blocks_nobody_and_is_not_followed() {
+    async fn a_fifo_or_a_link_in_place_of_the_mark_does_not_block_and_is_not_followed() {
         let directory = tempfile::tempdir().unwrap();
         let target = directory.path().join("target");
         std::os::unix::fs::symlink(&target, directory.path().join(FILE)).unwrap();
@@ -259,7 +266,7 @@ mod tests {
             0,
         )
         .unwrap();
-        // Nobody reads from it: opened without NONBLOCK this would never end.
+        // The FIFO has no reader: without NONBLOCK the open would block forever.
         let refused = mark.set_in(open(directory.path()), DEFAULT).unwrap_err();
         assert!(
             matches!(

@@ -1,6 +1,7 @@
-//! Splits a command into words as upstream does (Python's `shlex.split`): quotes and backslashes, no shell, no comments. Pure.
+//! Splitting of a command into words, as upstream does (Python's `shlex.split`): quotes and
+//! backslashes, no shell, no comments. Pure.
 
-/// The command cannot be split, in upstream's words.
+/// Malformed command. The messages are upstream's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("No closing quotation")]
@@ -13,7 +14,7 @@ pub enum Error {
     Nul,
 }
 
-/// The words of a command; at least one.
+/// Returns the words of a command; at least one.
 pub fn split(command: &str) -> Result<Vec<String>, Error> {
     if command.contains('\0') {
         return Err(Error::Nul);
@@ -39,7 +40,10 @@ pub fn split(command: &str) -> Result<Vec<String>, Error> {
     Ok(words)
 }
 
-/// What follows a quote, up to its end. Between double quotes a backslash escapes the quote and itself, and stands for itself before all else.
+/// Appends a quoted text up to its closing quote to the word.
+///
+/// Between double quotes a backslash escapes a double quote and a backslash; before other
+/// characters it stands for itself.
 fn quoted(
     quote: char,
     rest: &mut impl Iterator<Item = char>,
@@ -76,7 +80,7 @@ mod tests {
     #[case("a; b | c && d > e $HOME *", &["a;", "b", "|", "c", "&&", "d", ">", "e", "$HOME", "*"])]
     #[case("ä\u{a0}ö", &["ä\u{a0}ö"])]
     #[case("a\\\nb", &["a\nb"])]
-    fn words_are_those_of_upstream(#[case] command: &str, #[case] words: &[&str]) {
+    fn words_are_upstreams(#[case] command: &str, #[case] words: &[&str]) {
         assert_eq!(split(command).unwrap(), words);
     }
 
@@ -88,7 +92,7 @@ mod tests {
     #[case("", Error::Empty)]
     #[case(" \n", Error::Empty)]
     #[case("a\0b", Error::Nul)]
-    fn what_cannot_be_split_is_refused(#[case] command: &str, #[case] error: Error) {
+    fn a_malformed_command_is_refused(#[case] command: &str, #[case] error: Error) {
         assert_eq!(split(command), Err(error));
     }
 

@@ -1,4 +1,4 @@
-//! Runs a command and answers with its output.
+//! The call `execute`: runs a command and returns its output.
 
 use std::{
     io,
@@ -18,86 +18,86 @@ use tokio::{
 
 use crate::{command_line, group::Group, orphans::Children, refusal::Refusal};
 
-/// How far a command may go.
+/// Limits of a command.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub time: Duration,
-    /// Bytes that are kept of each of its outputs.
+    /// Bytes that are kept of each output.
     pub output: usize,
 }
 
-/// What a command left.
+/// Result of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     pub stdout: String,
     pub stderr: String,
     pub exit_code: i32,
-    /// It was killed because its time was over.
+    /// The command was killed at its time limit.
     pub timed_out: bool,
 }
 
-/// A request to run a command.
+/// Request to run a command.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
     pub command: String,
-    /// Its own limit, by which the server's is made no longer.
+    /// Time limit of the request; the server's limit applies too.
     pub time: Option<Duration>,
 }
 
-/// The exit code of a command whose time is over, as `timeout` of coreutils has it.
+/// Exit code of a command that exceeded its time limit, as by `timeout` of coreutils.
 const TIMED_OUT: i32 = 124;
 
-/// A command did not run to its end.
+/// Failure to run a command to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
     Split(#[from] command_line::Error),
-    #[error("{}: '{program}'", in_upstreams_words(.source))]
+    #[error("{}: '{program}'", as_python(.source))]
     Start { program: String, source: io::Error },
-    #[error("its output could not be read: {0}")]
+    #[error("cannot read the output: {0}")]
     Output(io::Error),
 }
 
-/// One output of a command.
+/// Captured output of a command.
 #[derive(Debug, Default)]
 struct Captured {
     kept: Vec<u8>,
     dropped: u64,
 }
 
-/// The request of a body.
+/// Parses the body of a request.
 pub fn request_of(body: &[u8]) -> Result<Request, Refusal> {
     if body.is_empty() {
         return Err(Refusal::missing(None));
     }
-    let wrong = |kind, field, message| Refusal::Field {
+    let invalid = |kind, field, message| Refusal::Field {
         kind,
         field,
         message,
     };
     match serde_json::from_slice(body) {
-        Err(_) => Err(wrong("json_invalid", None, "JSON decode error")),
+        Err(_) => Err(invalid("json_invalid", None, "JSON decode error")),
         Ok(Value::Object(mut fields)) => match fields.remove("command") {
             Some(Value::String(command)) => {
                 let time = fields.get("timeout_seconds").unwrap_or(&Value::Null);
                 let time = time_of(time)
-                    .map_err(|(kind, message)| wrong(kind, Some("timeout_seconds"), message))?;
+                    .map_err(|(kind, message)| invalid(kind, Some("timeout_seconds"), message))?;
                 Ok(Request { command, time })
             }
             Some(_) => {
                 let message = "Input should be a valid string";
-                Err(wrong("string_type", Some("command"), message))
+                Err(invalid("string_type", Some("command"), message))
             }
             None => Err(Refusal::missing(Some("command"))),
         },
         Ok(_) => {
             let message = "Input should be a valid dictionary or object to extract fields from";
-            Err(wrong("model_attributes_type", None, message))
+            Err(invalid("model_attributes_type", None, message))
         }
     }
 }
 
-/// A number of seconds above zero, or none; what is so long that no clock has it is as none.
+/// Parses a number of seconds above zero; null and a number too large for a duration are `None`.
 fn time_of(value: &Value) -> Result<Option<Duration>, (&'static str, &'static str)> {
     if value.is_null() {
         return Ok(None);
@@ -110,7 +110,9 @@ fn time_of(value: &Value) -> Result<Option<Duration>, (&'static str, &'static st
     }
 }
 
-/// Runs the command in `directory`. A failure is an outcome too, as with upstream. When this future is dropped, all that the command started is killed.
+/// Runs the command in `directory`. A failure to start is an outcome too, as in upstream.
+///
+/// Dropping the future kills the command's process group.
 pub async fn execute(
     command: &str,
     directory: &Path,
@@ -147,7 +149,7 @@ async fn run(
     };
     let (mut out, mut err) = (Captured::default(), Captured::default());
     let end = async {
-        // The outputs end when nobody holds them: what the command left in the background and that still writes belongs to it.
+        // The outputs end when no process has them open, which includes background processes.
         tokio::try_join!(
             capture(stdout, limits.output, &mut out),
             capture(stderr, limits.output, &mut err)
@@ -158,12 +160,12 @@ async fn run(
         Ok(ended) => Ok(outcome(&out, &err, ended.map_err(Error::Output)?)),
         Err(_) => {
             group.kill().await.map_err(Error::Output)?;
-            Ok(late(&out, &err, limits.time))
+            Ok(timed_out(&out, &err, limits.time))
         }
     }
 }
 
-/// Reads to the end and keeps the beginning: a command whose output is not read would stop.
+/// Reads to the end and keeps the first `limit` bytes. A full pipe would stop the command.
 async fn capture(
     mut pipe: impl AsyncRead + Unpin,
     limit: usize,
@@ -191,8 +193,8 @@ fn outcome(stdout: &Captured, stderr: &Captured, status: ExitStatus) -> Outcome 
     }
 }
 
-/// Outcome of a command whose time was over, in upstream's words.
-fn late(stdout: &Captured, stderr: &Captured, limit: Duration) -> Outcome {
+/// Returns the outcome of a command that exceeded its time limit, with upstream's message.
+fn timed_out(stdout: &Captured, stderr: &Captured, limit: Duration) -> Outcome {
     let (stdout, mut stderr) = texts(stdout, stderr);
     if !stderr.is_empty() && !stderr.ends_with('\n') {
         stderr.push('\n');
@@ -207,7 +209,7 @@ fn late(stdout: &Captured, stderr: &Captured, limit: Duration) -> Outcome {
     }
 }
 
-/// Both outputs, and in the second one what was cut.
+/// Returns both outputs as text; stderr ends with a note on dropped bytes.
 fn texts(stdout: &Captured, stderr: &Captured) -> (String, String) {
     let mut text = text(&stderr.kept);
     for (name, captured) in [("stdout", stdout), ("stderr", stderr)] {
@@ -219,7 +221,7 @@ fn texts(stdout: &Captured, stderr: &Captured) -> (String, String) {
     (self::text(&stdout.kept), text)
 }
 
-/// As Python has it: a signal's number is negative.
+/// Returns the exit code as Python does: negative for a signal.
 fn exit_code(status: ExitStatus) -> i32 {
     status
         .code()
@@ -227,14 +229,16 @@ fn exit_code(status: ExitStatus) -> i32 {
         .unwrap_or(1)
 }
 
-/// Upstream reads output as text, which makes one line end of all kinds. What is no UTF-8 is replaced, where upstream would lose the whole output.
+/// Returns output as text with line feeds only, as upstream does.
+///
+/// Invalid UTF-8 is replaced; upstream loses the whole output in that case.
 fn text(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     text.replace("\r\n", "\n").replace('\r', "\n")
 }
 
-/// `[Errno 2] No such file or directory`, as Python writes errors of the system.
-fn in_upstreams_words(error: &io::Error) -> String {
+/// Returns a system error as Python writes it: `[Errno 2] No such file or directory`.
+fn as_python(error: &io::Error) -> String {
     let text = error.to_string();
     match error.raw_os_error() {
         Some(number) => {
@@ -246,7 +250,7 @@ fn in_upstreams_words(error: &io::Error) -> String {
 }
 
 impl Outcome {
-    /// As the client gets it.
+    /// Returns the body of the answer.
     pub fn body(&self) -> Value {
         json!({
             "stdout": self.stdout,
@@ -291,7 +295,7 @@ mod tests {
     #[case("1", Some(1000))]
     #[case("0.25", Some(250))]
     #[case("1e300", None)]
-    fn a_request_may_have_a_limit_of_its_own(#[case] text: &str, #[case] millis: Option<u128>) {
+    fn a_request_may_have_its_own_time_limit(#[case] text: &str, #[case] millis: Option<u128>) {
         let body = format!(r#"{{"command":"ls","timeout_seconds":{text}}}"#);
         let time = request_of(body.as_bytes()).unwrap().time;
         assert_eq!(time.map(|time| time.as_millis()), millis);
@@ -305,7 +309,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_beyond_the_limit_is_read_and_dropped() {
+    async fn output_beyond_the_limit_is_read_and_dropped() {
         let mut captured = Captured::default();
         capture(&b"0123456789"[..], 4, &mut captured).await.unwrap();
         assert_eq!((&captured.kept[..], captured.dropped), (&b"0123"[..], 6));

@@ -1,4 +1,4 @@
-//! The calls that look at files.
+//! The calls that read files: download, list, exists.
 
 use std::{io, sync::Arc};
 
@@ -21,7 +21,7 @@ use crate::{
 
 /// Bytes of a file that are in memory at once.
 const CHUNK: usize = 64 * 1024;
-/// What upstream leaves as it is in a file's name.
+/// Characters of a file name that are escaped, as in upstream.
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'/')
     .remove(b'_')
@@ -29,7 +29,7 @@ const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC
     .remove(b'-')
     .remove(b'~');
 
-/// Does file system calls where they hold up nothing else.
+/// Runs file system calls on a thread that may block.
 pub async fn blocking<T: Send + 'static>(
     root: &Arc<Root>,
     work: impl FnOnce(&Root) -> Result<T, Error> + Send + 'static,
@@ -37,12 +37,12 @@ pub async fn blocking<T: Send + 'static>(
     let root = Arc::clone(root);
     match tokio::task::spawn_blocking(move || work(&root)).await {
         Ok(result) => result,
-        // Only a panic or the end of the process does this.
+        // The task fails only by a panic or at the end of the process.
         Err(_) => Err(Error::Io(rustix::io::Errno::CANCELED)),
     }
 }
 
-/// Sends a file piece by piece.
+/// Returns a file as an answer that is read piece by piece.
 pub async fn download(root: &Arc<Root>, path: String) -> Result<Response<Body>, Refusal> {
     let name = path.clone();
     let opened = blocking(root, move |root| root.read(&path)).await;
@@ -66,11 +66,11 @@ pub async fn download(root: &Arc<Root>, path: String) -> Result<Response<Body>, 
     Ok(response)
 }
 
-/// A part of an answer that is made of a file.
+/// Part of an answer with the content of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Segment {
     Text(Bytes),
-    /// So many bytes of the file, from here on.
+    /// Range of the file, in bytes.
     Span {
         start: u64,
         length: u64,
@@ -78,7 +78,7 @@ pub enum Segment {
 }
 
 impl Segment {
-    /// In bytes.
+    /// Returns the length in bytes.
     pub fn length(&self) -> u64 {
         match self {
             Self::Text(text) => text.len() as u64,
@@ -87,14 +87,16 @@ impl Segment {
     }
 }
 
-/// Where in an answer one is.
+/// State of an answer that is being sent.
 struct Reading {
     file: File,
     ahead: std::vec::IntoIter<Segment>,
     left: u64,
 }
 
-/// Exactly what the segments say, or an error: a file that was cut meanwhile must not look whole.
+/// Returns the content of the segments, piece by piece.
+///
+/// A file that was truncated meanwhile is an error, so that the answer does not look complete.
 pub fn pieces(
     file: File,
     segments: Vec<Segment>,
@@ -126,13 +128,13 @@ pub fn pieces(
     })
 }
 
-/// The body of an answer that is made of a file.
+/// Returns the body of an answer with the content of a file.
 pub fn body(file: std::fs::File, segments: Vec<Segment>) -> Body {
     let pieces = pieces(File::from_std(file), segments).map_ok(Frame::data);
     StreamBody::new(pieces).boxed_unsync()
 }
 
-/// A file's name as a header, in upstream's two forms.
+/// Returns the header `Content-Disposition`, in upstream's two forms.
 fn disposition(name: &str) -> String {
     let escaped = utf8_percent_encode(name, ESCAPED).to_string();
     if escaped == name {
@@ -163,7 +165,7 @@ fn described(entry: &Entry) -> Value {
     json!({"name": entry.name, "size": entry.size, "type": kind, "mod_time": entry.mod_time})
 }
 
-/// Says whether something is there.
+/// Reports whether a path exists.
 pub async fn exists(root: &Arc<Root>, path: String) -> Result<Response<Body>, Refusal> {
     let asked = path.clone();
     let there = blocking(root, move |root| root.exists(&asked)).await;

@@ -9,92 +9,100 @@ use std::{
 use clap::{Parser, Subcommand};
 use torpor_daemon::go_flags::{BindAddress, duration};
 
-/// Upstream's limit of a command.
+/// Upstream's time limit of a command.
 const EXEC_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// Where upstream's sandboxd has its files.
+/// Root directory of upstream's sandboxd.
 const WORKSPACE: &str = "/workspace";
 
-/// Serves upstream's sandbox APIs, the legacy one and sandboxd's: commands and files of a directory.
+/// Serves upstream's sandbox APIs for commands and files: the legacy API and sandboxd's
 #[derive(Clone, Debug, Parser)]
-#[command(name = "sandbox-runtime", version)]
+#[command(
+    name = "sandbox-runtime",
+    version = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("TORPOR_GIT_COMMIT"), ")")
+)]
 pub struct Flags {
-    /// Where the legacy API is served; 0: nowhere
+    /// Address of the legacy API; 0 disables it
     #[arg(long, default_value = ":8888")]
     pub legacy_bind_address: BindAddress,
-    /// Where sandboxd's REST API is served; 0: nowhere
+    /// Address of sandboxd's REST API; 0 disables it
     #[arg(long, default_value = ":8080")]
     pub rest_bind_address: BindAddress,
-    /// Where sandboxd's gRPC API is served; 0: nowhere
+    /// Address of sandboxd's gRPC API; 0 disables it
     #[arg(long, default_value = ":9090")]
     pub grpc_bind_address: BindAddress,
-    /// The directory that clients see, and in which commands start; without it /app, or for `run` the working directory
+    /// Directory that clients see and in which commands start; default: /app, or for `run` the
+    /// working directory
     #[arg(long, env = "SANDBOX_BASE_DIR")]
     pub root: Option<PathBuf>,
-    /// The same for sandboxd's APIs; without it /workspace if that is a directory, else --root
+    /// Root directory of sandboxd's APIs; default: /workspace if it is a directory, else --root
     #[arg(long)]
     pub root_dir: Option<PathBuf>,
-    /// Where the Pod's emptyDir `torpor` is mounted, in which a call marks the sandbox as busy
+    /// Mount point of the Pod's emptyDir `torpor`, in which a call marks the sandbox as busy
     #[arg(long, env = "SANDBOX_BUSY_DIR", default_value = "/run/torpor")]
     pub busy_dir: PathBuf,
-    /// A file with the bearer token that every call must show, of all three APIs; read at each
-    /// call. Without it SANDBOXD_AUTH_TOKEN has the token; without both everybody may call
+    /// File with the bearer token that each call of the three APIs must have; read at each call.
+    /// Without it SANDBOXD_AUTH_TOKEN has the token; without both every client may call
     #[arg(long, env = "SANDBOXD_AUTH_TOKEN_FILE")]
     pub auth_token_file: Option<PathBuf>,
-    /// Variables whose names begin so are told to clients of the REST API
+    /// Prefix of the environment variables that clients of the REST API may read
     #[arg(long, default_value = "SANDBOX_")]
     pub metadata_env_prefix: String,
-    /// Longest time of a command of the legacy API; without it SANDBOX_EXEC_TIMEOUT_SECONDS, or 300s
+    /// Time limit of a command of the legacy API; default: SANDBOX_EXEC_TIMEOUT_SECONDS, or 300s
     #[arg(long, value_parser = positive)]
     pub exec_timeout: Option<Duration>,
-    /// Bytes that are kept of each output of a command; with gRPC, more are an error, and Start has no limit
+    /// Maximum size of each output of a command in bytes: the legacy API drops the rest, gRPC's
+    /// Execute fails, Start has no limit
     #[arg(long, default_value_t = 8 << 20)]
     pub max_output_bytes: usize,
-    /// How many commands of the gRPC API may run at once
+    /// Maximum number of commands of the gRPC API that run at once
     #[arg(long, default_value_t = 128)]
     pub max_processes: usize,
-    /// How many directories may be watched at once
+    /// Maximum number of watches of directories at once
     #[arg(long, default_value_t = 64)]
     pub max_watches: usize,
-    /// Bytes of a piece of output of the gRPC API
+    /// Maximum size of an output event of the gRPC API in bytes
     #[arg(long, default_value_t = 4096, value_parser = chunk_size)]
     pub stream_chunk_size: usize,
-    /// Largest body of an upload
+    /// Maximum size of the body of an upload in bytes
     #[arg(long, default_value_t = 1 << 30)]
     pub max_upload_bytes: u64,
-    /// How many connections there may be at once, of each API
+    /// Maximum number of connections of each API at once
     #[arg(long, default_value_t = 256)]
     pub max_connections: usize,
-    /// Longest time for the head of a request
+    /// Time limit of the head of a request
     #[arg(long, default_value = "10s", value_parser = positive)]
     pub read_header_timeout: Duration,
-    /// Longest time for the next piece of a request's body
+    /// Time limit of the next piece of a request's body
     #[arg(long, default_value = "60s", value_parser = positive)]
     pub read_body_timeout: Duration,
-    /// A gRPC client that is silent for so long is asked for a sign of life, and has as long to give it
+    /// Time without traffic after which a gRPC client gets a ping, and time limit of its answer
     #[arg(long, default_value = "30s", value_parser = positive)]
     pub grpc_keepalive: Duration,
-    /// A gRPC connection without a call for so long is closed
+    /// Time without a call after which a gRPC connection is closed
     #[arg(long, default_value = "5m", value_parser = positive)]
     pub grpc_idle_timeout: Duration,
-    /// How long calls under way may take after SIGTERM
+    /// Time limit of calls under way after SIGTERM
     #[arg(long, default_value = "10s", value_parser = duration)]
     pub shutdown_timeout: Duration,
     #[command(subcommand)]
     pub action: Option<Action>,
 }
 
-/// What else this program does.
+/// Subcommand.
 #[derive(Clone, Debug, PartialEq, Eq, Subcommand)]
 pub enum Action {
-    /// Serves beside a program, whose exit code, signals and standard streams are the container's
+    /// Starts a program and serves beside it; forwards signals and ends with its exit code
     Run {
-        /// The program and its arguments, after `--`; none: it only serves
+        /// Program and its arguments, after `--`; without it only the APIs are served
         #[arg(last = true)]
         command: Vec<OsString>,
     },
     /// Copies this program into a directory and ends
-    Install { directory: PathBuf },
+    Install {
+        /// Directory for the copy
+        directory: PathBuf,
+    },
 }
 
 fn positive(text: &str) -> Result<Duration, String> {
@@ -104,7 +112,7 @@ fn positive(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Small enough for a message.
+/// Parses the size of an event, which has to fit into a message.
 fn chunk_size(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(size @ 1..=1_048_576) => Ok(size),
@@ -112,13 +120,13 @@ fn chunk_size(text: &str) -> Result<usize, String> {
     }
 }
 
-/// The variable's value is no positive number of seconds.
+/// Invalid value of SANDBOX_EXEC_TIMEOUT_SECONDS.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("SANDBOX_EXEC_TIMEOUT_SECONDS: {0:?} is not a positive number")]
 pub struct NotSeconds(String);
 
 impl Flags {
-    /// The directory of sandboxd's APIs.
+    /// Returns the root directory of sandboxd's APIs.
     pub fn root_dir(&self) -> PathBuf {
         let workspace = || Path::new(WORKSPACE).is_dir().then(|| WORKSPACE.into());
         let given = self.root_dir.clone();
@@ -127,14 +135,19 @@ impl Flags {
             .unwrap_or_else(|| self.root().to_path_buf())
     }
 
-    /// The directory that clients see: the flag or upstream's variable; else upstream's default, or in an image of the user's own the directory that its program starts in.
+    /// Returns the root directory: the flag or upstream's variable, else the default.
+    ///
+    /// The default is upstream's, or with a user's program the directory in which it starts.
     pub fn root(&self) -> &Path {
         let own_image = matches!(self.action, Some(Action::Run { .. }));
         let default = Path::new(if own_image { "." } else { "/app" });
         self.root.as_deref().unwrap_or(default)
     }
 
-    /// The limit of a command: the flag, else upstream's variable, else upstream's default. A wrong variable counts as none, as with upstream, and is reported.
+    /// Returns the time limit of a command: the flag, else upstream's variable, else upstream's
+    /// default.
+    ///
+    /// An invalid variable counts as none, as in upstream, and is returned too.
     pub fn exec_timeout(&self, variable: Option<&str>) -> (Duration, Option<NotSeconds>) {
         match (self.exec_timeout, variable) {
             (Some(limit), _) => (limit, None),
@@ -167,16 +180,16 @@ mod tests {
     #[case(&[], Some("nan"), 300_000, true)]
     #[case(&[], Some("inf"), 300_000, true)]
     #[case(&[], Some("soon"), 300_000, true)]
-    fn the_limit_of_a_command_is_upstreams(
+    fn the_time_limit_of_a_command_is_upstreams(
         #[case] arguments: &[&str],
         #[case] variable: Option<&str>,
         #[case] milliseconds: u128,
         #[case] reported: bool,
     ) {
         let flags = Flags::parse_from(["runtime"].iter().chain(arguments));
-        let (limit, wrong) = flags.exec_timeout(variable);
+        let (limit, invalid) = flags.exec_timeout(variable);
         assert_eq!(
-            (limit.as_millis(), wrong.is_some()),
+            (limit.as_millis(), invalid.is_some()),
             (milliseconds, reported)
         );
     }
@@ -197,7 +210,7 @@ mod tests {
     #[case(&["run"], ".", &[])]
     #[case(&["run", "--", "a", "--root=/b", "--", "-c"], ".", &["a", "--root=/b", "--", "-c"])]
     #[case(&["--root=/r", "run", "--", "install"], "/r", &["install"])]
-    fn what_follows_two_dashes_is_the_users(
+    fn arguments_after_two_dashes_belong_to_the_users_program(
         #[case] arguments: &[&str],
         #[case] root: &str,
         #[case] program: &[&str],

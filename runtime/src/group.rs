@@ -1,4 +1,4 @@
-//! A command with all it starts: one process group, which ends as one.
+//! Process groups: a command with the processes that it starts.
 
 use std::{
     io,
@@ -14,7 +14,9 @@ use tokio::{
 
 use crate::orphans::Children;
 
-/// A process group. Dropped before its leader has been waited for, as when the client goes away, it is killed.
+/// Process group of a command.
+///
+/// Dropping the group before the leader has been waited for kills it, as when a client disconnects.
 #[derive(Debug)]
 pub struct Group {
     child: Child,
@@ -22,18 +24,19 @@ pub struct Group {
     children: Arc<Children>,
 }
 
-/// The way to signal a group, for those who do not own it.
+/// Handle that signals a group without owning it.
 #[derive(Debug)]
 pub struct Signals {
     leader: Pid,
-    /// The leader is waited for, or about to be: the number may belong to another group from now on.
+    /// The leader has been waited for, or is about to be: another group may get its id then.
     ended: Mutex<bool>,
 }
 
 impl Signals {
-    /// Sends to all processes of the group. One that has ended is left alone.
+    /// Signals all processes of the group; does nothing once the leader has been waited for.
     pub fn send(&self, signal: Signal) -> io::Result<()> {
-        // The leader is not waited for while this is held, so its number is still the group's, even when it ended long ago and only what it started lives.
+        // While the lock is held the leader is not waited for, so that its id stays that of the
+        // group, even if the leader has ended and only its children live.
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         if *ended {
             return Ok(());
@@ -47,12 +50,12 @@ impl Signals {
 }
 
 impl Group {
-    /// Starts the command as the leader of a group of its own.
+    /// Starts the command as the leader of a new group.
     pub fn start(command: &mut Command, children: &Arc<Children>) -> io::Result<Self> {
         Self::started(command.process_group(0), children)
     }
 
-    /// Starts a command that makes a session of its own, and so a group.
+    /// Starts a command that creates a session itself, and by that a group.
     pub fn start_session(command: &mut Command, children: &Arc<Children>) -> io::Result<Self> {
         Self::started(command, children)
     }
@@ -67,26 +70,27 @@ impl Group {
         })
     }
 
-    /// The ends of its pipes, once.
+    /// Returns the pipes of the outputs; `None` after the first call.
     pub fn pipes(&mut self) -> Option<(ChildStdout, ChildStderr)> {
         self.child.stdout.take().zip(self.child.stderr.take())
     }
 
-    /// The end of its input, once.
+    /// Returns the pipe of the input; `None` after the first call.
     pub fn stdin(&mut self) -> Option<ChildStdin> {
         self.child.stdin.take()
     }
 
-    /// The way to signal it.
+    /// Returns the handle that signals the group.
     pub fn signals(&self) -> &Arc<Signals> {
         &self.signals
     }
 
-    /// Until the leader has ended. It is not waited for by this.
+    /// Completes when the leader has ended, without reaping it.
     pub fn exited(&self) -> impl Future<Output = io::Result<()>> + Send + use<> {
         let leader = self.signals.leader;
         async move {
-            // Heard from before it is looked at, so that no end is missed. There is no pidfd in gVisor.
+            // The handler is installed before the first check, so that no end is missed. gVisor
+            // has no pidfd.
             let mut died = signal(SignalKind::child())?;
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
             while rustix::process::waitid(WaitId::Pid(leader), options)?.is_none() {
@@ -112,7 +116,7 @@ impl Group {
 
     fn kill_all(&self) {
         if let Err(error) = self.signals.send(Signal::KILL) {
-            tracing::debug!(%error, group = ?self.signals.leader, "nothing was left to kill");
+            tracing::debug!(%error, group = ?self.signals.leader, "cannot kill the process group");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Puts this program where another container of the Pod finds it.
+//! Installation of this program into a directory that another container of the Pod mounts.
 
 use std::{
     fs::{self, File},
@@ -7,12 +7,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Its name there.
+/// File name of the copy.
 pub const NAME: &str = "sandbox-runtime";
-/// For everybody to run and nobody to write.
 const MODE: u32 = 0o555;
 
-/// The program was not put there.
+/// Failure to install the program.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {what} {}", .path.display())]
 pub struct Error {
@@ -22,7 +21,9 @@ pub struct Error {
     source: io::Error,
 }
 
-/// Copies this program into `directory`. Whole or not at all, and as often as one likes: a kubelet may start an init container again.
+/// Copies this program into `directory` atomically, and returns the path of the copy.
+///
+/// The copy may exist already: a kubelet may run an init container again.
 pub fn install(directory: &Path) -> Result<PathBuf, Error> {
     let error = |what, path: &Path| {
         let path = path.to_owned();
@@ -42,7 +43,7 @@ pub fn install(directory: &Path) -> Result<PathBuf, Error> {
         .open(&new)
         .map_err(error("create", &new))?;
     io::copy(&mut source, &mut copy).map_err(error("write", &new))?;
-    // The mode is not the umask's to say.
+    // The umask has changed the mode at the creation.
     let mode = std::os::unix::fs::PermissionsExt::from_mode(MODE);
     copy.set_permissions(mode)
         .map_err(error("set the mode of", &new))?;

@@ -16,17 +16,17 @@ use crate::{
     upload,
 };
 
-/// Largest body of a request to run a command; larger commands the kernel would refuse.
+/// Maximum size of the body of a command, in bytes; the kernel refuses larger commands.
 const MAX_COMMAND: u64 = 4 << 20;
 
-/// What is set for all calls.
+/// Limits of the calls.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
     pub execute: execute::Limits,
     pub upload: upload::Limits,
 }
 
-/// The calls, on the files of `root` and commands in it.
+/// Calls of the legacy API, on the files of `root` and commands in it.
 #[derive(Debug)]
 pub struct Legacy {
     pub root: Arc<Root>,
@@ -55,7 +55,7 @@ impl Calls for Legacy {
             }
             Route::Upload => {
                 let limits = self.settings.upload;
-                // Said before the body comes, where the client asks with `Expect`.
+                // A client that sends `Expect: 100-continue` gets the refusal before the body.
                 if limits.refuse(&head.headers) {
                     return Err(Refusal::TooLarge);
                 }

@@ -1,16 +1,23 @@
-//! sandbox-runtime: the server inside a sandbox that upstream's SDKs talk to. It serves the APIs of upstream's two runtimes, same paths, bodies and status codes, from one static binary: the legacy HTTP API of the Python one, and the files over HTTP and commands over gRPC of sandboxd.
+//! sandbox-runtime: the server inside a sandbox that upstream's SDKs call.
+//!
+//! One static binary serves the APIs of upstream's two runtimes, with the same paths, bodies and
+//! status codes: the legacy HTTP API of the Python runtime, and the files over HTTP and commands
+//! over gRPC of sandboxd.
 //!
 //! ```text
-//! token, origin: which calls are let in
-//! server: connections ──► legacy ──► route       which call (pure)
+//! token, origin: authorization of calls
+//! server: connections ──► legacy ──► route       parsing of a request (pure)
 //!                     │          ├──► execute ──► command_line (pure), group ──► orphans
 //!                     │          ├──► upload, files ──► path (pure), root
-//!                     │          └──► refusal      what a client is told (pure)
+//!                     │          └──► refusal      error answers (pure)
 //!                     └──► sandboxd::{rest, grpc}
-//!                                    └──► busy   whether the sandbox may fall asleep
+//!                                    └──► busy   mark that keeps the sandbox awake
 //! ```
-//! Around a user's program (`sandbox-runtime run -- program…`) it is the container's first process: program passes signals on and ends the container as the program ended.
-//! Paths are resolved by [`root`] only, below one directory. Commands are confined by the sandbox, not by this process: who may call it may run anything.
+//! With a user's program (`sandbox-runtime run -- program…`) the runtime is the container's first
+//! process: [`program`] forwards signals, and the container ends with the program's exit code.
+//!
+//! [`root`] alone resolves paths, below one directory. The sandbox confines commands, not this
+//! process: a client that may call the runtime may run any command.
 
 pub mod busy;
 pub mod command_line;

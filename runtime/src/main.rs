@@ -1,4 +1,4 @@
-//! `sandbox-runtime`: see the crate's own documentation.
+//! `sandbox-runtime`: see the documentation of the library crate.
 
 use std::{
     ffi::OsString,
@@ -27,7 +27,7 @@ use torpor_runtime::{
     program::{self, Program, Signals},
     root::Root,
     sandboxd::{
-        grpc::{Grpc, Patience},
+        grpc::{Grpc, Timeouts},
         metadata,
         process::{self, ProcessService},
         processes::Processes,
@@ -39,9 +39,9 @@ use torpor_runtime::{
     upload,
 };
 
-/// How long commands have to end after SIGTERM, as with upstream's sandboxd.
+/// Time that commands have to end after SIGTERM, as in upstream's sandboxd.
 const COMMANDS_GRACE: Duration = Duration::from_secs(2);
-/// Sets what is told beside a user's program.
+/// Environment variable of the log level for a runtime with a user's program.
 const LOG_VARIABLE: &str = "SANDBOX_RUNTIME_LOG";
 
 fn main() -> ExitCode {
@@ -56,23 +56,26 @@ fn main() -> ExitCode {
         }
         Some(Action::Run { command }) if !command.is_empty() => {
             torpor_daemon::log::start_with("text", LOG_VARIABLE, "warn");
-            work_around(&flags, command)
+            serve_with_program(&flags, command)
         }
         Some(Action::Run { .. }) | None => {
             torpor_daemon::log::start("text");
-            work(&flags)
+            serve_alone(&flags)
         }
     };
     done.unwrap_or_else(|error| {
-        tracing::error!(error = format!("{error:#}"), "cannot go on");
-        let of_the_program = error.downcast_ref::<program::Error>();
-        of_the_program.map_or(ExitCode::FAILURE, |error| error.exit_code().into())
+        tracing::error!(
+            error = format!("{error:#}"),
+            "the runtime ends with an error"
+        );
+        let program_error = error.downcast_ref::<program::Error>();
+        program_error.map_or(ExitCode::FAILURE, |error| error.exit_code().into())
     })
 }
 
-/// Serves until it is told to stop.
+/// Serves until SIGTERM or SIGINT.
 #[tokio::main]
-async fn work(flags: &Flags) -> anyhow::Result<ExitCode> {
+async fn serve_alone(flags: &Flags) -> anyhow::Result<ExitCode> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let serving = Serving::begin(flags, &Arc::default()).await?;
@@ -85,9 +88,12 @@ async fn work(flags: &Flags) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Serves until the user's program ends. While it is being terminated, calls under way have their time too.
+/// Serves until the user's program ends.
+///
+/// SIGTERM to the program also starts the shutdown of the server, so that calls under way have
+/// time to end.
 #[tokio::main]
-async fn work_around(flags: &Flags, command: &[OsString]) -> anyhow::Result<ExitCode> {
+async fn serve_with_program(flags: &Flags, command: &[OsString]) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::catch()?;
     let children = Arc::default();
     let serving = Arc::new(Serving::begin(flags, &children).await?);
@@ -112,7 +118,7 @@ async fn work_around(flags: &Flags, command: &[OsString]) -> anyhow::Result<Exit
     Ok(program::exit_code(status).into())
 }
 
-/// All APIs, while they are served.
+/// Servers of all APIs.
 struct Serving {
     server: Server,
     stopping: Arc<AtomicBool>,
@@ -122,7 +128,7 @@ struct Serving {
 
 impl Serving {
     async fn begin(flags: &Flags, children: &Arc<Children>) -> anyhow::Result<Self> {
-        children.adopt().context("no way to wait for orphans")?;
+        children.adopt().context("cannot adopt orphans")?;
         let gate = gate(flags)?;
         let server = Server::new(flags.max_connections);
         let stopping = Arc::new(AtomicBool::new(false));
@@ -136,9 +142,8 @@ impl Serving {
         let legacy = Http1::new(legacy, Arc::clone(&gate), flags.read_header_timeout);
         listen(&server, "legacy", flags.legacy_bind_address, legacy).await?;
         let busy = Mark::new(flags.busy_dir.clone());
-        let keeper = Arc::clone(&busy);
-        // Until the process ends.
-        tokio::spawn(async move { keeper.keep().await });
+        let mark = Arc::clone(&busy);
+        tokio::spawn(async move { mark.keep().await });
         let rest = rest(flags, &workspace, &stopping, &busy);
         let rest = Http1::new(rest, Arc::clone(&gate), flags.read_header_timeout);
         listen(&server, "rest", flags.rest_bind_address, rest).await?;
@@ -152,7 +157,8 @@ impl Serving {
         })
     }
 
-    /// In upstream's order: who asks is told, commands end and with them their calls, then connections do.
+    /// Shuts down in upstream's order: health checks fail, commands end and with them their calls,
+    /// then connections end.
     async fn end(&self, limit: Duration) {
         self.stopping.store(true, Ordering::Relaxed);
         self.busy.clear();
@@ -168,7 +174,7 @@ fn open(path: &Path) -> anyhow::Result<Arc<Root>> {
     open_root(path).with_context(|| path.display().to_string())
 }
 
-/// Opens the port of an API, unless it is not to be served.
+/// Serves an API on its address; nothing if the address is 0.
 async fn listen(
     server: &Server,
     api: &str,
@@ -187,7 +193,7 @@ async fn listen(
     Ok(())
 }
 
-/// A token that is configured and cannot be read ends the runtime before anything is served.
+/// Returns the gate for the configured token. An unreadable token ends the runtime at its start.
 fn gate(flags: &Flags) -> anyhow::Result<Arc<Gate>> {
     let variable = std::env::var_os(token::VARIABLE).map(OsString::into_vec);
     Gate::new(flags.auth_token_file.clone(), variable).context("--auth-token-file")
@@ -196,15 +202,15 @@ fn gate(flags: &Flags) -> anyhow::Result<Arc<Gate>> {
 fn uploads(flags: &Flags) -> upload::Limits {
     upload::Limits {
         bytes: flags.max_upload_bytes,
-        patience: flags.read_body_timeout,
+        piece_timeout: flags.read_body_timeout,
     }
 }
 
 fn legacy(flags: &Flags, root: Arc<Root>, children: &Arc<Children>) -> Legacy {
     let variable = std::env::var("SANDBOX_EXEC_TIMEOUT_SECONDS").ok();
-    let (time, wrong) = flags.exec_timeout(variable.as_deref());
-    if let Some(wrong) = wrong {
-        tracing::warn!(limit = ?time, "{wrong}; the default applies");
+    let (time, invalid) = flags.exec_timeout(variable.as_deref());
+    if let Some(invalid) = invalid {
+        tracing::warn!(limit = ?time, "{invalid}; the default applies");
     }
     let output = flags.max_output_bytes;
     Legacy {
@@ -218,7 +224,7 @@ fn legacy(flags: &Flags, root: Arc<Root>, children: &Arc<Children>) -> Legacy {
 }
 
 fn rest(flags: &Flags, root: &Arc<Root>, stopping: &Arc<AtomicBool>, busy: &Arc<Mark>) -> Rest {
-    // What is no text is nobody's configuration.
+    // Variables that are no UTF-8 are not served.
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     Rest {
@@ -248,10 +254,11 @@ fn grpc(
             chunk: flags.stream_chunk_size,
         },
     };
-    let patience = Patience {
+    let timeouts = Timeouts {
         body: flags.read_body_timeout,
         keepalive: flags.grpc_keepalive,
         idle: flags.grpc_idle_timeout,
     };
-    Grpc::new(process, watcher, gate, patience).context("the description of the gRPC services")
+    Grpc::new(process, watcher, gate, timeouts)
+        .context("cannot build the reflection of the gRPC services")
 }

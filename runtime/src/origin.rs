@@ -1,17 +1,19 @@
-//! Requests that a browser sends because the page of another origin asked it to. Pure.
+//! Check for requests of a browser that a page of another origin caused. Pure.
 
 use http::{HeaderMap, HeaderName, Method};
 
-/// Whose page has had the request sent. Browsers set it, and no page can (W3C Fetch Metadata).
+/// Header with the relation of the requesting page to this origin. Browsers set it, and pages
+/// cannot (W3C Fetch Metadata).
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
-/// The page of another origin has had a request sent.
+/// Request of a page of another origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a page of another origin may not send this")]
 pub struct Foreign;
 
-/// Refuses a `POST` that the page of another origin has had sent. Of the methods by which the APIs
-/// change something, browsers send this one alone without asking first.
+/// Refuses a `POST` that a page of another origin caused.
+///
+/// `POST` is the only method of a change that browsers send without a preflight request.
 pub fn check(method: &Method, headers: &HeaderMap) -> Result<(), Foreign> {
     let mut sites = headers.get_all(SEC_FETCH_SITE).iter();
     let foreign = sites.any(|site| matches!(site.as_bytes(), b"cross-site" | b"same-site"));

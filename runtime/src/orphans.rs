@@ -1,6 +1,7 @@
-//! Children of this process: those that commands are, and those that it inherits because their parents died.
+//! Child processes: commands, and orphans that this process adopts.
 //!
-//! As the first process of a container, or as a subreaper, it is the parent of every process whose own parent has ended, and must wait for them or they stay as zombies.
+//! The first process of a container and a subreaper become the parent of each process whose parent
+//! has ended. Without a wait by the parent, ended processes stay as zombies.
 
 use std::{
     collections::HashSet,
@@ -14,15 +15,17 @@ use tokio::{
     signal::unix::{SignalKind, signal},
 };
 
-/// Who waits for which child.
+/// Child processes of the runtime.
 #[derive(Debug, Default)]
 pub struct Children {
-    /// Leaders of commands, whose exit codes are wanted.
+    /// Process ids of commands, whose exit codes their owners wait for.
     owned: Mutex<HashSet<i32>>,
 }
 
 impl Children {
-    /// Inherits orphans and waits for them from now on. Only for a process that is all the runtime's: any child that [`Children::start`] did not start counts as an orphan.
+    /// Makes this process a subreaper and reaps orphans in the background.
+    ///
+    /// All children of the process that [`Children::start`] did not start count as orphans.
     pub fn adopt(self: &Arc<Self>) -> io::Result<()> {
         rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
         let mut died = signal(SignalKind::child())?;
@@ -35,9 +38,9 @@ impl Children {
         Ok(())
     }
 
-    /// Starts a command. Its exit is left to the caller until [`Children::release`].
+    /// Starts a command. The caller has to wait for it until [`Children::release`].
     pub fn start(&self, command: &mut Command) -> io::Result<(Child, Pid)> {
-        // Under the lock, so that a child that ends at once is not taken for an orphan.
+        // The lock keeps `reap` from reaping a child that ends before it is inserted.
         let mut owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
         let child = command.spawn()?;
         let id = child.id().and_then(|id| i32::try_from(id).ok());
@@ -48,13 +51,15 @@ impl Children {
         Ok((child, pid))
     }
 
-    /// Nobody asks for this child's exit code any more.
+    /// Leaves the wait for this child to [`Children::adopt`].
     pub fn release(&self, pid: Pid) {
         let mut owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
         owned.remove(&pid.as_raw_nonzero().get());
     }
 
-    /// Waits for the orphans that have ended. They are looked for by name, because to wait for any child would take exit codes away from commands.
+    /// Reaps the orphans that have ended.
+    ///
+    /// Orphans are found in /proc, because a wait for any child would also reap commands.
     fn reap(&self) {
         let owned = self.owned.lock().unwrap_or_else(PoisonError::into_inner);
         let own = rustix::process::getpid().as_raw_nonzero().get();
@@ -67,14 +72,16 @@ impl Children {
             if is_zombie_of(&stat, own)
                 && let Some(pid) = Pid::from_raw(id)
             {
-                // Somebody else may have waited for it meanwhile; then there is nothing to do.
+                // An error means that the process has been reaped meanwhile.
                 let _ended = rustix::process::waitpid(Some(pid), WaitOptions::NOHANG);
             }
         }
     }
 }
 
-/// Whether a line of `/proc/<pid>/stat` is that of an ended child of `parent`. The name in it may hold anything.
+/// Reports whether the content of `/proc/<pid>/stat` is that of a zombie child of `parent`.
+///
+/// The process name in it may contain any characters.
 fn is_zombie_of(stat: &str, parent: i32) -> bool {
     let Some((_, after_name)) = stat.rsplit_once(')') else {
         return false;
@@ -96,7 +103,7 @@ mod tests {
     #[case("12 (sh) Z 8 12 12 0", false)]
     #[case("12 (a) Z 7 b) S 8 12", false)]
     #[case("", false)]
-    fn an_ended_child_is_known_whatever_its_name(#[case] stat: &str, #[case] zombie: bool) {
+    fn a_zombie_child_is_recognized_whatever_its_name(#[case] stat: &str, #[case] zombie: bool) {
         assert_eq!(is_zombie_of(stat, 7), zombie);
     }
 }

@@ -1,38 +1,41 @@
-//! Paths as clients write them, before any file is looked at. Pure.
+//! Paths of clients, checked without access to the file system. Pure.
 
 use std::ffi::CString;
 
-/// Longest path, in bytes, as the kernel has it.
+/// Maximum length of a path in bytes, as in the kernel.
 const MAX_BYTES: usize = 4096;
-/// Most components: each directory on the way is held open while a path is resolved.
+/// Maximum number of components: the resolution of a path holds each directory open.
 pub const MAX_COMPONENTS: usize = 256;
 
-/// A step of a path.
+/// Component of a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Component {
     Name(CString),
     Up,
 }
 
-/// The path cannot be below the root.
+/// Invalid path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("the path leads out of the root")]
     Escape,
-    #[error("the path holds a NUL")]
+    #[error("the path contains a NUL byte")]
     Nul,
     #[error("the path is too long")]
     Long,
 }
 
-/// Takes one layer of percent signs off. What is no UTF-8 then is replaced.
+/// Decodes one layer of percent-encoding. Invalid UTF-8 is replaced.
 pub fn decode(text: &str) -> String {
     percent_encoding::percent_decode_str(text)
         .decode_utf8_lossy()
         .into_owned()
 }
 
-/// The steps of a client's path from the root. A leading `/` is the root, as with upstream. What leads out by its words alone is refused, whatever exists.
+/// Returns the components of a client's path from the root.
+///
+/// A leading `/` is the root, as in upstream. A path whose `..` leads out of the root is refused,
+/// whatever exists.
 pub fn components(path: &str) -> Result<Vec<Component>, Error> {
     let steps = split(path.as_bytes())?;
     let mut depth = 0_usize;
@@ -45,7 +48,7 @@ pub fn components(path: &str) -> Result<Vec<Component>, Error> {
     Ok(steps)
 }
 
-/// The path with `..` taken out by its words alone, as upstream does. Empty for the root.
+/// Returns the path without `..`, resolved lexically as upstream does; empty for the root.
 pub fn clean(path: &str) -> Result<String, Error> {
     components(path)?;
     let mut kept = Vec::new();
@@ -59,7 +62,7 @@ pub fn clean(path: &str) -> Result<String, Error> {
     Ok(kept.join("/"))
 }
 
-/// The steps of a path, wherever they lead.
+/// Returns the components of a path, without a check of `..`.
 pub fn split(path: &[u8]) -> Result<Vec<Component>, Error> {
     if path.len() > MAX_BYTES {
         return Err(Error::Long);
@@ -112,7 +115,7 @@ mod tests {
     #[case("\0../etc/passwd", Err(Error::Nul))]
     #[case(&"a/".repeat(257), Err(Error::Long))]
     #[case(&"a".repeat(4097), Err(Error::Long))]
-    fn a_path_stays_below_the_root_by_its_words(
+    fn a_path_stays_below_the_root_lexically(
         #[case] path: &str,
         #[case] steps: Result<&str, Error>,
     ) {

@@ -1,6 +1,7 @@
-//! The user's program, where the runtime is put around it: its signals, its terminal, its exit code.
+//! The user's program that the runtime starts: signals, terminal, exit code.
 //!
-//! To the container it is as if the program had been started alone: what is sent to the first process reaches it, and the container ends when it does, with its code.
+//! The container behaves as if the program had been started alone: signals to the first process
+//! reach the program, and the container ends with the program and its exit code.
 
 use std::{
     ffi::OsString, future, io, os::unix::process::ExitStatusExt as _, process::ExitStatus,
@@ -18,8 +19,11 @@ use tokio::{
 
 use crate::orphans::Children;
 
-/// What is passed on: every named signal that a process can catch, but for those that the kernel sends to a process for what it did itself, and those by which a terminal stops background processes.
-const PASSED_ON: [Signal; 15] = [
+/// Signals that are forwarded to the program.
+///
+/// These are all named signals that a process can catch, except those of faults of the process
+/// itself and those by which a terminal stops background processes.
+const FORWARDED: [Signal; 15] = [
     Signal::HUP,
     Signal::INT,
     Signal::QUIT,
@@ -37,7 +41,7 @@ const PASSED_ON: [Signal; 15] = [
     Signal::POWER,
 ];
 
-/// The program did not come up, or got lost.
+/// Failure to start or to follow the program.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot catch signals")]
@@ -53,7 +57,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The exit code that shells give for it.
+    /// Returns the exit code that shells use for the failure.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Start { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
@@ -63,7 +67,7 @@ impl Error {
     }
 }
 
-/// The program, running.
+/// Running program.
 #[derive(Debug)]
 pub struct Program {
     child: Child,
@@ -72,7 +76,11 @@ pub struct Program {
 }
 
 impl Program {
-    /// Starts it with this process' standard streams, in a process group of its own, in the foreground of the terminal if there is one: a key such as Ctrl-C then reaches it once, and not through this process again.
+    /// Starts the program with this process' standard streams.
+    ///
+    /// The program gets its own process group in the foreground of the terminal, if there is one.
+    /// A key such as Ctrl-C then reaches the program once, and not a second time by a forwarded
+    /// signal.
     pub fn start(words: &[OsString], children: &Arc<Children>) -> Result<Self, Error> {
         let program = words.first().cloned().unwrap_or_default();
         let mut command = Command::new(&program);
@@ -82,7 +90,7 @@ impl Program {
             .map_err(|source| Error::Start { program, source })?;
         match to_foreground(id) {
             Ok(()) | Err(Errno::NOTTY) => {}
-            Err(errno) => tracing::warn!(%errno, "the program does not have the terminal"),
+            Err(errno) => tracing::warn!(%errno, "cannot give the terminal to the program"),
         }
         Ok(Self {
             child,
@@ -91,14 +99,14 @@ impl Program {
         })
     }
 
-    /// Passes a signal on. To the program alone, as the container runtime would.
+    /// Signals the program alone, not its group, as a container runtime does.
     pub fn send(&self, signal: Signal) {
         if let Err(errno) = rustix::process::kill_process(self.id, signal) {
-            tracing::debug!(%errno, ?signal, "not passed on");
+            tracing::debug!(%errno, ?signal, "cannot forward a signal");
         }
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the program.
     pub async fn wait(&mut self) -> Result<ExitStatus, Error> {
         self.child.wait().await.map_err(Error::Wait)
     }
@@ -113,18 +121,18 @@ impl Drop for Program {
 /// Gives the terminal on standard input to a process group.
 fn to_foreground(group: Pid) -> Result<(), Errno> {
     rustix::termios::tcsetpgrp(io::stdin(), group)?;
-    // It may have asked for the terminal before it had it, which stops a process.
+    // A process that used the terminal before it was in the foreground has been stopped.
     rustix::process::kill_process_group(group, Signal::CONT)
 }
 
-/// Signals as they come.
+/// Stream of caught signals.
 #[derive(Debug)]
 pub struct Signals(Vec<(Signal, unix::Signal)>);
 
 impl Signals {
-    /// Catches, from now on, what is passed on to the program.
+    /// Installs handlers for the signals that are forwarded.
     pub fn catch() -> Result<Self, Error> {
-        let caught = PASSED_ON.map(|kind| {
+        let caught = FORWARDED.map(|kind| {
             let arrivals = unix::signal(unix::SignalKind::from_raw(kind.as_raw()))?;
             Ok((kind, arrivals))
         });
@@ -132,20 +140,21 @@ impl Signals {
         caught.map(Self).map_err(Error::Signals)
     }
 
-    /// The next one.
+    /// Returns the next signal.
     pub async fn next(&mut self) -> Signal {
         future::poll_fn(|context| {
-            let came = self.0.iter_mut().find_map(|(kind, arrivals)| {
-                let came = arrivals.poll_recv(context) == Poll::Ready(Some(()));
-                came.then_some(*kind)
+            let next = self.0.iter_mut().find_map(|(kind, arrivals)| {
+                let arrived = arrivals.poll_recv(context) == Poll::Ready(Some(()));
+                arrived.then_some(*kind)
             });
-            came.map_or(Poll::Pending, Poll::Ready)
+            next.map_or(Poll::Pending, Poll::Ready)
         })
         .await
     }
 }
 
-/// The container's exit code: the program's own, or 128 and the number of the signal that ended it, as container runtimes have it.
+/// Returns the container's exit code: the program's, or 128 + n if signal n ended the program, as
+/// container runtimes do.
 pub fn exit_code(status: ExitStatus) -> u8 {
     let code = status
         .code()
@@ -167,17 +176,14 @@ mod tests {
     #[case(15, 143)]
     #[case(9, 137)]
     #[case(0x80 | 11, 139)]
-    fn the_exit_code_is_what_a_container_runtime_would_tell(
-        #[case] wait_status: i32,
-        #[case] code: u8,
-    ) {
+    fn the_exit_code_is_that_of_container_runtimes(#[case] wait_status: i32, #[case] code: u8) {
         assert_eq!(exit_code(ExitStatus::from_raw(wait_status)), code);
     }
 
     #[rstest]
     #[case(io::ErrorKind::NotFound, 127)]
     #[case(io::ErrorKind::PermissionDenied, 126)]
-    fn a_program_that_does_not_start_has_the_code_of_shells(
+    fn a_program_that_does_not_start_has_the_exit_code_of_shells(
         #[case] kind: io::ErrorKind,
         #[case] code: u8,
     ) {

@@ -1,4 +1,5 @@
-//! Messages and services of the gRPC API, made of the files below `proto/` by the test `proto`, which also keeps them in step.
+//! Messages and services of the gRPC API. The test `proto` generates them from the files below
+//! `proto/` and checks that they match.
 
 #![allow(
     clippy::all,
@@ -16,5 +17,5 @@ pub mod watcher {
     include!("proto/watcher.v1.rs");
 }
 
-/// The files as they are told to clients that ask which services there are.
+/// Encoded descriptors of the files below `proto/`, for gRPC reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!("proto/descriptors.bin");

@@ -1,4 +1,6 @@
-//! What a client is told when its call is not carried out. Status codes and bodies are upstream's (and its framework's) where upstream has them. Pure.
+//! Error answers of the legacy API. Pure.
+//!
+//! Status codes and bodies are those of upstream and its framework, where upstream has them.
 
 use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode, header};
@@ -7,17 +9,17 @@ use serde_json::{Value, json};
 
 use crate::{origin::Foreign, token::Closed};
 
-/// The body of an answer.
+/// Body of an answer.
 pub type Body = UnsyncBoxBody<Bytes, std::io::Error>;
 
-/// A call was not carried out.
+/// Reason why a call is refused. Messages up to `List` are upstream's.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Refusal {
     #[error("Not Found")]
     NoRoute,
     #[error("Method Not Allowed")]
     Method(Method),
-    /// A field of the body is missing or wrong.
+    /// A field of the body is missing or invalid.
     #[error("{message}")]
     Field {
         kind: &'static str,
@@ -36,12 +38,11 @@ pub enum Refusal {
     Upload(String),
     #[error("List files failed: {0}")]
     List(String),
-    /// Torpor's from here on.
     #[error("File download failed: {0}")]
     Download(String),
     #[error("Request body too large.")]
     TooLarge,
-    #[error("The request body did not come in time.")]
+    #[error("The request body exceeded its time limit.")]
     Slow,
     #[error(transparent)]
     Closed(#[from] Closed),
@@ -49,17 +50,17 @@ pub enum Refusal {
     Foreign(#[from] Foreign),
 }
 
-/// What a client is told in place of what it asked for.
+/// Refusal that can be sent to a client.
 pub trait Refused: std::fmt::Display + Send {
-    /// Status code of the answer.
+    /// Returns the status code of the answer.
     fn status(&self) -> StatusCode;
 
-    /// The answer.
+    /// Returns the answer.
     fn response(&self) -> Response<Body>;
 }
 
 impl Refusal {
-    /// A field that is not there.
+    /// Returns the refusal for a missing field of the body; without a name for a missing body.
     pub fn missing(field: Option<&'static str>) -> Self {
         Self::Field {
             kind: "missing",
@@ -68,7 +69,8 @@ impl Refusal {
         }
     }
 
-    /// The answer's body: `message` where upstream writes it, `detail` where its framework does.
+    /// Returns the body of the answer: `message` for errors of upstream, `detail` for those of its
+    /// framework.
     pub fn body(&self) -> Value {
         let text = self.to_string();
         match self {
@@ -115,20 +117,20 @@ impl Refused for Refusal {
             response.headers_mut().insert(header::ALLOW, allowed);
         }
         if matches!(self, Self::Closed(_)) {
-            ask_for_a_token(&mut response);
+            add_challenge(&mut response);
         }
         response
     }
 }
 
-/// Says how to come in, which every answer 401 must (RFC 9110, 15.5.2).
-pub fn ask_for_a_token(response: &mut Response<Body>) {
+/// Adds the header `WWW-Authenticate`, which each answer 401 must have (RFC 9110, 15.5.2).
+pub fn add_challenge(response: &mut Response<Body>) {
     let scheme = HeaderValue::from_static("Bearer");
     let headers = response.headers_mut();
     headers.insert(header::WWW_AUTHENTICATE, scheme);
 }
 
-/// A JSON answer.
+/// Returns a JSON answer.
 pub fn answer(status: StatusCode, body: &Value) -> Response<Body> {
     let full = Full::new(Bytes::from(body.to_string()));
     let mut response = Response::new(full.map_err(|never| match never {}).boxed_unsync());
@@ -177,9 +179,9 @@ mod tests {
     #[case(
         Refusal::Slow,
         408,
-        r#"{"detail":"The request body did not come in time."}"#
+        r#"{"detail":"The request body exceeded its time limit."}"#
     )]
-    fn refusals_are_upstreams_letter_for_letter(
+    fn refusals_have_upstreams_status_and_body(
         #[case] refusal: Refusal,
         #[case] status: u16,
         #[case] body: &str,

@@ -1,6 +1,9 @@
-//! The directory that clients see, and nothing outside of it.
+//! The root directory of clients, and the resolution of paths below it.
 //!
-//! A path is walked step by step on directory descriptors that are held open, links read and followed by this walk and never by the kernel. `openat2` with `RESOLVE_BENEATH` would do the same in one call, but gVisor answers it with ENOSYS, and gVisor is where this runs. `..` goes back to the descriptor one came by, so that no rename on the way leads out.
+//! A path is walked component by component on open directory descriptors. This walk reads and
+//! follows links, never the kernel. `..` goes back to the descriptor of the directory above, so
+//! that a concurrent rename cannot lead out of the root. `openat2` with `RESOLVE_BENEATH` would do
+//! the same in one call, but gVisor, where this runs, answers it with ENOSYS.
 
 use std::{
     ffi::{CStr, CString},
@@ -20,23 +23,23 @@ use rustix::{
 use crate::path::{self, Component};
 use tree::READ;
 
-/// Most links of one path, as in the kernel.
+/// Maximum number of links in the resolution of a path, as in the kernel.
 const MAX_LINKS: u32 = 40;
-/// Most entries of a listing.
+/// Maximum number of entries of a listing.
 pub const MAX_ENTRIES: usize = 100_000;
-/// How many names of unfinished uploads are passed over.
-const MAX_LEFT_BEHIND: u32 = 1000;
-/// Permissions of directories that are made for a file, as upstream has them.
+/// Maximum number of temporary names that are tried.
+const MAX_TEMPORARY_NAMES: u32 = 1000;
+/// Permissions of directories that are created for a file, as in upstream.
 const NEW_DIRECTORY: Mode = Mode::from_bits_retain(0o755);
 const DIRECTORY: OFlags = OFlags::PATH
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
 
-/// A path was not resolved, or what is there could not be used.
+/// Failure to resolve a path, or to use the file at it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It would lead out of the root.
+    /// The path leads out of the root.
     #[error("access denied")]
     Denied,
     #[error("no such file or directory")]
@@ -49,30 +52,30 @@ pub enum Error {
     IsADirectory,
     #[error("directory not empty")]
     NotEmpty,
-    #[error("something is there already")]
+    #[error("the path exists already")]
     Exists,
-    /// In the place of a directory, and not to be replaced by one.
-    #[error("a file or a link is there")]
+    /// A file or link is in place of the directory to create.
+    #[error("a file or link exists at the path")]
     FileThere,
-    /// The request cannot be done to the root itself.
-    #[error("it is the root")]
+    /// The operation is not possible on the root itself.
+    #[error("the path is the root")]
     IsRoot,
     #[error("a directory cannot be put into itself")]
     IntoItself,
-    #[error("it is on another file system")]
+    #[error("the path is on another file system")]
     OtherFileSystem,
     #[error("neither a file, nor a directory, nor a link")]
     Special,
     #[error("more than {0} bytes")]
     TooLarge(u64),
-    /// The data to write ended too early.
-    #[error("its content broke off")]
+    /// The data to write is shorter than its size.
+    #[error("the content is incomplete")]
     BrokenOff,
     #[error("more than {MAX_ENTRIES} entries")]
     TooMany,
     #[error("more than {} directories deep", path::MAX_COMPONENTS)]
     TooDeep,
-    /// Of an entry of a listing.
+    /// The path of an entry of a listing is too long to resolve.
     #[error("the path of a link is too long to follow it")]
     LinkTooDeep,
     #[error("{}", io::Error::from(*.0))]
@@ -80,9 +83,9 @@ pub enum Error {
 }
 
 impl Error {
-    /// Of a path from which something is taken: below a file there is nothing.
+    /// Returns the error for a path that is read: a path below a file does not exist.
     #[must_use]
-    pub fn of_source(self) -> Self {
+    pub fn for_source(self) -> Self {
         match self {
             Self::NotADirectory => Self::Missing,
             other => other,
@@ -112,17 +115,17 @@ impl From<path::Error> for Error {
     }
 }
 
-/// What a listing says of an entry.
+/// Entry of a listing.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
     pub name: String,
     pub size: u64,
     pub is_directory: bool,
-    /// Seconds since 1970.
+    /// Time of the last change, in seconds since 1970.
     pub mod_time: f64,
     /// Permission bits.
     pub mode: u32,
-    /// A link that leads to nothing, or outside; then the rest is of the link itself.
+    /// The entry is a link to nothing or out of the root; the other fields then describe the link.
     pub dangling: bool,
 }
 
@@ -141,7 +144,7 @@ impl Entry {
     }
 }
 
-/// The directory that clients see.
+/// Root directory of clients.
 #[derive(Debug)]
 pub struct Root {
     directory: OwnedFd,
@@ -149,23 +152,23 @@ pub struct Root {
     uploads: AtomicU64,
 }
 
-/// Fate of an entry in whose place another is to be.
+/// Treatment of an existing entry at the target path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Existing {
     Replace,
     Keep,
 }
 
-/// How the end of a path is looked for.
+/// Mode of the resolution of a path.
 #[derive(Clone, Copy)]
 enum Walk {
-    /// What the path leads to.
+    /// Follow a link at the end.
     Follow,
-    /// The same, and directories on the way that are missing are made.
+    /// Follow a link at the end, and create missing directories on the way.
     Make,
-    /// What has the path's last name, were it a link.
+    /// Do not follow a link at the end.
     NoFollow,
-    /// The same, and directories on the way that are missing are made.
+    /// Do not follow a link at the end, and create missing directories on the way.
     MakeNoFollow,
 }
 
@@ -179,8 +182,8 @@ impl Walk {
     }
 }
 
-/// A name in a directory that is below the root; `.` is the directory itself.
-struct Place {
+/// Directory at or below the root and a name in it; `.` is the directory itself.
+struct Location {
     directory: OwnedFd,
     name: CString,
 }
@@ -198,25 +201,25 @@ impl Root {
         })
     }
 
-    /// Where it is.
+    /// Returns the absolute path of the root.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Opens a regular file for reading, and says how long it is.
+    /// Opens a regular file for reading; returns the file and its size in bytes.
     pub fn read(&self, path: &str) -> Result<(File, u64), Error> {
-        let place = self.resolve(path)?;
-        // Looked at first: to open a device may do things.
-        regular(&stat(place.directory.as_fd(), &place.name)?)?;
-        let (file, stat) = open_file(place.directory.as_fd(), &place.name)?;
+        let location = self.resolve(path)?;
+        // The type is checked before: opening a device may have side effects.
+        regular(&stat(location.directory.as_fd(), &location.name)?)?;
+        let (file, stat) = open_file(location.directory.as_fd(), &location.name)?;
         Ok((file, u64::try_from(stat.st_size).unwrap_or(0)))
     }
 
-    /// Whether something is there. A link that leads nowhere is nothing.
+    /// Reports whether a path exists. A link to nothing does not exist.
     pub fn exists(&self, path: &str) -> Result<bool, Error> {
         match self
             .resolve(path)
-            .and_then(|place| stat(place.directory.as_fd(), &place.name))
+            .and_then(|location| stat(location.directory.as_fd(), &location.name))
         {
             Ok(_) => Ok(true),
             Err(Error::Denied) => Err(Error::Denied),
@@ -224,10 +227,11 @@ impl Root {
         }
     }
 
-    /// The entries of a directory, by name.
+    /// Returns the entries of a directory, sorted by name.
     pub fn list(&self, path: &str) -> Result<Vec<Entry>, Error> {
-        let place = self.resolve(path)?;
-        let directory = rustix::fs::openat(&place.directory, &place.name, READ, Mode::empty())?;
+        let location = self.resolve(path)?;
+        let directory =
+            rustix::fs::openat(&location.directory, &location.name, READ, Mode::empty())?;
         let mut entries = Vec::new();
         for entry in Dir::read_from(&directory)? {
             let entry = entry?;
@@ -240,7 +244,7 @@ impl Root {
             }
             match self.examine(directory.as_fd(), path, name) {
                 Ok(entry) => entries.push(entry),
-                // It went away meanwhile.
+                // The entry has been removed meanwhile.
                 Err(Error::Missing) => {}
                 Err(error) => return Err(error),
             }
@@ -249,10 +253,10 @@ impl Root {
         Ok(entries)
     }
 
-    /// Entry that a path leads to, under the path's last name.
+    /// Returns the entry at a path, under the path's last name.
     pub fn stat(&self, path: &str) -> Result<Entry, Error> {
-        let place = self.resolve(path)?;
-        let stat = stat(place.directory.as_fd(), &place.name)?;
+        let location = self.resolve(path)?;
+        let stat = stat(location.directory.as_fd(), &location.name)?;
         let clean = path::clean(path)?;
         let name = match clean.rsplit('/').next() {
             None | Some("") => "/",
@@ -265,14 +269,14 @@ impl Root {
         let own = stat(at, name)?;
         let is_link = FileType::from_raw_mode(own.st_mode) == FileType::Symlink;
         let target = match name.to_str() {
-            // A link is described by what it leads to, unless that is nothing or outside.
+            // A link is described by its target, unless the target is missing or outside.
             Ok(name) if is_link => {
                 let path = format!("{parent}/{name}");
                 if path::components(&path) == Err(path::Error::Long) {
                     return Err(Error::LinkTooDeep);
                 }
                 self.resolve(&path)
-                    .and_then(|place| stat(place.directory.as_fd(), &place.name))
+                    .and_then(|location| stat(location.directory.as_fd(), &location.name))
                     .ok()
             }
             _ => None,
@@ -283,43 +287,55 @@ impl Root {
         Ok(Entry::new(name, &stat, dangling))
     }
 
-    /// Opens a directory to be named by its descriptor, as a place to work in or to watch.
+    /// Opens a directory as a working directory or for a watch.
     pub fn directory(&self, path: &str) -> Result<OwnedFd, Error> {
-        let place = self.resolve(path)?;
-        let opened = rustix::fs::openat(&place.directory, &place.name, DIRECTORY, Mode::empty());
+        let location = self.resolve(path)?;
+        let opened = rustix::fs::openat(
+            &location.directory,
+            &location.name,
+            DIRECTORY,
+            Mode::empty(),
+        );
         Ok(opened?)
     }
 
-    /// The same, unless the path's last name is a link.
+    /// Opens a directory, unless the path's last name is a link.
     pub fn directory_itself(&self, path: &str) -> Result<OwnedFd, Error> {
-        let place = self.walk(path, Walk::NoFollow)?;
-        let opened = rustix::fs::openat(&place.directory, &place.name, DIRECTORY, Mode::empty());
+        let location = self.walk(path, Walk::NoFollow)?;
+        let opened = rustix::fs::openat(
+            &location.directory,
+            &location.name,
+            DIRECTORY,
+            Mode::empty(),
+        );
         Ok(opened?)
     }
 
-    /// Begins a file that takes the place of what is at `path` when it is whole. One that is replaced hands on its permissions.
+    /// Begins a file that replaces the one at `path` when it is complete.
+    ///
+    /// The new file gets the permissions of a file that it replaces.
     pub fn begin(&self, path: &str) -> Result<Upload, Error> {
-        let place = self.resolve(path)?;
-        let mode = match stat(place.directory.as_fd(), &place.name) {
+        let location = self.resolve(path)?;
+        let mode = match stat(location.directory.as_fd(), &location.name) {
             Ok(stat) => {
                 regular(&stat)?;
-                // Not set-user-ID: the new file is this process's, whoever's the old one was.
+                // Without set-user-ID: the owner of the new file is this process' user.
                 Some(Mode::from_raw_mode(stat.st_mode & 0o777))
             }
             Err(Error::Missing) => None,
             Err(error) => return Err(error),
         };
-        self.begin_at(place, mode)
+        self.begin_at(location, mode)
     }
 
-    fn begin_at(&self, place: Place, mode: Option<Mode>) -> Result<Upload, Error> {
-        let (temporary, file) = self.temporary(place.directory.as_fd())?;
+    fn begin_at(&self, location: Location, mode: Option<Mode>) -> Result<Upload, Error> {
+        let (temporary, file) = self.temporary(location.directory.as_fd())?;
         let upload = Upload {
-            place,
+            location,
             temporary: Some(temporary),
             file: File::from(file),
         };
-        // A script that is written anew stays executable, as it does with upstream.
+        // A script that is rewritten stays executable, as in upstream.
         if let Some(mode) = mode {
             rustix::fs::fchmod(&upload.file, mode)?;
         }
@@ -330,17 +346,19 @@ impl Root {
         let flags =
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let wanted = Mode::from_raw_mode(0o666);
-        self.unfinished(|name| rustix::fs::openat(at, name, flags, wanted))
+        self.create_temporary(|name| rustix::fs::openat(at, name, flags, wanted))
     }
 
-    /// Makes something new under a name of its own. Another process of this number may have left
-    /// one behind, as the first of a container that was started again.
-    fn unfinished<T>(
+    /// Creates a file or directory under a temporary name.
+    ///
+    /// An earlier process with the same id may have left files of such names, as the first process
+    /// of a container that was restarted.
+    fn create_temporary<T>(
         &self,
         make: impl Fn(&CStr) -> Result<T, Errno>,
     ) -> Result<(CString, T), Error> {
         let mut result = Err(Error::Io(Errno::EXIST));
-        for _ in 0..MAX_LEFT_BEHIND {
+        for _ in 0..MAX_TEMPORARY_NAMES {
             let number = self.uploads.fetch_add(1, Ordering::Relaxed);
             let name = format!(".torpor-upload-{}-{number}", std::process::id());
             let name = CString::new(name).map_err(|_| Error::Denied)?;
@@ -354,11 +372,11 @@ impl Root {
         result
     }
 
-    fn resolve(&self, path: &str) -> Result<Place, Error> {
+    fn resolve(&self, path: &str) -> Result<Location, Error> {
         self.walk(path, Walk::Follow)
     }
 
-    fn walk(&self, path: &str, walk: Walk) -> Result<Place, Error> {
+    fn walk(&self, path: &str, walk: Walk) -> Result<Location, Error> {
         let mut ahead = path::components(path)?;
         ahead.reverse();
         let mut above: Vec<OwnedFd> = Vec::new();
@@ -374,7 +392,7 @@ impl Root {
             match rustix::fs::readlinkat(here, &name, Vec::new()) {
                 Ok(_) if ahead.is_empty() && !walk.follows() => {
                     let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
-                    return Ok(Place { directory, name });
+                    return Ok(Location { directory, name });
                 }
                 Ok(target) => {
                     links += 1;
@@ -383,17 +401,17 @@ impl Root {
                     }
                     self.follow(target.as_bytes(), &mut ahead, &mut above)?;
                 }
-                // Not a link. The last name need not exist, nor be a directory.
+                // Not a link. The last name need not exist nor be a directory.
                 Err(Errno::INVAL | Errno::NOENT) if ahead.is_empty() => {
                     let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
-                    return Ok(Place { directory, name });
+                    return Ok(Location { directory, name });
                 }
                 Err(Errno::NOENT) if walk.makes() => {
                     match rustix::fs::mkdirat(here, &name, NEW_DIRECTORY) {
                         Ok(()) | Err(Errno::EXIST) => {}
                         Err(errno) => return Err(errno.into()),
                     }
-                    // What somebody else put there meanwhile is followed by nobody.
+                    // `DIRECTORY` does not follow a link that another process has put there.
                     above.push(rustix::fs::openat(here, &name, DIRECTORY, Mode::empty())?);
                 }
                 Err(Errno::INVAL) => {
@@ -406,13 +424,15 @@ impl Root {
             .last()
             .map_or_else(|| self.directory.as_fd(), AsFd::as_fd);
         let directory = here.try_clone_to_owned().map_err(|_| Errno::MFILE)?;
-        Ok(Place {
+        Ok(Location {
             directory,
             name: c".".to_owned(),
         })
     }
 
-    /// Puts the steps of a link before those that are left. An absolute link may lead to the root by its name.
+    /// Inserts the components of a link before those that are left.
+    ///
+    /// An absolute link has to begin with the path of the root.
     fn follow(
         &self,
         target: &[u8],
@@ -436,30 +456,32 @@ impl Root {
     }
 }
 
-/// A file that is being written. It takes its place by [`Upload::finish`], or leaves nothing.
+/// File that is being written under a temporary name.
+///
+/// [`Upload::finish`] moves the file to its path; dropping it before removes the file.
 #[derive(Debug)]
 pub struct Upload {
-    place: Place,
+    location: Location,
     temporary: Option<CString>,
     file: File,
 }
 
 impl Upload {
-    /// The file, to write to.
+    /// Returns the file for writing.
     pub fn file(&self) -> io::Result<File> {
         self.file.try_clone()
     }
 
-    /// Puts the file in its place, in one step.
+    /// Moves the file to its path atomically, and replaces an existing file.
     pub fn finish(self) -> Result<(), Error> {
         self.finish_as(Existing::Replace)
     }
 
-    /// The same, or refuses if something is there by now.
+    /// Moves the file to its path atomically, and treats an existing entry as `existing` says.
     pub fn finish_as(mut self, existing: Existing) -> Result<(), Error> {
         if let Some(temporary) = &self.temporary {
-            let directory = self.place.directory.as_fd();
-            rename(directory, temporary, &self.place, existing)?;
+            let directory = self.location.directory.as_fd();
+            rename(directory, temporary, &self.location, existing)?;
         }
         self.temporary = None;
         Ok(())
@@ -470,28 +492,30 @@ impl Drop for Upload {
     fn drop(&mut self) {
         if let Some(temporary) = &self.temporary
             && let Err(errno) =
-                rustix::fs::unlinkat(&self.place.directory, temporary, AtFlags::empty())
+                rustix::fs::unlinkat(&self.location.directory, temporary, AtFlags::empty())
         {
-            tracing::warn!(%errno, "an upload that did not end is left behind");
+            tracing::warn!(%errno, "cannot remove the temporary file of an incomplete upload");
         }
     }
 }
 
-impl std::fmt::Debug for Place {
+impl std::fmt::Debug for Location {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Place").field("name", &self.name).finish()
+        f.debug_struct("Location")
+            .field("name", &self.name)
+            .finish()
     }
 }
 
-/// Gives something its place, in one step.
-fn rename(at: BorrowedFd<'_>, name: &CStr, to: &Place, existing: Existing) -> Result<(), Error> {
+/// Moves an entry to a location atomically.
+fn rename(at: BorrowedFd<'_>, name: &CStr, to: &Location, existing: Existing) -> Result<(), Error> {
     let replace = || rustix::fs::renameat(at, name, &to.directory, &to.name);
     let renamed = match existing {
         Existing::Replace => replace(),
         Existing::Keep => {
             let flags = RenameFlags::NOREPLACE;
             match rustix::fs::renameat_with(at, name, &to.directory, &to.name, flags) {
-                // Some file systems cannot refuse in the same step. Or it is to go into itself.
+                // The file system does not support NOREPLACE, or the target is within the source.
                 Err(Errno::INVAL | Errno::NOSYS) => match stat(to.directory.as_fd(), &to.name) {
                     Ok(_) => return Err(Error::Exists),
                     Err(Error::Missing) => replace(),
@@ -504,7 +528,7 @@ fn rename(at: BorrowedFd<'_>, name: &CStr, to: &Place, existing: Existing) -> Re
     renamed.map_err(|errno| match errno {
         Errno::INVAL => Error::IntoItself,
         Errno::ISDIR => Error::IsADirectory,
-        // What some file systems answer where it is to replace a directory.
+        // Some file systems answer EXIST for a directory that is not empty.
         Errno::EXIST if existing == Existing::Replace => Error::NotEmpty,
         other => other.into(),
     })
@@ -520,7 +544,7 @@ fn stat(at: BorrowedFd<'_>, name: &CStr) -> Result<Stat, Error> {
 
 /// Opens a regular file for reading.
 fn open_file(at: BorrowedFd<'_>, name: &CStr) -> Result<(File, Stat), Error> {
-    // Without NONBLOCK a pipe without a writer would hold this thread for good.
+    // Without NONBLOCK, opening a pipe without a writer would block forever.
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::openat(at, name, flags, Mode::empty())?;
     let stat = rustix::fs::fstat(&file)?;

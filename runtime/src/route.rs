@@ -1,10 +1,10 @@
-//! Which call a request is. Pure.
+//! Routing of requests of the legacy API. Pure.
 
 use http::Method;
 
 use crate::{path::decode, refusal::Refusal};
 
-/// A call of the legacy API. Paths are decoded, and not yet looked at.
+/// Call of the legacy API. Paths are decoded and not checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Route {
     Health,
@@ -15,10 +15,13 @@ pub enum Route {
     Exists(String),
 }
 
-/// Finds the call. Upstream decodes a file's path twice, once in its framework and once itself: a client that encodes once or twice is understood.
+/// Returns the call of a request.
+///
+/// A file's path is decoded twice, as in upstream (once in its framework and once in its own
+/// code), so that clients may encode it once or twice.
 pub fn route(method: &Method, raw_path: &str) -> Result<Route, Refusal> {
     let path = decode(raw_path);
-    // Clients shorten "/list/." to "/list" before they send it.
+    // Clients normalize "/list/." to "/list".
     let below = |prefix: &str| match path.strip_prefix(prefix) {
         Some(rest) => Some(decode(rest)),
         None => (prefix.strip_suffix('/') == Some(path.as_ref())).then(String::new),

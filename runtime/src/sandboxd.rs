@@ -1,4 +1,5 @@
-//! The API of upstream's sandboxd: files over HTTP/1 ([`rest`]), commands and changes of files over gRPC ([`grpc`]).
+//! The API of upstream's sandboxd: files over HTTP/1 ([`rest`]), commands and changes of files over
+//! gRPC ([`grpc`]).
 //!
 //! ```text
 //! rest ──► route (pure), content (pure), metadata (pure), refusal (pure), root
@@ -6,7 +7,8 @@
 //! grpc ──► process ──► processes, output, terminal, group
 //!     └──► watch ──► inotify on descriptors below root
 //! ```
-//! Sources of the contract: `packages/sandboxd` of kubernetes-sigs/agent-sandbox, its specs and the handlers behind them.
+//! Sources of the contract: `packages/sandboxd` of kubernetes-sigs/agent-sandbox, its specs and the
+//! handlers behind them.
 
 pub mod archive;
 pub mod child;

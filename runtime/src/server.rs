@@ -1,4 +1,4 @@
-//! Connections: how many there are, when they begin and how they end. What is said on them is a [`Serve`]'s.
+//! Listeners and their connections: limits, accept and shutdown. A [`Serve`] handles the protocol.
 
 use std::{convert::Infallible, io, sync::Arc, time::Duration};
 
@@ -19,73 +19,76 @@ use crate::{
     token::{Closed, Gate},
 };
 
-/// Largest head of a request, in bytes.
+/// Maximum size of a request's head, in bytes.
 const MAX_HEAD: usize = 64 * 1024;
-/// Most headers of a request.
+/// Maximum number of headers of a request.
 const MAX_HEADERS: usize = 128;
-/// After a failed accept, such as when no file descriptor is left.
+/// Pause after a failed accept, such as when no file descriptor is left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What a listener's connections carry.
+/// Protocol of a listener's connections.
 pub trait Serve: Send + Sync + 'static {
-    /// Serves a connection to its end. Dropped when it is cut.
+    /// Serves a connection to its end. The server drops the future to cut the connection.
     fn connection(
         self: Arc<Self>,
         stream: TcpStream,
-        life: Life,
+        shutdown: Shutdown,
     ) -> impl Future<Output = ()> + Send;
 }
 
-/// A connection's part in the life of the server.
+/// Shutdown of the server, as a connection sees it.
 #[derive(Clone, Debug)]
-pub struct Life {
-    /// No further request.
+pub struct Shutdown {
+    /// Cancelled when no further request is accepted.
     pub closing: CancellationToken,
-    /// What is waited for at the end.
+    /// Tasks that the shutdown waits for.
     pub tasks: TaskTracker,
 }
 
-/// All listeners with their connections.
+/// Listeners with their connections.
 #[derive(Debug)]
 pub struct Server {
-    /// Of each listener.
+    /// Maximum number of connections of each listener.
     connections: usize,
-    life: Life,
-    /// The end of all connections, and so of their commands.
+    shutdown: Shutdown,
+    /// Cancelled to cut all connections, which ends their commands.
     cut: CancellationToken,
 }
 
 impl Server {
-    /// A server whose listeners have at most so many connections each.
+    /// Returns a server with at most `connections` connections of each listener.
     pub fn new(connections: usize) -> Self {
         let (closing, tasks) = (CancellationToken::new(), TaskTracker::new());
         Self {
             connections: connections.min(Semaphore::MAX_PERMITS),
-            life: Life { closing, tasks },
+            shutdown: Shutdown { closing, tasks },
             cut: CancellationToken::new(),
         }
     }
 
-    /// Takes connections until [`Server::drain`].
+    /// Accepts connections until [`Server::drain`].
     pub fn accept(&self, listener: TcpListener, service: Arc<impl Serve>) {
-        let (life, cut) = (self.life.clone(), self.cut.clone());
-        let places = Arc::new(Semaphore::new(self.connections));
-        self.life.tasks.spawn(async move {
-            let closing = life.closing.clone();
+        let (shutdown, cut) = (self.shutdown.clone(), self.cut.clone());
+        let permits = Arc::new(Semaphore::new(self.connections));
+        self.shutdown.tasks.spawn(async move {
+            let closing = shutdown.closing.clone();
             tokio::select! {
-                () = accept_all(&listener, &places, &service, &life, &cut) => {}
+                () = accept_all(&listener, &permits, &service, &shutdown, &cut) => {}
                 () = closing.cancelled() => {}
             }
         });
     }
 
-    /// Lets the calls under way end, and cuts those that do not in time.
+    /// Waits for the calls under way, and cuts those that exceed the time limit.
     pub async fn drain(&self, limit: Duration) {
-        let tasks = &self.life.tasks;
-        self.life.closing.cancel();
+        let tasks = &self.shutdown.tasks;
+        self.shutdown.closing.cancel();
         tasks.close();
         if timeout(limit, tasks.wait()).await.is_err() {
-            tracing::warn!(calls = tasks.len(), "not all ended in time");
+            tracing::warn!(
+                calls = tasks.len(),
+                "cutting calls that exceed the shutdown timeout"
+            );
         }
         self.cut.cancel();
         tasks.wait().await;
@@ -94,48 +97,51 @@ impl Server {
 
 async fn accept_all(
     listener: &TcpListener,
-    places: &Arc<Semaphore>,
+    permits: &Arc<Semaphore>,
     service: &Arc<impl Serve>,
-    life: &Life,
+    shutdown: &Shutdown,
     cut: &CancellationToken,
 ) {
     loop {
-        // Who finds no place waits in the kernel's queue.
-        let Ok(place) = Arc::clone(places).acquire_owned().await else {
+        // Above the limit, connections wait in the kernel's queue.
+        let Ok(permit) = Arc::clone(permits).acquire_owned().await else {
             return;
         };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!(%error, "cannot accept");
+                tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
         };
         if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "small answers may come late");
+            tracing::debug!(%error, "cannot set TCP_NODELAY");
         }
-        let connection = Arc::clone(service).connection(stream, life.clone());
+        let connection = Arc::clone(service).connection(stream, shutdown.clone());
         let cut = cut.clone();
-        life.tasks.spawn(async move {
+        shutdown.tasks.spawn(async move {
             tokio::select! {
                 () = connection => {}
                 () = cut.cancelled() => {}
             }
-            drop(place);
+            drop(permit);
         });
     }
 }
 
-/// The calls of an HTTP/1 API.
+/// Calls of an HTTP/1 API.
 pub trait Calls: Send + Sync + 'static {
-    /// Why a request is not answered as asked.
+    /// Reason why a request is refused.
     type Refusal: Refused + From<Closed> + From<Foreign>;
 
-    /// The path that answers without a token: what a probe asks, which has none to show.
+    /// Path that needs no token, for probes.
     const HEALTH: &'static str;
 
-    /// Answers a request. Dropped when the client goes away, and with it what it does: a command is killed, an upload leaves nothing.
+    /// Answers a request.
+    ///
+    /// The server drops the future when the client disconnects: that kills a command and discards
+    /// an upload.
     fn call(
         &self,
         request: Request<Incoming>,
@@ -151,8 +157,9 @@ pub struct Http1<C> {
 }
 
 impl<C: Calls> Http1<C> {
-    /// Serves these calls to the clients that the gate lets in. The head of a request must come in
-    /// time, also of the next one.
+    /// Returns a service of these calls for the clients that the gate admits.
+    ///
+    /// The timeout holds for the head of each request of a connection.
     pub fn new(calls: C, gate: Arc<Gate>, read_header_timeout: Duration) -> Arc<Self> {
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new())
@@ -174,7 +181,7 @@ impl<C: Calls> Http1<C> {
         match self.answer(request).await {
             Ok(response) => response,
             Err(refusal) => {
-                tracing::info!(status = refusal.status().as_u16(), %refusal, "refused");
+                tracing::info!(status = refusal.status().as_u16(), %refusal, "request refused");
                 refusal.response()
             }
         }
@@ -182,7 +189,7 @@ impl<C: Calls> Http1<C> {
 }
 
 impl<C: Calls> Serve for Http1<C> {
-    async fn connection(self: Arc<Self>, stream: TcpStream, life: Life) {
+    async fn connection(self: Arc<Self>, stream: TcpStream, shutdown: Shutdown) {
         let service = service_fn(|request| {
             let this = Arc::clone(&self);
             async move { Ok::<_, Infallible>(this.respond(request).await) }
@@ -191,18 +198,18 @@ impl<C: Calls> Serve for Http1<C> {
         let mut serving = std::pin::pin!(serving);
         let ended = tokio::select! {
             ended = serving.as_mut() => ended,
-            () = life.closing.cancelled() => {
+            () = shutdown.closing.cancelled() => {
                 serving.as_mut().graceful_shutdown();
                 serving.await
             }
         };
         if let Err(error) = ended {
-            tracing::debug!(%error, "a connection broke off");
+            tracing::debug!(%error, "a connection failed");
         }
     }
 }
 
-/// Opens the root, and makes it where it is missing: an image need not have it.
+/// Opens the root directory, and creates it if the container image lacks it.
 pub fn open_root(path: &std::path::Path) -> io::Result<Arc<Root>> {
     std::fs::create_dir_all(path)?;
     Root::open(path).map(Arc::new)

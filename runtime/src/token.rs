@@ -1,4 +1,4 @@
-//! The bearer token that a client must show, where one is configured. Upstream's sandboxd has this
+//! Authorization of clients by a bearer token, if one is configured. Upstream's sandboxd has this
 //! since 1.0.7.
 
 use std::{
@@ -13,12 +13,12 @@ use http::{HeaderMap, header};
 use rustix::fs::OFlags;
 use subtle::ConstantTimeEq as _;
 
-/// The environment variable with the token; a token file goes before it.
+/// Environment variable with the token; a token file takes precedence.
 pub const VARIABLE: &str = "SANDBOXD_AUTH_TOKEN";
-/// Longest token, in bytes; also of its file, with line ends.
+/// Maximum length of a token in bytes, and of its file including line ends.
 const MAX_BYTES: usize = 4096;
 
-/// No usable token is where the configuration says that one is.
+/// Invalid configuration of the token.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot read the token file {}", .path.display())]
@@ -27,37 +27,39 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    #[error("the token of {0} is empty, longer than {MAX_BYTES} bytes, or not of visible ASCII")]
+    #[error("the token in {0} is empty, longer than {MAX_BYTES} bytes, or not of visible ASCII")]
     Malformed(String),
 }
 
-/// A call without the right token.
+/// Reason why a call is not authorized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Closed {
     #[error("missing bearer token")]
     Missing,
     #[error("invalid bearer token")]
     Wrong,
-    /// The file with the token is gone, or holds none: nobody can be told apart.
-    #[error("no bearer token can be checked now")]
+    /// The token file is missing or invalid.
+    #[error("the bearer token cannot be checked: the token file is missing or invalid")]
     Unknown,
 }
 
-/// Condition on which a caller is let in.
+/// Condition on which a call is authorized.
 #[derive(Debug)]
 pub enum Gate {
-    /// Everybody.
+    /// Each call.
     Open,
-    /// Callers that show this token.
+    /// Calls with this token.
     Fixed(Vec<u8>),
-    /// Whoever shows the token that this file holds at the time of the call: a Secret that changes
-    /// counts at once, also in a sandbox that was restored from an image, whose memory is older.
+    /// Calls with the token that is in this file at the time of the call.
+    ///
+    /// A changed Secret holds at once, also in a sandbox that was restored from an older image.
     File(PathBuf),
 }
 
 impl Gate {
-    /// The gate of a configuration: the file before the variable, and open without both. What is
-    /// configured and unusable is an error, and not an open gate.
+    /// Returns the gate of a configuration: the file, else the variable, else open.
+    ///
+    /// An invalid token is an error, and not an open gate.
     pub fn new(file: Option<PathBuf>, variable: Option<Vec<u8>>) -> Result<Arc<Self>, Error> {
         let gate = match (file, variable) {
             (Some(path), _) => {
@@ -70,7 +72,7 @@ impl Gate {
         Ok(Arc::new(gate))
     }
 
-    /// Whether a request with these headers may pass.
+    /// Checks the token in the headers of a request.
     pub async fn check(&self, headers: &HeaderMap) -> Result<(), Closed> {
         match self {
             Self::Open => Ok(()),
@@ -82,10 +84,11 @@ impl Gate {
                 match expected {
                     Ok(Ok(expected)) => compare(shown, &expected),
                     Ok(Err(error)) => {
-                        tracing::warn!(error = &error as &dyn std::error::Error, "closed");
+                        let error = &error as &dyn std::error::Error;
+                        tracing::warn!(error, "cannot read the token; calls are refused");
                         Err(Closed::Unknown)
                     }
-                    // Only a panic or the end of the process does this.
+                    // The task fails only by a panic or at the end of the process.
                     Err(_) => Err(Closed::Unknown),
                 }
             }
@@ -93,11 +96,11 @@ impl Gate {
     }
 }
 
-/// The token of `Authorization: Bearer …`. The scheme's case does not matter (RFC 9110, 11.1).
+/// Returns the token of `Authorization: Bearer …`. The scheme's case is ignored (RFC 9110, 11.1).
 fn shown(headers: &HeaderMap) -> Result<&[u8], Closed> {
     let mut values = headers.get_all(header::AUTHORIZATION).iter();
     let value = values.next().ok_or(Closed::Missing)?.as_bytes();
-    // Which of several a proxy before this looked at is not known.
+    // A proxy before the runtime may have checked another one of several.
     if values.next().is_some() {
         return Err(Closed::Wrong);
     }
@@ -107,7 +110,7 @@ fn shown(headers: &HeaderMap) -> Result<&[u8], Closed> {
     }
 }
 
-/// How long this takes tells the length of the token, and nothing else of it.
+/// Compares in a time that reveals only the length of the token.
 fn compare(shown: &[u8], expected: &[u8]) -> Result<(), Closed> {
     match bool::from(shown.ct_eq(expected)) {
         true => Ok(()),
@@ -123,11 +126,11 @@ fn read(path: &Path) -> Result<Vec<u8>, Error> {
     token(&content, &path.display().to_string())
 }
 
-/// A byte more than there may be, so that more is noticed.
+/// Reads one byte more than the maximum, so that a longer file is detected.
 fn content(path: &Path) -> io::Result<Vec<u8>> {
     let mut content = Vec::new();
     let mut options = OpenOptions::new();
-    // A FIFO of that name would be waited for.
+    // Opening a FIFO would block.
     options.read(true);
     options.custom_flags(OFlags::NONBLOCK.bits().cast_signed());
     let file = options.open(path)?;
@@ -180,7 +183,7 @@ mod tests {
     #[case(&["Bearer S3CRET"], Err(Closed::Wrong))]
     #[case(&["Bearer s3cret", "Bearer s3cret"], Err(Closed::Wrong))]
     #[tokio::test]
-    async fn the_right_token_alone_opens(
+    async fn only_the_right_token_is_accepted(
         #[case] shown: &[&str],
         #[case] expected: Result<(), Closed>,
     ) {
@@ -188,7 +191,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_a_configuration_everybody_may_call() {
+    async fn without_a_configuration_every_client_may_call() {
         let open = Gate::new(None, None).unwrap();
         assert_eq!(open.check(&headers(&[])).await, Ok(()));
         assert_eq!(open.check(&headers(&["Bearer any"])).await, Ok(()));
@@ -200,7 +203,7 @@ mod tests {
     #[case("two words")]
     #[case("t\u{e4}g")]
     #[case(&"x".repeat(MAX_BYTES + 1))]
-    fn a_token_that_is_none_does_not_leave_the_gate_open(#[case] token: &str) {
+    fn an_invalid_token_does_not_leave_the_gate_open(#[case] token: &str) {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("token");
         fs::write(&path, token).unwrap();
@@ -213,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_missing_or_a_pipe_is_not_waited_for() {
+    fn a_missing_file_and_a_pipe_do_not_block() {
         let directory = tempfile::tempdir().unwrap();
         let missing = Gate::new(Some(directory.path().join("missing")), None);
         assert!(matches!(missing, Err(Error::Read { .. })), "{missing:?}");
@@ -224,7 +227,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_file_counts_as_it_is_at_the_time_of_the_call_and_before_the_variable() {
+    async fn the_current_content_of_the_file_counts_and_not_the_variable() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("token");
         fs::write(&path, "first\n").unwrap();

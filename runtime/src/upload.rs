@@ -1,4 +1,4 @@
-//! Takes a file, piece by piece.
+//! The call `upload`: receives a file piece by piece.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -17,24 +17,25 @@ use crate::{
     root::{self, Root, Upload},
 };
 
-/// A body did not come whole.
+/// Failure to receive a body.
 #[derive(Debug, thiserror::Error)]
 pub enum BodyError {
-    #[error("the body did not come in time")]
+    #[error("the body exceeded its time limit")]
     Slow,
-    #[error("the body broke off")]
+    #[error("the body is incomplete")]
     Broken(#[source] hyper::Error),
 }
 
-/// How much of a body is taken, and how long its next piece is waited for.
+/// Limits of a body.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub bytes: u64,
-    pub patience: Duration,
+    /// Time limit of the next piece.
+    pub piece_timeout: Duration,
 }
 
 impl Limits {
-    /// Whether a request says by its head that its body is too large.
+    /// Reports whether the header `Content-Length` exceeds the limit.
     pub fn refuse(&self, headers: &HeaderMap) -> bool {
         let length = headers.get(header::CONTENT_LENGTH);
         let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
@@ -42,20 +43,20 @@ impl Limits {
     }
 }
 
-/// The pieces of a body.
+/// Returns the pieces of a body.
 pub fn pieces(
     body: Incoming,
-    patience: Duration,
+    piece_timeout: Duration,
 ) -> impl Stream<Item = Result<Bytes, BodyError>> + Send {
     futures::stream::unfold(body, move |mut body| async move {
         loop {
-            let piece = match timeout(patience, body.frame()).await {
+            let piece = match timeout(piece_timeout, body.frame()).await {
                 Err(_) => Err(BodyError::Slow),
                 Ok(None) => return None,
                 Ok(Some(Err(error))) => Err(BodyError::Broken(error)),
                 Ok(Some(Ok(frame))) => match frame.into_data() {
                     Ok(data) => Ok(data),
-                    // Trailers say nothing here.
+                    // Trailers are ignored.
                     Err(_) => continue,
                 },
             };
@@ -64,10 +65,10 @@ pub fn pieces(
     })
 }
 
-/// A small body as a whole.
+/// Reads a small body into memory.
 pub async fn whole(body: Incoming, limits: Limits) -> Result<Vec<u8>, Refusal> {
     let mut whole = Vec::new();
-    let mut pieces = std::pin::pin!(pieces(body, limits.patience));
+    let mut pieces = std::pin::pin!(pieces(body, limits.piece_timeout));
     while let Some(piece) = pieces.next().await {
         whole.extend_from_slice(&piece.map_err(|error| refusal_of(&error))?);
         if whole.len() as u64 > limits.bytes {
@@ -77,7 +78,9 @@ pub async fn whole(body: Incoming, limits: Limits) -> Result<Vec<u8>, Refusal> {
     Ok(whole)
 }
 
-/// Takes the field `file` of a form and puts it where its file name says. The file appears when the whole form has come.
+/// Writes the field `file` of a form to the path in its file name.
+///
+/// The file appears when the whole form has been received.
 pub async fn upload(
     root: &Arc<Root>,
     headers: &HeaderMap,
@@ -89,10 +92,10 @@ pub async fn upload(
     let boundary = multer::parse_boundary(kind).map_err(|_| Refusal::missing(Some("file")))?;
     let limit = SizeLimit::new().whole_stream(limits.bytes);
     let constraints = Constraints::new().size_limit(limit);
-    let pieces = pieces(body, limits.patience);
+    let pieces = pieces(body, limits.piece_timeout);
     let mut form = Multipart::with_constraints(pieces, boundary, constraints);
     let mut taken: Option<(String, Upload)> = None;
-    while let Some(field) = form.next_field().await.map_err(of_form)? {
+    while let Some(field) = form.next_field().await.map_err(form_error)? {
         if field.name() == Some("file") && taken.is_none() {
             taken = Some(take(root, field).await?);
         }
@@ -100,7 +103,7 @@ pub async fn upload(
     let (name, file) = taken.ok_or_else(|| Refusal::missing(Some("file")))?;
     blocking(root, move |_| file.finish())
         .await
-        .map_err(of_root)?;
+        .map_err(root_error)?;
     let message = format!("File '{name}' uploaded successfully.");
     Ok(answer(StatusCode::OK, &json!({"message": message})))
 }
@@ -115,28 +118,28 @@ async fn take(root: &Arc<Root>, mut field: Field<'_>) -> Result<(String, Upload)
     };
     let path = name.clone();
     let begun = blocking(root, move |root| root.begin(&path)).await;
-    let upload = begun.map_err(of_root)?;
-    let mut file = File::from_std(upload.file().map_err(of_disk)?);
-    while let Some(piece) = field.chunk().await.map_err(of_form)? {
-        file.write_all(&piece).await.map_err(of_disk)?;
+    let upload = begun.map_err(root_error)?;
+    let mut file = File::from_std(upload.file().map_err(disk_error)?);
+    while let Some(piece) = field.chunk().await.map_err(form_error)? {
+        file.write_all(&piece).await.map_err(disk_error)?;
     }
-    // The last write is known to have happened only now.
-    file.flush().await.map_err(of_disk)?;
+    // The result of the last write is known only after the flush.
+    file.flush().await.map_err(disk_error)?;
     Ok((name, upload))
 }
 
-fn of_disk(error: io::Error) -> Refusal {
+fn disk_error(error: io::Error) -> Refusal {
     Refusal::Upload(error.to_string())
 }
 
-fn of_root(error: root::Error) -> Refusal {
+fn root_error(error: root::Error) -> Refusal {
     match error {
         root::Error::Denied => Refusal::Denied,
         other => Refusal::Upload(other.to_string()),
     }
 }
 
-fn of_form(error: multer::Error) -> Refusal {
+fn form_error(error: multer::Error) -> Refusal {
     match error {
         multer::Error::StreamSizeExceeded { .. } | multer::Error::FieldSizeExceeded { .. } => {
             Refusal::TooLarge

@@ -1,6 +1,6 @@
-//! The code in `src/proto/` is that of the files in `proto/`, and these say what upstream's clients say.
+//! Checks that the code in `src/proto/` is generated from the files in `proto/`.
 //!
-//! `UPDATE_PROTO=1 cargo test -p torpor-runtime --test proto` writes the code anew.
+//! `UPDATE_PROTO=1 cargo test -p torpor-runtime --test proto` generates the code anew.
 
 use std::{fs, path::Path};
 
@@ -13,7 +13,7 @@ fn generated_code_is_that_of_the_files() {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let set = protox::compile(FILES, [here.join("proto")]).unwrap();
     let out = tempfile::tempdir().unwrap();
-    // What is in the files is for their readers: the code, and reflection, go without.
+    // The descriptors for reflection leave out positions and comments of the files.
     let mut bare = set.clone();
     for file in &mut bare.file {
         file.source_code_info = None;
@@ -31,6 +31,9 @@ fn generated_code_is_that_of_the_files() {
             fs::copy(&made, &kept).unwrap();
         }
         let same = fs::read(&made).unwrap() == fs::read(&kept).unwrap_or_default();
-        assert!(same, "{name} is old: run this test with UPDATE_PROTO=1");
+        assert!(
+            same,
+            "{name} is outdated: run this test with UPDATE_PROTO=1"
+        );
     }
 }

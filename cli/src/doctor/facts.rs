@@ -1,4 +1,4 @@
-//! What `doctor` looks at. A look that failed leaves its words in the place of what it was for.
+//! Objects that `doctor` checks. A failed list leaves its reason in place of the objects.
 
 use std::cell::RefCell;
 use std::fmt::Debug;
@@ -16,13 +16,13 @@ use serde::de::DeserializeOwned;
 use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot, SandboxTemplate};
 
 use crate::connect::Cluster;
-use crate::error::{Error, words};
-use crate::world::list;
+use crate::error::{Error, full_message};
+use crate::objects::list;
 
-/// What was seen, or why not.
-pub type Look<T> = Result<Vec<T>, Unseen>;
+/// Objects of a kind, or why they could not be listed.
+pub type ListResult<T> = Result<Vec<T>, Unseen>;
 
-/// Why something could not be looked at.
+/// Reason why objects could not be listed.
 #[derive(Clone, Debug)]
 pub struct Unseen {
     pub text: String,
@@ -32,39 +32,39 @@ pub struct Unseen {
 impl From<Error> for Unseen {
     fn from(error: Error) -> Self {
         let remedy = match error.is_unknown_kind() {
-            true => "install the definitions (above)",
-            false => "run doctor as somebody who may list them, an administrator for example",
+            true => "install the CustomResourceDefinitions (above)",
+            false => "run doctor as a user with the right to list them, such as an administrator",
         };
         Self {
-            text: words(&error),
+            text: full_message(&error),
             remedy: remedy.to_owned(),
         }
     }
 }
 
-/// A cluster, as far as Torpor is concerned.
+/// Objects of a cluster that concern Torpor.
 #[derive(Debug)]
 pub struct Facts {
     pub now: Timestamp,
-    /// Where Torpor is installed; the next four are of this namespace.
+    /// Namespace in which Torpor is installed, and of the next four fields.
     pub namespace: String,
-    pub deployments: Look<Deployment>,
-    pub daemon_sets: Look<DaemonSet>,
-    pub pods: Look<Pod>,
-    pub leases: Look<Lease>,
-    pub definitions: Look<CustomResourceDefinition>,
-    pub runtime_classes: Look<RuntimeClass>,
-    pub nodes: Look<Node>,
-    pub sandbox_nodes: Look<SandboxNode>,
-    pub snapshots: Look<SandboxSnapshot>,
-    pub sandboxes: Look<Sandbox>,
-    pub templates: Look<SandboxTemplate>,
-    /// Objects that cannot be read, each with the reason.
+    pub deployments: ListResult<Deployment>,
+    pub daemon_sets: ListResult<DaemonSet>,
+    pub pods: ListResult<Pod>,
+    pub leases: ListResult<Lease>,
+    pub definitions: ListResult<CustomResourceDefinition>,
+    pub runtime_classes: ListResult<RuntimeClass>,
+    pub nodes: ListResult<Node>,
+    pub sandbox_nodes: ListResult<SandboxNode>,
+    pub snapshots: ListResult<SandboxSnapshot>,
+    pub sandboxes: ListResult<Sandbox>,
+    pub templates: ListResult<SandboxTemplate>,
+    /// Reasons why objects cannot be parsed, with their names.
     pub unread: Vec<String>,
 }
 
 impl Facts {
-    /// Looks at everything at once.
+    /// Lists all objects, concurrently.
     pub async fn gather(cluster: &Cluster, namespace: &str, now: Timestamp) -> Self {
         let client = || cluster.client.clone();
         let unread = &RefCell::new(Vec::new());
@@ -106,7 +106,7 @@ async fn look<K>(
     what: &str,
     api: Api<DeserializeGuard<K>>,
     unread: &RefCell<Vec<String>>,
-) -> Look<K>
+) -> ListResult<K>
 where
     K: Resource + Clone + DeserializeOwned + Debug,
 {

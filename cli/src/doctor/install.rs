@@ -1,4 +1,4 @@
-//! Whether Torpor is installed, and whether what is installed works.
+//! Checks of the installation: definitions, controller, lease, router, RuntimeClass.
 
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
@@ -11,14 +11,14 @@ use super::facts::Facts;
 use super::{Finding, nodes};
 use crate::units;
 
-/// What brings back a part of Torpor that is missing.
+/// Remedy for a missing part of Torpor.
 pub(super) const APPLY: &str =
-    "kubectl apply -k OVERLAY (over deploy; it names your images), or helm upgrade";
+    "kubectl apply -k OVERLAY (a kustomization over deploy with your images), or helm upgrade";
 
-/// Those of this version: the schema of a whole Pod is in them.
+/// Definitions of this version. They are large, as they contain the schema of a Pod.
 pub(super) static DEFINITIONS: LazyLock<Vec<serde_json::Value>> = LazyLock::new(crds::definitions);
 
-/// The definitions are there, accepted, and those of this version.
+/// Checks that the definitions exist, are established and are those of this version.
 pub fn definitions(facts: &Facts) -> Vec<Finding> {
     let there = match &facts.definitions {
         Ok(there) => there,
@@ -43,19 +43,20 @@ pub fn definitions(facts: &Facts) -> Vec<Finding> {
         });
         if !established {
             let text = "is not established: the apiserver does not serve it";
-            let remedy = format!("kubectl describe crd {name}: its conditions name the conflict");
+            let remedy =
+                format!("see its conditions for the conflict: kubectl describe crd {name}");
             findings.push(Finding::problem(&subject, text, remedy));
         }
         let missing = missing_fields(wanted, &serde_json::json!(found));
         if !missing.is_empty() {
             let text = format!(
-                "is of another version: it does not know {}, which is dropped when it is written",
+                "is of another version: it lacks {}, which the apiserver drops from objects",
                 missing.join(", ")
             );
             findings.push(Finding::warning(
                 subject,
                 text,
-                // Helm has made them, and they are its fields, where the chart was installed.
+                // After an installation by Helm the fields belong to Helm's field manager.
                 "kubectl apply --server-side --force-conflicts -k deploy/crds",
             ));
         }
@@ -63,7 +64,7 @@ pub fn definitions(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// Fields of `status` and `spec` that this version writes and the installed definition does not know.
+/// Returns the fields of `spec` and `status` of this version that the installed definition lacks.
 fn missing_fields(wanted: &serde_json::Value, found: &serde_json::Value) -> Vec<String> {
     let fields = |crd: &serde_json::Value, version: &str| {
         let versions = crd["spec"]["versions"].as_array();
@@ -89,7 +90,7 @@ fn missing_fields(wanted: &serde_json::Value, found: &serde_json::Value) -> Vec<
         .collect()
 }
 
-/// The controller is there and runs.
+/// Checks that the controller exists and is ready.
 pub fn controller(facts: &Facts) -> Vec<Finding> {
     deployment(facts, install::CONTROLLER).map_or_else(
         |unseen| vec![unseen],
@@ -98,13 +99,13 @@ pub fn controller(facts: &Facts) -> Vec<Finding> {
             None => vec![Finding::problem(
                 format!("Deployment {}/{}", facts.namespace, install::CONTROLLER),
                 "is missing: no Sandbox gets a Pod",
-                "kubectl apply -k OVERLAY (over deploy; it names your images), or helm upgrade; if Torpor is in another namespace: --torpor-namespace",
+                format!("{APPLY}; if Torpor is in another namespace: --torpor-namespace"),
             )],
         },
     )
 }
 
-/// The router runs, if it is installed: a cluster can do without.
+/// Checks that the router is ready, if it is installed. The router is optional.
 pub fn router(facts: &Facts) -> Vec<Finding> {
     match deployment(facts, install::ROUTER) {
         Err(unseen) => vec![unseen],
@@ -130,7 +131,7 @@ fn not_ready(facts: &Facts, deployment: &Deployment) -> Vec<Finding> {
     }
     let namespace = &facts.namespace;
     let subject = format!("Deployment {namespace}/{name}");
-    let why = nodes::troubles(facts, |pod| pod.name_any().starts_with(&name));
+    let why = nodes::pod_faults(facts, |pod| pod.name_any().starts_with(&name));
     let text = format!("{ready} of {wanted} replicas are ready{why}");
     let remedy = match wanted {
         0 => format!("kubectl -n {namespace} scale deployment {name} --replicas=1"),
@@ -144,7 +145,7 @@ fn not_ready(facts: &Facts, deployment: &Deployment) -> Vec<Finding> {
     }]
 }
 
-/// Some controller holds the lease and renews it.
+/// Checks that a controller holds the lease and renews it.
 pub fn leader(facts: &Facts) -> Vec<Finding> {
     let leases = match &facts.leases {
         Ok(leases) => leases,
@@ -157,31 +158,31 @@ pub fn leader(facts: &Facts) -> Vec<Finding> {
         .iter()
         .find(|l| l.name_any() == install::CONTROLLER_LEASE);
     let Some(spec) = lease.and_then(|lease| lease.spec.as_ref()) else {
-        let text = "is not there: no controller leads (or it runs with --leader-elect=false)";
+        let text = "is missing: no controller is the leader (or it runs with --leader-elect=false)";
         return vec![Finding::warning(subject, text, logs)];
     };
     let Some(renewed) = &spec.renew_time else {
         return vec![Finding::problem(
             subject,
-            "was given back: no controller leads",
+            "was released: no controller is the leader",
             logs,
         )];
     };
-    // The leader renews long before; another half covers clocks that differ.
+    // The leader renews long before the lease expires; another half covers clock skew.
     let lasts = i64::from(spec.lease_duration_seconds.unwrap_or(15)) * 3 / 2;
     let silent = facts.now.duration_since(renewed.0).as_secs();
     if silent <= lasts {
         return Vec::new();
     }
-    let holder = spec.holder_identity.as_deref().unwrap_or("nobody");
+    let holder = spec.holder_identity.as_deref().unwrap_or("(none)");
     let text = format!(
-        "was not renewed for {}: {holder} held it, and no controller leads",
+        "was not renewed for {}: its last holder is {holder}, and no controller is the leader",
         units::age(renewed.0, facts.now)
     );
     vec![Finding::problem(subject, text, logs)]
 }
 
-/// The RuntimeClass is there and names the handler that the nodes have.
+/// Checks that the RuntimeClass exists and names a handler of the nodes.
 pub fn runtime_class(facts: &Facts) -> Vec<Finding> {
     let classes = match &facts.runtime_classes {
         Ok(classes) => classes,
@@ -211,19 +212,19 @@ pub fn runtime_class(facts: &Facts) -> Vec<Finding> {
         Some(class) => {
             let known: Vec<&str> = handlers.into_iter().collect();
             let text = format!(
-                "names the handler {}; the nodes have {}: its Pods do not start",
+                "names the handler {}, but the nodes have {}: its Pods do not start",
                 class.handler,
                 known.join(", ")
             );
             vec![Finding::problem(
                 subject,
                 text,
-                "make handler and the agents' --runtime-handler the same",
+                "set the same handler in the RuntimeClass and in the agents' --runtime-handler",
             )]
         }
         None => vec![Finding::problem(
             subject,
-            "is missing: Pods that name it are refused, and others cannot hibernate",
+            "is missing: Pods that name it are refused, and other Pods cannot hibernate",
             APPLY,
         )],
     }

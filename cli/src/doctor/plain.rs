@@ -1,4 +1,6 @@
-//! Sandboxes and templates that ask for nothing of Torpor's, where they could. The controller serves them as upstream does: a suspension loses their memory.
+//! Check for Sandboxes and templates that name no RuntimeClass although one keeps memory.
+//!
+//! The controller treats them as upstream does: a suspension loses their memory.
 
 use std::collections::BTreeSet;
 
@@ -9,22 +11,22 @@ use torpor_api::{Sandbox, node};
 use super::Finding;
 use super::facts::Facts;
 
-/// How many Sandboxes are named.
+/// Maximum number of Sandboxes that a finding names.
 const NAMED: usize = 3;
 
-/// One finding for each template, and one for all Sandboxes that have none of these.
+/// Returns a finding for each such template, and one for all such Sandboxes of no such template.
 pub fn plain(facts: &Facts) -> Vec<Finding> {
     let classes = facts.runtime_classes.iter().flatten();
     let Some(class) = node::hibernating_class(classes, facts.sandbox_nodes.iter().flatten()) else {
         return Vec::new();
     };
     let remedy = format!(
-        "set podTemplate.spec.runtimeClassName to {class} in what is made from now on; or annotate the podTemplate with torpor.dev/suspension-strategy: Stop"
+        "set podTemplate.spec.runtimeClassName to {class} for new Sandboxes; or annotate the podTemplate with torpor.dev/suspension-strategy: Stop"
     );
-    let loses = "no RuntimeClass: a suspension loses the memory, as with upstream";
-    let mut told = BTreeSet::new();
+    let loses = "no RuntimeClass: a suspension loses the memory, as upstream's does";
+    let mut reported = BTreeSet::new();
     let mut findings = Vec::new();
-    // Where there are no such definitions there are no templates.
+    // The definition of templates may be missing.
     for template in facts.templates.iter().flatten() {
         if template.spec.pod_template.is_plain(None) {
             let (namespace, name) = (
@@ -33,7 +35,7 @@ pub fn plain(facts: &Facts) -> Vec<Finding> {
             );
             let subject = format!("SandboxTemplate {namespace}/{name}");
             findings.push(Finding::warning(subject, format!("names {loses}"), &remedy));
-            told.insert((namespace, name));
+            reported.insert((namespace, name));
         }
     }
     let is_left = |sandbox: &&Sandbox| {
@@ -43,7 +45,7 @@ pub fn plain(facts: &Facts) -> Vec<Finding> {
             template.cloned().unwrap_or_default(),
         );
         let own = sandbox.metadata.annotations.as_ref();
-        sandbox.spec.pod_template.is_plain(own) && !told.contains(&template)
+        sandbox.spec.pod_template.is_plain(own) && !reported.contains(&template)
     };
     let left: Vec<&Sandbox> = facts.sandboxes.iter().flatten().filter(is_left).collect();
     let names = left.iter().take(NAMED).map(|sandbox| {

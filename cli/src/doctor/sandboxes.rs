@@ -1,4 +1,4 @@
-//! Sandboxes and snapshots that are stuck.
+//! Checks for Sandboxes and SandboxSnapshots that are stuck.
 
 use std::collections::BTreeSet;
 
@@ -11,31 +11,33 @@ use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot, SnapshotReason};
 
 use super::facts::Facts;
 use super::{Finding, nodes};
+use crate::texts;
 use crate::units;
 use crate::view::{self, State};
-use crate::words;
 
-/// After this, in seconds, what should be quick is stuck: the controller waits as long before it gives up the image of a node that is gone.
+/// Time in seconds after which a short operation counts as stuck.
+///
+/// The controller waits as long before it gives up the image of a node that is gone.
 const STUCK_AFTER: i64 = 60;
-/// The save of gigabytes takes its time.
+/// Time in seconds after which a save, wake or suspension counts as stuck: gigabytes take long.
 const SAVE_STUCK_AFTER: i64 = 300;
 
 fn is_longer_ago(time: Timestamp, seconds: i64, now: Timestamp) -> bool {
     now.duration_since(time).as_secs() > seconds
 }
 
-/// Snapshots whose bytes are not where they should be, or do not go.
+/// Checks for snapshots that are not committed, not restorable, or not deleted.
 pub fn snapshots(facts: &Facts) -> Vec<Finding> {
     let snapshots = match &facts.snapshots {
         Ok(snapshots) => snapshots,
         Err(why) => return vec![Finding::unseen("SandboxSnapshots", why)],
     };
     let each = snapshots.iter();
-    each.filter_map(|snapshot| of_snapshot(facts, snapshot))
+    each.filter_map(|snapshot| check_snapshot(facts, snapshot))
         .collect()
 }
 
-fn of_snapshot(facts: &Facts, snapshot: &SandboxSnapshot) -> Option<Finding> {
+fn check_snapshot(facts: &Facts, snapshot: &SandboxSnapshot) -> Option<Finding> {
     let subject = format!(
         "SandboxSnapshot {}/{}",
         snapshot.namespace().unwrap_or_default(),
@@ -49,19 +51,19 @@ fn of_snapshot(facts: &Facts, snapshot: &SandboxSnapshot) -> Option<Finding> {
         return stuck.then(|| stuck_deletion(facts, subject, node, deleted.0));
     }
     if snapshot.is_committed() {
-        return of_committed(facts, snapshot, subject, node?);
+        return check_committed(facts, snapshot, subject, node?);
     }
     let Some(committed) = conditions::find(snapshot.conditions(), COMMITTED) else {
         let created = snapshot.metadata.creation_timestamp.as_ref()?.0;
         return is_longer_ago(created, STUCK_AFTER, facts.now).then(|| {
             Finding::problem(
                 subject,
-                "no agent has taken it up",
-                "is there such a Sandbox, with a Pod, and an agent on the Pod's node?",
+                "no agent has processed it",
+                "check that its Sandbox exists and has a Pod, and that an agent runs on the Pod's node",
             )
         });
     };
-    let remedy = words::remedy(&committed.reason)?;
+    let remedy = texts::remedy(&committed.reason)?;
     let text = format!("{}: {}", committed.reason, committed.message);
     Some(Finding::warning(subject, text, remedy))
 }
@@ -75,39 +77,39 @@ fn stuck_deletion(
     let age = units::age(deleted, facts.now);
     let (why, remedy) = match node {
         None => (
-            "and no node says that it has bytes of it".to_owned(),
-            "look at the log of the agent on the Sandbox' node".to_owned(),
+            "and no node reports its image".to_owned(),
+            "see the log of the agent on the Sandbox's node".to_owned(),
         ),
         Some(node) if !has_node(facts, node) => (
-            format!("and node {node} is gone; the controller should have let it go"),
-            "does the controller lead? (above)".to_owned(),
+            format!("and node {node} is gone; the controller should have removed the finalizer"),
+            "check that a controller is the leader (above)".to_owned(),
         ),
-        Some(node) if silence_of(facts, node).is_some() => (
-            format!("and the agent of node {node}, which has bytes of it, is not heard of"),
-            format!("bring the agent of {node} back (above)"),
+        Some(node) if overdue_heartbeat_of(facts, node).is_some() => (
+            format!("and the agent of node {node}, which has its image, does not report"),
+            format!("restart the agent of {node} (above)"),
         ),
         Some(node) => (
-            format!("and node {node} still has bytes of it"),
+            format!("and node {node} still has its image"),
             format!(
-                "look at the log of the agent on {node}; a sandbox that sleeps in it wakes first"
+                "see the log of the agent on {node}; a sandbox whose memory is in the image wakes first"
             ),
         ),
     };
     Finding::problem(
         subject,
-        format!("was deleted {age} ago, has the finalizer {IMAGE_FINALIZER} {why}"),
+        format!("was deleted {age} ago, still has the finalizer {IMAGE_FINALIZER}, {why}"),
         remedy,
     )
 }
 
-/// For how long nothing was heard of a node's agent, if that is too long.
-fn silence_of(facts: &Facts, node: &str) -> Option<String> {
+/// Returns the age of the last heartbeat of a node's agent, if it is too old.
+fn overdue_heartbeat_of(facts: &Facts, node: &str) -> Option<String> {
     let mut reports = facts.sandbox_nodes.iter().flatten();
     let report = reports.find(|report| report.name_any() == node)?;
-    nodes::silence(report, facts.now)
+    nodes::overdue_heartbeat(report, facts.now)
 }
 
-/// Whether the node is there, as far as nodes may be seen.
+/// Reports whether the node exists; true if nodes cannot be listed.
 fn has_node(facts: &Facts, name: &str) -> bool {
     let nodes = facts.nodes.as_ref();
     nodes.map_or(true, |nodes| {
@@ -115,8 +117,8 @@ fn has_node(facts: &Facts, name: &str) -> bool {
     })
 }
 
-/// An image that a suspended Sandbox needs has to be on a node that can restore it.
-fn of_committed(
+/// Checks that the image is on a node that can restore it.
+fn check_committed(
     facts: &Facts,
     snapshot: &SandboxSnapshot,
     subject: String,
@@ -126,7 +128,7 @@ fn of_committed(
         return Some(Finding::problem(
             subject,
             format!("its image is on node {node}, which is gone"),
-            "bring the node back; or delete the snapshot and start cold (torpor.dev/on-restore-failure=ColdStart)",
+            "bring the node back; or delete the snapshot and start without the memory (torpor.dev/on-restore-failure=ColdStart)",
         ));
     }
     let is_needed = snapshot.spec.reason == SnapshotReason::Suspend && !snapshot.is_consumed();
@@ -139,15 +141,15 @@ fn of_committed(
         Finding::problem(
             subject,
             format!(
-                "was made with another runtime than node {node} has now (different: {}): its Sandbox does not resume",
+                "was made with another runtime than node {node} has now (different: {}): its Sandbox cannot resume",
                 different.join(", ")
             ),
-            "go back to the runtime that made it, or start cold (torpor.dev/on-restore-failure=ColdStart)",
+            "install the runtime that made it, or start without the memory (torpor.dev/on-restore-failure=ColdStart)",
         )
     })
 }
 
-/// Sandboxes that cannot do what they were asked.
+/// Checks for Sandboxes that do not reach the requested state.
 pub fn sandboxes(facts: &Facts) -> Vec<Finding> {
     let sandboxes = match &facts.sandboxes {
         Ok(sandboxes) => sandboxes,
@@ -159,11 +161,11 @@ pub fn sandboxes(facts: &Facts) -> Vec<Finding> {
         .ok()
         .map(|classes| classes.iter().map(ResourceExt::name_any).collect());
     let each = sandboxes.iter();
-    each.filter_map(|sandbox| of_sandbox(sandbox, classes.as_ref(), facts.now))
+    each.filter_map(|sandbox| check_sandbox(sandbox, classes.as_ref(), facts.now))
         .collect()
 }
 
-fn of_sandbox(
+fn check_sandbox(
     sandbox: &Sandbox,
     classes: Option<&BTreeSet<String>>,
     now: Timestamp,
@@ -182,13 +184,13 @@ fn of_sandbox(
     {
         return Some(Finding::problem(
             subject,
-            format!("its pod template names the RuntimeClass {class}, which is not there"),
-            "kubectl get runtimeclasses; correct the pod template",
+            format!("its pod template names the RuntimeClass {class}, which does not exist"),
+            "list the classes with kubectl get runtimeclasses, and correct the pod template",
         ));
     }
     let (state, decided_by) = view::state(sandbox);
     let since = decided_by.map(|condition| condition.last_transition_time.0);
-    let said = decided_by.map_or_else(String::new, |c| format!("{}: {}", c.reason, c.message));
+    let reason = decided_by.map_or_else(String::new, |c| format!("{}: {}", c.reason, c.message));
     let why = format!(
         "kubectl torpor why {} -n {}",
         sandbox.name_any(),
@@ -196,14 +198,14 @@ fn of_sandbox(
     );
     match state {
         State::Blocked => {
-            let remedy = decided_by.and_then(|condition| words::remedy(&condition.reason));
-            Some(Finding::problem(subject, said, remedy.unwrap_or(&why)))
+            let remedy = decided_by.and_then(|condition| texts::remedy(&condition.reason));
+            Some(Finding::problem(subject, reason, remedy.unwrap_or(&why)))
         }
         State::Saving | State::Waking | State::Suspending
             if since.is_some_and(|since| is_longer_ago(since, SAVE_STUCK_AFTER, now)) =>
         {
             let age = since.map_or_else(String::new, |since| units::age(since, now));
-            let text = format!("{state} for {age}: {said}");
+            let text = format!("{state} for {age}: {reason}");
             Some(Finding::warning(subject, text, why))
         }
         _ => {
@@ -216,7 +218,7 @@ fn of_sandbox(
                 hibernated::INVALID_ANNOTATION,
                 hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED,
             ];
-            let remedy = words::remedy(reason).filter(|_| wrong.contains(&reason))?;
+            let remedy = texts::remedy(reason).filter(|_| wrong.contains(&reason))?;
             let text = format!("{reason}: {}", condition.message);
             Some(Finding::warning(subject, text, remedy))
         }

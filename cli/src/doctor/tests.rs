@@ -17,7 +17,7 @@ fn read<T: serde::de::DeserializeOwned>(value: Value) -> T {
     serde_json::from_value(value).unwrap()
 }
 
-/// All definitions of this version, served.
+/// Returns all definitions of this version, established.
 fn definitions() -> Vec<Value> {
     let all = install::DEFINITIONS.iter().cloned();
     all.map(|mut crd| {
@@ -129,7 +129,7 @@ fn lease(renewed: Option<&str>) -> Value {
     })
 }
 
-/// A cluster in which nothing is wrong.
+/// Returns a cluster without faults.
 fn healthy() -> Facts {
     Facts {
         now: now(),
@@ -176,7 +176,7 @@ fn template(name: &str, class: Value, annotations: Value) -> Value {
     })
 }
 
-/// A Sandbox without a runtime.
+/// Returns a Sandbox without a RuntimeClass.
 fn plain(name: &str, annotations: Value) -> Value {
     let mut plain = sandbox("Running", Vec::new());
     plain["metadata"]["name"] = name.into();
@@ -193,7 +193,7 @@ fn all(facts: &Facts) -> Vec<Finding> {
         .collect()
 }
 
-/// The only finding.
+/// Returns the only finding.
 fn only(facts: &Facts) -> Finding {
     let mut found = all(facts);
     assert_eq!(found.len(), 1, "{found:#?}");
@@ -201,7 +201,7 @@ fn only(facts: &Facts) -> Finding {
 }
 
 #[test]
-fn in_a_cluster_that_works_nothing_is_found() {
+fn a_healthy_cluster_has_no_findings() {
     let diagnosis = diagnose(&healthy());
     assert_eq!(
         (diagnosis.problems, diagnosis.warnings),
@@ -212,7 +212,7 @@ fn in_a_cluster_that_works_nothing_is_found() {
 }
 
 #[test]
-fn a_cluster_without_torpor_is_told_what_to_install() {
+fn a_cluster_without_torpor_lists_the_missing_parts() {
     let nothing = Facts {
         deployments: Ok(Vec::new()),
         daemon_sets: Ok(Vec::new()),
@@ -222,7 +222,7 @@ fn a_cluster_without_torpor_is_told_what_to_install() {
         sandbox_nodes: Ok(Vec::new()),
         snapshots: Err(Unseen {
             text: "cannot list SandboxSnapshots: 404 page not found".to_owned(),
-            remedy: "install the definitions (above)".to_owned(),
+            remedy: "install the CustomResourceDefinitions (above)".to_owned(),
         }),
         sandboxes: Ok(Vec::new()),
         ..healthy()
@@ -231,7 +231,7 @@ fn a_cluster_without_torpor_is_told_what_to_install() {
 }
 
 #[test]
-fn an_older_definition_is_told_by_the_fields_that_it_drops() {
+fn an_older_definition_is_reported_with_the_fields_that_it_lacks() {
     let mut facts = healthy();
     let mut all = definitions();
     let crd = all
@@ -244,7 +244,7 @@ fn an_older_definition_is_told_by_the_fields_that_it_drops() {
     let found = only(&facts);
     assert_eq!(found.severity, Severity::Warning);
     assert!(found.text.contains("status.sandboxes"), "{}", found.text);
-    // Those of a chart are Helm's fields: without it the apiserver refuses them to kubectl.
+    // After an installation by Helm the apiserver refuses a plain apply by kubectl.
     let remedy = found.remedy;
     assert!(remedy.contains("--force-conflicts"), "{remedy}");
 }
@@ -252,10 +252,10 @@ fn an_older_definition_is_told_by_the_fields_that_it_drops() {
 #[rstest]
 #[case(
     Some("2026-11-21T11:59:00.000000Z"),
-    "was not renewed for 60s: controller-a held it"
+    "was not renewed for 60s: its last holder is controller-a"
 )]
-#[case(None, "was given back")]
-fn a_lease_that_nobody_renews_is_a_problem(#[case] renewed: Option<&str>, #[case] text: &str) {
+#[case(None, "was released")]
+fn a_lease_that_is_not_renewed_is_a_problem(#[case] renewed: Option<&str>, #[case] text: &str) {
     let mut facts = healthy();
     facts.leases = Ok(vec![read(lease(renewed))]);
     let found = only(&facts);
@@ -264,7 +264,7 @@ fn a_lease_that_nobody_renews_is_a_problem(#[case] renewed: Option<&str>, #[case
 }
 
 #[test]
-fn an_installer_that_fails_is_told_with_its_node_and_what_it_does() {
+fn a_failing_installer_is_reported_with_its_node_and_reason() {
     let mut facts = healthy();
     facts.daemon_sets = Ok(vec![read(installers(2, 1)), read(agents(2, 2))]);
     facts.pods = Ok(vec![read(json!({
@@ -306,7 +306,7 @@ fn a_daemon_set_that_is_missing_or_not_ready_is_a_problem(
 }
 
 #[test]
-fn a_class_whose_handler_no_node_has_is_a_problem() {
+fn a_runtime_class_whose_handler_no_node_has_is_a_problem() {
     let mut facts = healthy();
     facts.runtime_classes = Ok(vec![read(
         json!({"metadata": {"name": "torpor"}, "handler": "runsc"}),
@@ -314,21 +314,25 @@ fn a_class_whose_handler_no_node_has_is_a_problem() {
     assert!(
         only(&facts)
             .text
-            .contains("names the handler runsc; the nodes have torpor")
+            .contains("names the handler runsc, but the nodes have torpor")
     );
 }
 
 #[rstest]
-#[case("/status/heartbeatTime", json!("2026-11-21T11:50:00Z"), "last heard of 10m ago")]
+#[case("/status/heartbeatTime", json!("2026-11-21T11:50:00Z"), "last reported 10m ago")]
 #[case(
     "/status/conditions/0",
     condition("Ready", "False", "ProbeFailed", "2026-11-21T11:00:00Z"),
     "ProbeFailed: Words."
 )]
-#[case("/status/runtimes/0/capabilities/hibernate", json!(false), "cannot hibernate: its runsc cannot do it")]
+#[case("/status/runtimes/0/capabilities/hibernate", json!(false), "cannot hibernate: its runsc does not support it")]
 #[case("/status/runtimes/0/capabilities/restore", json!(false), "cannot restore")]
-#[case("/status/storage/availableBytes", json!(1_000_000), "977Ki of 93Gi are free")]
-fn a_node_that_cannot_is_told_why(#[case] place: &str, #[case] value: Value, #[case] text: &str) {
+#[case("/status/storage/availableBytes", json!(1_000_000), "977Ki of 93Gi free")]
+fn a_node_with_a_fault_is_reported_with_the_reason(
+    #[case] place: &str,
+    #[case] value: Value,
+    #[case] text: &str,
+) {
     let mut report = sandbox_node("node-0");
     *report.pointer_mut(place).unwrap() = value;
     let mut facts = healthy();
@@ -340,11 +344,8 @@ fn a_node_that_cannot_is_told_why(#[case] place: &str, #[case] value: Value, #[c
 
 #[rstest]
 #[case("cannot doze: there is no swap", "there is no swap")]
-#[case("", "its agent does not say why")]
-fn a_node_whose_sandboxes_cannot_doze_is_told_with_the_reason(
-    #[case] message: &str,
-    #[case] why: &str,
-) {
+#[case("", "its agent gives no reason")]
+fn a_node_that_cannot_doze_is_reported_with_the_reason(#[case] message: &str, #[case] why: &str) {
     let mut report = sandbox_node("node-0");
     let runtime = report.pointer_mut("/status/runtimes/0").unwrap();
     runtime["capabilities"]["doze"] = json!(false);
@@ -359,7 +360,7 @@ fn a_node_whose_sandboxes_cannot_doze_is_told_with_the_reason(
 #[rstest]
 #[case("True", Some("MemoryShort: Words."))]
 #[case("False", None)]
-fn a_node_that_is_short_of_memory_is_told(#[case] status: &str, #[case] text: Option<&str>) {
+fn a_node_that_is_short_of_memory_is_reported(#[case] status: &str, #[case] text: Option<&str>) {
     let mut report = sandbox_node("node-0");
     let conditions = report.pointer_mut("/status/conditions").unwrap();
     let pressure = condition("Pressure", status, "MemoryShort", "2026-11-21T11:00:00Z");
@@ -367,15 +368,15 @@ fn a_node_that_is_short_of_memory_is_told(#[case] status: &str, #[case] text: Op
     let mut facts = healthy();
     facts.sandbox_nodes = Ok(vec![read(report)]);
     let found = all(&facts);
-    let told: Vec<&str> = found.iter().map(|found| found.text.as_str()).collect();
-    assert_eq!(told, Vec::from_iter(text));
+    let texts: Vec<&str> = found.iter().map(|found| found.text.as_str()).collect();
+    assert_eq!(texts, Vec::from_iter(text));
 }
 
 #[rstest]
 #[case("True", "InstalledBuild", Some(Severity::Problem))]
 #[case("True", "OtherBuild", Some(Severity::Warning))]
 #[case("False", "NoneRevoked", None)]
-fn a_revoked_build_of_runsc_is_told(
+fn a_revoked_build_of_runsc_is_reported(
     #[case] status: &str,
     #[case] reason: &str,
     #[case] severity: Option<Severity>,
@@ -387,12 +388,12 @@ fn a_revoked_build_of_runsc_is_told(
     let mut facts = healthy();
     facts.sandbox_nodes = Ok(vec![read(report)]);
     let found = all(&facts);
-    let told: Vec<Severity> = found.iter().map(|found| found.severity).collect();
-    assert_eq!(told, Vec::from_iter(severity));
+    let severities: Vec<Severity> = found.iter().map(|found| found.severity).collect();
+    assert_eq!(severities, Vec::from_iter(severity));
 }
 
 #[test]
-fn that_kata_makes_no_images_is_no_problem_of_the_node() {
+fn kata_without_images_is_no_problem_of_the_node() {
     let mut report = sandbox_node("node-0");
     let runtimes = report.pointer_mut("/status/runtimes").unwrap();
     let kata = json!({"handler": "kata-qemu", "kind": "Kata", "capabilities": {"doze": true, "freeze": true}});
@@ -406,7 +407,7 @@ fn that_kata_makes_no_images_is_no_problem_of_the_node() {
 #[case("5.4.0-100-generic", "containerd://1.7.0", Some(Severity::Warning))]
 #[case("5.10.0", "containerd://1.7.0", None)]
 #[case("6.1.0", "cri-o://1.30", Some(Severity::Problem))]
-fn kernel_and_container_runtime_are_looked_at(
+fn kernel_and_container_runtime_are_checked(
     #[case] kernel: &str,
     #[case] runtime: &str,
     #[case] expected: Option<Severity>,
@@ -418,7 +419,7 @@ fn kernel_and_container_runtime_are_looked_at(
 }
 
 #[test]
-fn a_node_without_agent_and_an_agent_without_node_are_told() {
+fn a_node_without_agent_and_an_agent_without_node_are_reported() {
     let mut facts = healthy();
     facts.sandbox_nodes = Ok(vec![
         read(sandbox_node("node-0")),
@@ -431,7 +432,7 @@ fn a_node_without_agent_and_an_agent_without_node_are_told() {
 }
 
 #[test]
-fn agents_of_two_versions_are_told() {
+fn agents_of_two_versions_are_reported() {
     let mut facts = healthy();
     let mut other = sandbox_node("node-1");
     other["status"]["agentVersion"] = json!("0.2.0");
@@ -441,21 +442,21 @@ fn agents_of_two_versions_are_told() {
     assert!(only(&facts).text.contains("0.1.0 on 1, 0.2.0 on 1"));
 }
 
-/// A snapshot that was deleted at `when` and keeps the agent's finalizer.
+/// Returns a snapshot that was deleted at `when` and has the agent's finalizer.
 fn being_deleted(when: &str, status: Value) -> Value {
-    let mut going = snapshot("demo-1", status);
-    going["metadata"]["deletionTimestamp"] = json!(when);
-    going["metadata"]["finalizers"] = json!(["torpor.dev/image"]);
-    going
+    let mut deleted = snapshot("demo-1", status);
+    deleted["metadata"]["deletionTimestamp"] = json!(when);
+    deleted["metadata"]["finalizers"] = json!(["torpor.dev/image"]);
+    deleted
 }
 
 #[rstest]
 #[case(being_deleted("2026-11-21T11:59:30Z", committed()), None)]
 #[case(
     being_deleted("2026-11-21T11:30:00Z", committed()),
-    Some("node node-0 still has bytes")
+    Some("node node-0 still has its image")
 )]
-#[case(being_deleted("2026-11-21T11:30:00Z", json!({})), Some("no node says"))]
+#[case(being_deleted("2026-11-21T11:30:00Z", json!({})), Some("no node reports its image"))]
 #[case(being_deleted("2026-11-21T11:30:00Z", json!({"nodeName": "gone"})), Some("node gone is gone"))]
 #[case(snapshot("s", json!({})), None)]
 #[case(snapshot("s", json!({"nodeName": "gone", "conditions": committed()["conditions"]})), Some("its image is on node gone"))]
@@ -466,7 +467,10 @@ fn being_deleted(when: &str, status: Value) -> Value {
     })),
     Some("another runtime than node node-0 has now (different: runscDigest)")
 )]
-fn a_snapshot_that_is_stuck_or_useless_is_told(#[case] seen: Value, #[case] text: Option<&str>) {
+fn a_snapshot_that_is_stuck_or_useless_is_reported(
+    #[case] seen: Value,
+    #[case] text: Option<&str>,
+) {
     let mut facts = healthy();
     facts.snapshots = Ok(vec![read(seen)]);
     let found = all(&facts);
@@ -477,7 +481,7 @@ fn a_snapshot_that_is_stuck_or_useless_is_told(#[case] seen: Value, #[case] text
 }
 
 #[test]
-fn a_deletion_that_waits_for_a_silent_agent_names_it() {
+fn a_deletion_that_waits_for_a_silent_agent_names_the_agent() {
     let mut facts = healthy();
     let mut silent = sandbox_node("node-0");
     silent["status"]["heartbeatTime"] = json!("2026-11-21T11:00:00Z");
@@ -490,7 +494,7 @@ fn a_deletion_that_waits_for_a_silent_agent_names_it() {
     assert!(
         found[1]
             .text
-            .contains("the agent of node node-0, which has bytes"),
+            .contains("the agent of node node-0, which has its image, does not report"),
         "{found:#?}"
     );
 }
@@ -505,14 +509,14 @@ fn a_deletion_that_waits_for_a_silent_agent_names_it() {
     ]),
     "SaveFailed: Words."
 )]
-fn a_sandbox_that_is_stuck_is_told(#[case] seen: Value, #[case] text: &str) {
+fn a_sandbox_that_is_stuck_is_reported(#[case] seen: Value, #[case] text: &str) {
     let mut facts = healthy();
     facts.sandboxes = Ok(vec![read(seen)]);
     assert_eq!(only(&facts).text, text);
 }
 
 #[test]
-fn a_sandbox_of_a_class_that_is_not_there_is_told() {
+fn a_sandbox_of_a_missing_runtime_class_is_reported() {
     let mut facts = healthy();
     let mut seen = sandbox("Running", Vec::new());
     seen["spec"]["podTemplate"]["spec"]["runtimeClassName"] = json!("kata");
@@ -521,7 +525,7 @@ fn a_sandbox_of_a_class_that_is_not_there_is_told() {
 }
 
 #[test]
-fn who_names_no_runtime_though_there_is_one_is_told_what_to_name() {
+fn sandboxes_without_a_runtime_class_are_reported_with_the_class_to_name() {
     let mut facts = healthy();
     let strategy = json!({"torpor.dev/suspension-strategy": "Stop"});
     let of = json!({"agents.x-k8s.io/sandbox-template-ref": "plain"});
@@ -550,7 +554,7 @@ fn who_names_no_runtime_though_there_is_one_is_told_what_to_name() {
 }
 
 #[test]
-fn where_no_node_keeps_memory_nobody_is_told_to_ask_for_it() {
+fn a_missing_runtime_class_is_not_reported_if_no_node_keeps_memory() {
     let mut facts = healthy();
     facts.sandboxes = Ok(vec![read(plain("a", json!({})))]);
     facts.runtime_classes = Ok(vec![read(

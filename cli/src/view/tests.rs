@@ -7,7 +7,7 @@ pub(crate) fn at(text: &str) -> Timestamp {
     text.parse().unwrap()
 }
 
-/// `mode/conditions`: `Type=Status:Reason` each.
+/// Returns a Sandbox with conditions in the form `Type=Status:Reason`.
 fn sandbox(name: &str, mode: &str, conditions: &[&str]) -> Sandbox {
     let conditions: Vec<Value> = conditions
         .iter()
@@ -83,8 +83,8 @@ fn snapshot(
     .unwrap()
 }
 
-pub(crate) fn world() -> World {
-    World {
+pub(crate) fn objects() -> Objects {
+    Objects {
         sandboxes: vec![
             sandbox(
                 "sleeper",
@@ -133,7 +133,7 @@ pub(crate) fn world() -> World {
 }
 
 pub(crate) fn some_views() -> Vec<View> {
-    views(&world())
+    views(&objects())
 }
 
 #[rstest]
@@ -165,7 +165,7 @@ fn the_state_is_taken_from_mode_and_conditions(
 }
 
 #[test]
-fn a_sandbox_that_is_being_deleted_says_so_whatever_its_conditions() {
+fn a_sandbox_that_is_being_deleted_has_that_state_whatever_its_conditions() {
     let mut going = sandbox("demo", "Running", &["Ready=True:R"]);
     going.metadata.deletion_timestamp =
         serde_json::from_value(json!("2026-11-21T11:00:00Z")).unwrap();
@@ -184,7 +184,7 @@ fn a_sandbox_is_joined_with_its_own_pod_image_and_report() {
     let runner = of("runner");
     assert_eq!((runner.asleep_since, runner.image_bytes), (None, None));
     assert_eq!(runner.node.as_deref(), Some("node-0"));
-    // The image that was not used yet, and its node.
+    // Image and node of the snapshot that is not consumed.
     let away = of("away");
     assert_eq!(
         (away.image_bytes, away.memory_asleep_bytes),
@@ -195,20 +195,20 @@ fn a_sandbox_is_joined_with_its_own_pod_image_and_report() {
 }
 
 #[test]
-fn an_image_that_its_node_misses_is_not_shown_as_if_it_were_there() {
-    let mut world = world();
-    let status = world.snapshots[1].status.as_mut().unwrap();
+fn an_image_that_is_missing_on_its_node_has_no_size() {
+    let mut objects = objects();
+    let status = objects.snapshots[1].status.as_mut().unwrap();
     status.image_id = Some("pod.1".to_owned());
     let committed = &mut status.conditions[0];
     (committed.status, committed.reason) = ("False".to_owned(), "ImageMissing".to_owned());
-    // The controller has not said so yet; where the image should be is known.
-    let early = &views(&world)[3];
+    // Before the controller sets the condition, the snapshot names the node of the image.
+    let early = &views(&objects)[3];
     assert!(early.image_missing);
     assert_eq!((early.state, early.image_bytes), (State::Suspended, None));
     assert_eq!(early.node.as_deref(), Some("node-1"));
-    let hibernated = &mut world.sandboxes[3].status.as_mut().unwrap().conditions[0];
+    let hibernated = &mut objects.sandboxes[3].status.as_mut().unwrap().conditions[0];
     (hibernated.status, hibernated.reason) = ("False".to_owned(), "ImageMissing".to_owned());
-    let away = &views(&world)[3];
+    let away = &views(&objects)[3];
     assert_eq!(away.state, State::Suspended);
     assert_eq!(away.asleep_since, Some(at("2026-11-21T11:40:00Z")));
     assert_eq!(
@@ -218,13 +218,13 @@ fn an_image_that_its_node_misses_is_not_shown_as_if_it_were_there() {
 }
 
 #[test]
-fn a_sandbox_that_sleeps_in_place_without_its_image_says_so() {
-    let mut world = world();
+fn a_missing_image_of_a_sandbox_that_sleeps_in_place_is_reported() {
+    let mut objects = objects();
     let restored = sandbox("sleeper", "Running", &["Restored=False:ImageMissing"]);
     let restored = restored.status.unwrap().conditions;
-    let status = world.sandboxes[0].status.as_mut().unwrap();
+    let status = objects.sandboxes[0].status.as_mut().unwrap();
     status.conditions.extend(restored);
-    let sleeper = &views(&world)[0];
+    let sleeper = &views(&objects)[0];
     assert_eq!(
         (sleeper.state, sleeper.reason.as_str()),
         (State::Hibernated, "ImageMissing")
@@ -233,9 +233,9 @@ fn a_sandbox_that_sleeps_in_place_without_its_image_says_so() {
 }
 
 #[test]
-fn a_pod_of_the_same_name_that_another_controls_is_not_the_sandboxs() {
-    let mut world = world();
-    let owners = world.pods[0].metadata.owner_references.as_mut().unwrap();
+fn a_pod_of_the_same_name_with_another_controller_is_ignored() {
+    let mut objects = objects();
+    let owners = objects.pods[0].metadata.owner_references.as_mut().unwrap();
     owners[0].uid = "of-an-older-sandbox".to_owned();
-    assert_eq!(views(&world)[0].pod, None);
+    assert_eq!(views(&objects)[0].pod, None);
 }

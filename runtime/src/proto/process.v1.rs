@@ -12,13 +12,13 @@ pub struct ProcessConfig {
     /// Program and arguments; no shell.
     #[prost(string, repeated, tag = "1")]
     pub command: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// Added to the runtime's own environment.
+    /// Variables in addition to the runtime's environment.
     #[prost(btree_map = "string, string", tag = "2")]
     pub env_vars: ::prost::alloc::collections::BTreeMap<
         ::prost::alloc::string::String,
         ::prost::alloc::string::String,
     >,
-    /// Below the root; the root itself if absent.
+    /// Working directory below the root; the root itself if absent.
     #[prost(string, optional, tag = "3")]
     pub cwd: ::core::option::Option<::prost::alloc::string::String>,
 }
@@ -26,23 +26,23 @@ pub struct ProcessConfig {
 pub struct StartRequest {
     #[prost(message, optional, tag = "1")]
     pub config: ::core::option::Option<ProcessConfig>,
-    /// Given: the command has a terminal, and all it writes is stdout.
+    /// Size of the command's terminal, whose output is all stdout; without it, no terminal.
     #[prost(message, optional, tag = "2")]
     pub pty: ::core::option::Option<Pty>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct InitEvent {
-    /// A number of the runtime's own, for the other calls.
+    /// Id of the command in the runtime, for the other calls.
     #[prost(int32, tag = "1")]
     pub process_id: i32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ExitEvent {
-    /// 128 + n for a command that signal n ended.
+    /// Exit code; 128 + n for a command that signal n ended.
     #[prost(int32, tag = "1")]
     pub exit_code: i32,
 }
-/// First init, last exit.
+/// Event of a command. The first is init, the last is exit.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StartResponse {
     #[prost(oneof = "start_response::Event", tags = "1, 2, 3, 4")]
@@ -115,7 +115,7 @@ pub struct ResizeTtyRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ResizeTtyResponse {}
-/// The numbers are those of Linux.
+/// Signals, with the numbers of Linux.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum Signal {
@@ -239,7 +239,7 @@ pub mod process_service_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
-        /// Starts a command and sends what it does until it ends. Ending the call kills it.
+        /// Starts a command and streams its events until it ends. Ending the call kills the command.
         pub async fn start(
             &mut self,
             request: impl tonic::IntoRequest<super::StartRequest>,
@@ -289,7 +289,7 @@ pub mod process_service_client {
                 .insert(GrpcMethod::new("process.v1.ProcessService", "Execute"));
             self.inner.unary(req, path, codec).await
         }
-        /// Writes to a started command, or tells it that no more comes.
+        /// Writes to the input of a started command, or closes the input.
         pub async fn write_stdin(
             &mut self,
             request: impl tonic::IntoRequest<super::WriteStdinRequest>,
@@ -314,7 +314,7 @@ pub mod process_service_client {
                 .insert(GrpcMethod::new("process.v1.ProcessService", "WriteStdin"));
             self.inner.unary(req, path, codec).await
         }
-        /// Signals a started command and all in its process group.
+        /// Signals the process group of a started command.
         pub async fn send_signal(
             &mut self,
             request: impl tonic::IntoRequest<super::SendSignalRequest>,
@@ -339,7 +339,7 @@ pub mod process_service_client {
                 .insert(GrpcMethod::new("process.v1.ProcessService", "SendSignal"));
             self.inner.unary(req, path, codec).await
         }
-        /// Sets the size of a started command's terminal.
+        /// Sets the size of the terminal of a started command.
         pub async fn resize_tty(
             &mut self,
             request: impl tonic::IntoRequest<super::ResizeTtyRequest>,
@@ -385,7 +385,7 @@ pub mod process_service_server {
             >
             + std::marker::Send
             + 'static;
-        /// Starts a command and sends what it does until it ends. Ending the call kills it.
+        /// Starts a command and streams its events until it ends. Ending the call kills the command.
         async fn start(
             &self,
             request: tonic::Request<super::StartRequest>,
@@ -395,7 +395,7 @@ pub mod process_service_server {
             &self,
             request: tonic::Request<super::ExecuteRequest>,
         ) -> std::result::Result<tonic::Response<super::ExecuteResponse>, tonic::Status>;
-        /// Writes to a started command, or tells it that no more comes.
+        /// Writes to the input of a started command, or closes the input.
         async fn write_stdin(
             &self,
             request: tonic::Request<super::WriteStdinRequest>,
@@ -403,7 +403,7 @@ pub mod process_service_server {
             tonic::Response<super::WriteStdinResponse>,
             tonic::Status,
         >;
-        /// Signals a started command and all in its process group.
+        /// Signals the process group of a started command.
         async fn send_signal(
             &self,
             request: tonic::Request<super::SendSignalRequest>,
@@ -411,7 +411,7 @@ pub mod process_service_server {
             tonic::Response<super::SendSignalResponse>,
             tonic::Status,
         >;
-        /// Sets the size of a started command's terminal.
+        /// Sets the size of the terminal of a started command.
         async fn resize_tty(
             &self,
             request: tonic::Request<super::ResizeTtyRequest>,

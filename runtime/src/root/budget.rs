@@ -1,4 +1,4 @@
-//! How far a call that does many things may go.
+//! Limits of calls that handle many entries.
 
 use std::{
     io::{self, Read as _},
@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use super::{Error, MAX_ENTRIES};
 use crate::path;
 
-/// Bytes that are copied between two looks whether anybody still waits.
+/// Bytes that are copied between two checks for cancellation.
 const STEP: u64 = 1 << 20;
 
 /// Entries and bytes that a call may still use.
@@ -22,48 +22,48 @@ pub struct Budget {
     entries: usize,
     bytes: u64,
     limit: u64,
-    abandoned: Arc<AtomicBool>,
+    cancelled: Arc<AtomicBool>,
 }
 
-/// Held while a call is waited for. Once it is dropped, the call ends soon.
+/// Guard of a call. Dropping it cancels the call.
 #[derive(Debug)]
-pub struct Waiting(Arc<AtomicBool>);
+pub struct CancelGuard(Arc<AtomicBool>);
 
-impl Drop for Waiting {
+impl Drop for CancelGuard {
     fn drop(&mut self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
 impl Budget {
-    /// [`MAX_ENTRIES`] entries, and so many bytes.
-    pub fn new(bytes: u64) -> (Self, Waiting) {
-        let abandoned = Arc::new(AtomicBool::new(false));
-        let waiting = Waiting(Arc::clone(&abandoned));
+    /// Returns a budget of [`MAX_ENTRIES`] entries and `bytes` bytes.
+    pub fn new(bytes: u64) -> (Self, CancelGuard) {
+        let cancelled = Arc::new(AtomicBool::new(false));
+        let guard = CancelGuard(Arc::clone(&cancelled));
         let budget = Self {
             entries: MAX_ENTRIES,
             bytes,
             limit: bytes,
-            abandoned,
+            cancelled,
         };
-        (budget, waiting)
+        (budget, guard)
     }
 
-    /// Takes one entry.
+    /// Uses one entry.
     pub fn entry(&mut self) -> Result<(), Error> {
-        self.heard()?;
+        self.check_cancelled()?;
         self.entries = self.entries.checked_sub(1).ok_or(Error::TooMany)?;
         Ok(())
     }
 
-    /// Takes bytes.
+    /// Uses bytes.
     pub fn bytes(&mut self, bytes: u64) -> Result<(), Error> {
         let left = self.bytes.checked_sub(bytes);
         self.bytes = left.ok_or(Error::TooLarge(self.limit))?;
         Ok(())
     }
 
-    /// A directory within so many others.
+    /// Checks the depth of a directory.
     pub fn depth(depth: usize) -> Result<(), Error> {
         match depth < path::MAX_COMPONENTS {
             true => Ok(()),
@@ -71,33 +71,33 @@ impl Budget {
         }
     }
 
-    /// Copies to the end of `from`, and answers how many bytes that was.
+    /// Copies to the end of `from`, and returns the number of bytes.
     pub fn copy(&mut self, from: &mut dyn io::Read, to: &mut dyn io::Write) -> Result<u64, Error> {
         let mut copied = 0;
         loop {
-            self.heard()?;
-            // A byte more than there may be, so that more is noticed.
+            self.check_cancelled()?;
+            // One byte more than the budget, so that an excess is detected.
             let step = STEP.min(self.bytes.saturating_add(1));
-            let piece = io::copy(&mut from.take(step), to).map_err(|error| of_io(&error))?;
+            let piece = io::copy(&mut from.take(step), to).map_err(|error| io_error(&error))?;
             self.bytes(piece)?;
             copied += piece;
             if piece < step {
-                to.flush().map_err(|error| of_io(&error))?;
+                to.flush().map_err(|error| io_error(&error))?;
                 return Ok(copied);
             }
         }
     }
 
-    /// Whether anybody still waits for the call.
-    pub fn heard(&self) -> Result<(), Error> {
-        match self.abandoned.load(Ordering::Relaxed) {
+    /// Fails if the call is cancelled.
+    pub fn check_cancelled(&self) -> Result<(), Error> {
+        match self.cancelled.load(Ordering::Relaxed) {
             false => Ok(()),
             true => Err(Error::Io(Errno::CANCELED)),
         }
     }
 }
 
-fn of_io(error: &io::Error) -> Error {
+fn io_error(error: &io::Error) -> Error {
     Errno::from_io_error(error).unwrap_or(Errno::IO).into()
 }
 
@@ -106,8 +106,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_and_entries_end() {
-        let (mut budget, _waiting) = Budget::new(5);
+    fn bytes_and_entries_are_limited() {
+        let (mut budget, _guard) = Budget::new(5);
         let mut to = Vec::new();
         assert_eq!(budget.copy(&mut &b"abc"[..], &mut to).unwrap(), 3);
         assert_eq!(budget.copy(&mut &b"de"[..], &mut to).unwrap(), 2);
@@ -121,13 +121,12 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_ends() {
-        let (mut budget, waiting) = Budget::new(u64::MAX);
+    fn a_cancelled_call_ends() {
+        let (mut budget, guard) = Budget::new(u64::MAX);
         budget.entry().unwrap();
-        drop(waiting);
+        drop(guard);
         let cancelled = |result| matches!(result, Err(Error::Io(Errno::CANCELED)));
         assert!(cancelled(budget.entry()));
-        // It would never end.
         let endless = budget.copy(&mut io::repeat(0), &mut io::sink());
         assert!(cancelled(endless.map(drop)));
     }

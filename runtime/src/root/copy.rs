@@ -1,4 +1,4 @@
-//! Copies, of a file or of a directory with all that is in it.
+//! Copies of files and directories.
 
 use std::{
     ffi::{CStr, CString},
@@ -9,7 +9,7 @@ use std::{
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 
 use super::{
-    Error, Existing, Place, Root, Walk,
+    Error, Existing, Location, Root, Walk,
     budget::Budget,
     edit::remove_all,
     is_directory, open_file, rename, stat,
@@ -18,9 +18,11 @@ use super::{
 use crate::path;
 
 impl Root {
-    /// Copies what `from` leads to, to `to`, where it appears whole or not at all; directories on
-    /// the way there are made. Links in a directory are copied, and not followed. Permission bits
-    /// go along, set-user-ID and the like do not. Of directories an empty one alone is replaced.
+    /// Copies the file or directory at `from` to `to` atomically.
+    ///
+    /// Missing directories on the way to `to` are created. Links in a directory are copied and not
+    /// followed. Permission bits are copied, without set-user-ID, set-group-ID and sticky bit. An
+    /// existing directory is replaced only if it is empty.
     pub fn copy(
         &self,
         from: &str,
@@ -28,14 +30,14 @@ impl Root {
         existing: Existing,
         budget: &mut Budget,
     ) -> Result<(), Error> {
-        let source = self.resolve(from).map_err(Error::of_source)?;
+        let source = self.resolve(from).map_err(Error::for_source)?;
         let (at, name) = (source.directory.as_fd(), source.name.as_c_str());
-        let kind = stat(at, name).map_err(Error::of_source)?;
+        let kind = stat(at, name).map_err(Error::for_source)?;
         match FileType::from_raw_mode(kind.st_mode) {
             FileType::RegularFile | FileType::Directory => {}
             _ => return Err(Error::Special),
         }
-        let target = self.free(to, existing)?;
+        let target = self.target(to, existing)?;
         if is_directory(kind.st_mode) {
             let source = rustix::fs::openat(at, name, READ, Mode::empty())?;
             let mut staged = self.stage(target)?;
@@ -53,8 +55,8 @@ impl Root {
         }
     }
 
-    /// Where something is to be put: not the root, and not taken if what is there is to be kept.
-    pub(super) fn free(&self, to: &str, existing: Existing) -> Result<Place, Error> {
+    /// Returns the target location, which must not be the root, nor exist for [`Existing::Keep`].
+    pub(super) fn target(&self, to: &str, existing: Existing) -> Result<Location, Error> {
         let to = path::clean(to)?;
         if to.is_empty() {
             return Err(Error::IsRoot);
@@ -67,18 +69,18 @@ impl Root {
         }
     }
 
-    /// A new directory beside its place.
-    fn stage(&self, place: Place) -> Result<Staged, Error> {
-        let at = place.directory.as_fd();
-        let (temporary, directory) = self.unfinished(|name| {
+    /// Creates a temporary directory beside its target location.
+    fn stage(&self, location: Location) -> Result<Staged, Error> {
+        let at = location.directory.as_fd();
+        let (temporary, directory) = self.create_temporary(|name| {
             rustix::fs::mkdirat(at, name, Mode::RWXU)?;
             rustix::fs::openat(at, name, READ, Mode::empty()).inspect_err(|_| {
-                // The first error is the one that is told.
+                // The error of the open is returned.
                 let _ = rustix::fs::unlinkat(at, name, AtFlags::REMOVEDIR);
             })
         })?;
         Ok(Staged {
-            place,
+            location,
             directory,
             temporary: Some(temporary),
             made: Vec::new(),
@@ -86,21 +88,25 @@ impl Root {
     }
 }
 
-/// A directory that is being filled. It takes its place by [`Staged::finish`], or leaves nothing.
+/// Directory that is being filled under a temporary name.
+///
+/// [`Staged::finish`] moves it to its location; dropping it before removes the directory.
 struct Staged {
-    place: Place,
+    location: Location,
     directory: OwnedFd,
     temporary: Option<CString>,
-    made: Vec<Made>,
+    made: Vec<CopiedDirectory>,
 }
 
-/// A directory within a copy. It is its owner's alone until the copy is whole: what it holds could
-/// not be removed again from one without the right to write.
-struct Made {
+/// Directory within a copy.
+///
+/// Until the copy is complete the directory is writable for its owner, so that its entries can be
+/// removed again.
+struct CopiedDirectory {
     name: CString,
-    /// What it is to have.
+    /// Permissions that the directory gets at the end.
     permissions: Mode,
-    below: Vec<Made>,
+    below: Vec<CopiedDirectory>,
 }
 
 impl Staged {
@@ -108,8 +114,8 @@ impl Staged {
         if let Some(temporary) = &self.temporary {
             permit(self.directory.as_fd(), &self.made)?;
             rustix::fs::fchmod(&self.directory, permissions)?;
-            let at = self.place.directory.as_fd();
-            rename(at, temporary, &self.place, existing)?;
+            let at = self.location.directory.as_fd();
+            rename(at, temporary, &self.location, existing)?;
         }
         self.temporary = None;
         Ok(())
@@ -117,13 +123,13 @@ impl Staged {
 
     fn remove(&self, temporary: &CStr) -> Result<(), Error> {
         rustix::fs::fchmod(&self.directory, Mode::RWXU)?;
-        restrict(self.directory.as_fd(), &self.made)?;
-        remove_all(self.place.directory.as_fd(), temporary, 0)
+        make_writable(self.directory.as_fd(), &self.made)?;
+        remove_all(self.location.directory.as_fd(), temporary, 0)
     }
 }
 
-/// Gives directories their permissions, the deepest first.
-fn permit(at: BorrowedFd<'_>, made: &[Made]) -> Result<(), Error> {
+/// Sets the final permissions of directories, the deepest first.
+fn permit(at: BorrowedFd<'_>, made: &[CopiedDirectory]) -> Result<(), Error> {
     for one in made {
         let directory = rustix::fs::openat(at, &one.name, READ, Mode::empty())?;
         permit(directory.as_fd(), &one.below)?;
@@ -132,12 +138,12 @@ fn permit(at: BorrowedFd<'_>, made: &[Made]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Takes them back, for the removal.
-fn restrict(at: BorrowedFd<'_>, made: &[Made]) -> Result<(), Error> {
+/// Makes directories writable for their owner again, for a removal.
+fn make_writable(at: BorrowedFd<'_>, made: &[CopiedDirectory]) -> Result<(), Error> {
     for one in made {
         let directory = rustix::fs::openat(at, &one.name, READ, Mode::empty())?;
         rustix::fs::fchmod(&directory, Mode::RWXU)?;
-        restrict(directory.as_fd(), &one.below)?;
+        make_writable(directory.as_fd(), &one.below)?;
     }
     Ok(())
 }
@@ -147,30 +153,30 @@ impl Drop for Staged {
         if let Some(temporary) = &self.temporary
             && let Err(error) = self.remove(temporary)
         {
-            tracing::warn!(%error, "a copy that did not end is left behind");
+            tracing::warn!(%error, "cannot remove an incomplete copy");
         }
     }
 }
 
-/// A copy of a directory under way.
+/// Copy of a directory.
 struct Copying {
-    /// What it goes into.
+    /// Device and inode of the target, to detect a copy into itself.
     staged: (u64, u64),
 }
 
 impl Copying {
-    /// Fills a directory, and answers which directories it has got.
+    /// Copies the entries of a directory, and returns the directories that it created.
     fn directory(
         &self,
         from: BorrowedFd<'_>,
         to: BorrowedFd<'_>,
         budget: &mut Budget,
         depth: usize,
-    ) -> Result<Vec<Made>, Error> {
+    ) -> Result<Vec<CopiedDirectory>, Error> {
         let mut made = Vec::new();
         for name in names(from, budget)? {
             let kind = match stat(from, &name) {
-                // It went away meanwhile.
+                // The entry has been removed meanwhile.
                 Err(Error::Missing) => continue,
                 kind => kind?,
             };
@@ -184,14 +190,14 @@ impl Copying {
                     return Err(Error::IntoItself);
                 }
                 FileType::Directory => {
-                    // Before it is made: what is deeper could not be removed again.
+                    // Checked before the creation: a deeper directory could not be removed again.
                     Budget::depth(depth + 1)?;
                     let source = rustix::fs::openat(from, &name, READ, Mode::empty())?;
                     rustix::fs::mkdirat(to, &name, Mode::RWXU)?;
                     let target = rustix::fs::openat(to, &name, READ, Mode::empty())?;
                     let below =
                         self.directory(source.as_fd(), target.as_fd(), budget, depth + 1)?;
-                    made.push(Made {
+                    made.push(CopiedDirectory {
                         name,
                         permissions: permissions(&kind),
                         below,

@@ -1,5 +1,5 @@
-//! Changes below the root that upstream's sandboxd makes: files and directories with those they
-//! need, moves and removal.
+//! Changes below the root: creation, moves and removal of files and directories, as by upstream's
+//! sandboxd.
 
 use std::{
     ffi::CStr,
@@ -14,65 +14,77 @@ use rustix::{
 use super::{Error, Existing, Root, Upload, Walk, is_directory, rename, stat, tree::READ};
 use crate::path;
 
-/// How often a directory is read anew because something came into it while it was emptied.
+/// Maximum number of passes over a directory that gets new entries while it is emptied.
 const PASSES: usize = 8;
 
 impl Root {
-    /// Begins a file with these permissions, and makes the directories that it needs. It takes the place of anything but a directory.
+    /// Begins a file with these permissions, and creates missing directories on the way.
+    ///
+    /// The file replaces any entry except a directory.
     pub fn put(&self, path: &str, mode: u32, existing: Existing) -> Result<Upload, Error> {
-        let place = self.walk(path, Walk::Make)?;
-        match stat(place.directory.as_fd(), &place.name) {
+        let location = self.walk(path, Walk::Make)?;
+        match stat(location.directory.as_fd(), &location.name) {
             Ok(stat) if is_directory(stat.st_mode) => return Err(Error::IsADirectory),
             Ok(_) if existing == Existing::Keep => return Err(Error::Exists),
             Ok(_) | Err(Error::Missing) => {}
             Err(error) => return Err(error),
         }
-        self.begin_at(place, Some(Mode::from_raw_mode(mode & 0o777)))
+        self.begin_at(location, Some(Mode::from_raw_mode(mode & 0o777)))
     }
 
-    /// Makes a directory with these permissions, and those on the way. One that is there stays as
-    /// it is.
+    /// Creates a directory with these permissions, and missing directories on the way.
+    ///
+    /// An existing directory stays unchanged.
     pub fn make_directory(&self, path: &str, mode: u32) -> Result<(), Error> {
-        let place = self.walk(path, Walk::Make)?;
+        let location = self.walk(path, Walk::Make)?;
         let mode = Mode::from_raw_mode(mode & 0o777);
-        make_one(place.directory.as_fd(), &place.name, mode)
+        make_one(location.directory.as_fd(), &location.name, mode)
     }
 
-    /// Moves what has this name, were it a link, and makes the directories that its new place
-    /// needs. Of directories an empty one alone is replaced, and by a directory alone.
+    /// Moves an entry, and creates missing directories on the way to its new path.
+    ///
+    /// A link itself is moved. An existing directory is replaced only if it is empty, and only by
+    /// a directory.
     pub fn rename(&self, from: &str, to: &str, existing: Existing) -> Result<(), Error> {
         let (from, to) = (path::clean(from)?, path::clean(to)?);
         if from.is_empty() {
             return Err(Error::IsRoot);
         }
-        // Before directories are made in it.
+        // Checked before directories are created in the source.
         if to
             .strip_prefix(&from)
             .is_some_and(|rest| rest.starts_with('/'))
         {
             return Err(Error::IntoItself);
         }
-        let source = self.walk(&from, Walk::NoFollow).map_err(Error::of_source)?;
+        let source = self
+            .walk(&from, Walk::NoFollow)
+            .map_err(Error::for_source)?;
         stat(source.directory.as_fd(), &source.name)?;
-        let target = self.free(&to, existing)?;
+        let target = self.target(&to, existing)?;
         rename(source.directory.as_fd(), &source.name, &target, existing)
     }
 
-    /// Removes a file, a link, or a directory: an empty one, or with all that is in it. Of the root only the content is removed.
+    /// Removes a file, a link or a directory.
+    ///
+    /// A directory that is not empty is removed only if `recursive`. The root itself stays; only
+    /// its content is removed.
     pub fn remove(&self, path: &str, recursive: bool) -> Result<(), Error> {
         let path = path::clean(path)?;
-        let place = self.walk(&path, Walk::NoFollow)?;
-        let at = place.directory.as_fd();
+        let location = self.walk(&path, Walk::NoFollow)?;
+        let at = location.directory.as_fd();
         match (path.is_empty(), recursive) {
             (true, true) => empty(at, c".", 0),
             (true, false) => Err(Error::NotEmpty),
-            (false, true) => remove_all(at, &place.name, 0),
-            (false, false) => remove_one(at, &place.name),
+            (false, true) => remove_all(at, &location.name, 0),
+            (false, false) => remove_one(at, &location.name),
         }
     }
 }
 
-/// Makes a directory with these permissions, whatever the umask is. One that is there stays as it is.
+/// Creates a directory with these permissions, whatever the umask is.
+///
+/// An existing directory stays unchanged.
 pub(super) fn make_one(at: BorrowedFd<'_>, name: &CStr, mode: Mode) -> Result<(), Error> {
     match rustix::fs::mkdirat(at, name, Mode::RWXU) {
         Ok(()) => {
@@ -93,7 +105,7 @@ fn remove_one(at: BorrowedFd<'_>, name: &CStr) -> Result<(), Error> {
         false => AtFlags::empty(),
     };
     match rustix::fs::unlinkat(at, name, flags) {
-        // What some file systems answer.
+        // Some file systems answer EXIST for a directory that is not empty.
         Err(Errno::EXIST) => Err(Error::NotEmpty),
         other => Ok(other?),
     }
@@ -101,7 +113,7 @@ fn remove_one(at: BorrowedFd<'_>, name: &CStr) -> Result<(), Error> {
 
 pub(super) fn remove_all(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Result<(), Error> {
     if is_directory(stat(at, name)?.st_mode) {
-        // Every directory on the way is held open, as in a walk.
+        // Each directory on the way is held open, as in a walk.
         if depth == path::MAX_COMPONENTS {
             return Err(Error::TooDeep);
         }
@@ -110,7 +122,9 @@ pub(super) fn remove_all(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Resul
     remove_one(at, name)
 }
 
-/// Removes what is in a directory. A directory that is filled faster than it is emptied stays.
+/// Removes the entries of a directory.
+///
+/// A directory that gets entries faster than they are removed is not emptied.
 fn empty(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Result<(), Error> {
     let directory = rustix::fs::openat(at, name, READ, Mode::empty())?;
     for _ in 0..PASSES {
@@ -122,7 +136,7 @@ fn empty(at: BorrowedFd<'_>, name: &CStr, depth: usize) -> Result<(), Error> {
             }
             match remove_all(directory.as_fd(), entry.file_name(), depth) {
                 Ok(()) => removed = true,
-                // Somebody else removed it.
+                // Another process has removed the entry.
                 Err(Error::Missing) => {}
                 Err(error) => return Err(error),
             }

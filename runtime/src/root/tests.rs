@@ -11,7 +11,7 @@ use super::*;
 
 mod many;
 
-/// `outside/secret` beside the root `app`, and links of all kinds in it.
+/// Creates `outside/secret` beside the root `app`, which has links of all kinds.
 fn world() -> (TempDir, Root) {
     let world = TempDir::new().unwrap();
     let (outside, app) = (world.path().join("outside"), world.path().join("app"));
@@ -58,7 +58,7 @@ fn world() -> (TempDir, Root) {
 #[case("sub", Err("not a regular file"))]
 #[case("", Err("not a regular file"))]
 #[case("loop", Err("Too many levels of symbolic links (os error 40)"))]
-fn only_what_is_below_the_root_is_read(#[case] path: &str, #[case] content: Result<&str, &str>) {
+fn only_files_below_the_root_are_read(#[case] path: &str, #[case] content: Result<&str, &str>) {
     let (_world, root) = world();
     let read = root.read(path).map(|(file, size)| {
         let content = io::read_to_string(file).unwrap();
@@ -84,7 +84,7 @@ fn only_what_is_below_the_root_is_read(#[case] path: &str, #[case] content: Resu
 #[case("out", None)]
 #[case("out-dir/nothing", None)]
 #[case("../app", None)]
-fn existence_is_told_of_what_is_below_the_root(#[case] path: &str, #[case] there: Option<bool>) {
+fn existence_is_reported_below_the_root_only(#[case] path: &str, #[case] there: Option<bool>) {
     let (_world, root) = world();
     assert_eq!(root.exists(path).ok(), there);
 }
@@ -120,7 +120,7 @@ fn a_file_is_replaced_whole_and_keeps_its_mode() {
 }
 
 #[test]
-fn an_upload_that_does_not_end_leaves_nothing() {
+fn an_incomplete_upload_leaves_nothing() {
     let (world, root) = world();
     let before = fs::read_dir(world.path().join("app")).unwrap().count();
     drop(root.begin("new").unwrap());
@@ -203,7 +203,7 @@ fn a_file_is_not_put_elsewhere(#[case] path: &str, #[case] error: &str) {
 #[case("missing", true, Err("no such file or directory"))]
 #[case("out-dir/secret", true, Err("access denied"))]
 #[case("../outside", true, Err("access denied"))]
-fn only_what_is_named_is_removed(
+fn only_the_named_entry_is_removed(
     #[case] path: &str,
     #[case] recursive: bool,
     #[case] removed: Result<Vec<&str>, &str>,
@@ -224,7 +224,7 @@ fn only_what_is_named_is_removed(
 }
 
 #[test]
-fn a_tree_that_is_too_deep_is_refused_and_not_descended_into_for_ever() {
+fn the_removal_of_a_tree_that_is_too_deep_is_refused() {
     let (world, root) = world();
     let mut here = rustix::fs::open(world.path().join("app"), OFlags::PATH, Mode::empty()).unwrap();
     for _ in 0..=path::MAX_COMPONENTS {
@@ -235,7 +235,7 @@ fn a_tree_that_is_too_deep_is_refused_and_not_descended_into_for_ever() {
 }
 
 #[test]
-fn a_link_that_leads_nowhere_is_known() {
+fn a_dangling_link_is_marked() {
     let (_world, root) = world();
     let dangling = |entry: Entry| entry.dangling.then_some(entry.name);
     let names: Vec<_> = root
@@ -257,7 +257,7 @@ fn a_link_that_leads_nowhere_is_known() {
     );
 }
 
-/// All below the root but what lies in `outside`, as `find` writes it.
+/// Returns the paths of all entries below the root, relative to it, sorted.
 fn found(world: &TempDir) -> Vec<String> {
     let app = world.path().join("app");
     let mut names = Vec::new();
@@ -286,7 +286,7 @@ fn found(world: &TempDir) -> Vec<String> {
 #[case("a.txt", "a.txt", 5, false, 0o100_644)]
 #[case("/sub/../a.txt", "a.txt", 5, false, 0o100_644)]
 #[case("sub/in", "in", 5, false, 0o100_644)]
-fn one_entry_is_told(
+fn the_entry_at_a_path_is_described(
     #[case] path: &str,
     #[case] name: &str,
     #[case] size: u64,
@@ -309,7 +309,7 @@ fn one_entry_is_told(
 }
 
 #[test]
-fn a_directory_is_made_with_those_on_the_way() {
+fn a_directory_is_created_with_its_parents() {
     let (world, root) = world();
     root.make_directory("new/er/est", 0o750).unwrap();
     let mode = |path: &str| {
@@ -323,7 +323,7 @@ fn a_directory_is_made_with_those_on_the_way() {
     assert_eq!(mode("sub/made"), 0o777);
     root.make_directory("/", 0o755).unwrap();
     for (path, error) in [
-        ("a.txt", "a file or a link is there"),
+        ("a.txt", "a file or link exists at the path"),
         ("a.txt/x", "not a directory"),
         ("out-dir/x", "access denied"),
         ("../x", "access denied"),
@@ -339,13 +339,13 @@ fn a_directory_is_made_with_those_on_the_way() {
 }
 
 #[test]
-fn a_move_takes_the_name_itself_and_replaces_what_it_may() {
+fn a_move_renames_a_link_itself_and_replaces_only_allowed_entries() {
     let (world, root) = world();
     let app = world.path().join("app");
     let rename = |from, to, existing| root.rename(from, to, existing);
     rename("sub/b.txt", "new/place", Existing::Keep).unwrap();
     assert_eq!(fs::read(app.join("new/place")).unwrap(), b"b");
-    // A link is moved, not what it leads to, be that outside.
+    // The link itself is moved, not its target, which is outside.
     rename("out", "new/out", Existing::Keep).unwrap();
     assert!(app.join("new/out").is_symlink());
     assert_eq!(
@@ -360,13 +360,13 @@ fn a_move_takes_the_name_itself_and_replaces_what_it_may() {
             "a.txt",
             "new/place",
             Existing::Keep,
-            "something is there already",
+            "the path exists already",
         ),
         (
             "a.txt",
             "dangling",
             Existing::Keep,
-            "something is there already",
+            "the path exists already",
         ),
         (
             "new",
@@ -384,8 +384,8 @@ fn a_move_takes_the_name_itself_and_replaces_what_it_may() {
         ("new/sub", "a.txt", Existing::Replace, "not a directory"),
         ("missing", "x", Existing::Keep, "no such file or directory"),
         ("a.txt/x", "x", Existing::Keep, "no such file or directory"),
-        ("", "x", Existing::Keep, "it is the root"),
-        ("a.txt", "new/..", Existing::Replace, "it is the root"),
+        ("", "x", Existing::Keep, "the path is the root"),
+        ("a.txt", "new/..", Existing::Replace, "the path is the root"),
         ("../outside/secret", "x", Existing::Keep, "access denied"),
         ("out-dir/secret", "x", Existing::Keep, "access denied"),
         ("a.txt", "../x", Existing::Keep, "access denied"),
@@ -411,7 +411,7 @@ fn a_move_takes_the_name_itself_and_replaces_what_it_may() {
 }
 
 #[test]
-fn a_write_that_is_to_replace_nothing_does_not_either_when_the_other_came_meanwhile() {
+fn a_write_that_must_not_replace_does_not_replace_a_file_that_appeared_meanwhile() {
     let (world, root) = world();
     let refused = root.put("a.txt", 0o644, Existing::Keep).unwrap_err();
     assert!(matches!(refused, Error::Exists));

@@ -1,4 +1,4 @@
-//! A directory with all that is below it.
+//! Listing of a directory with all entries below it.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
@@ -9,21 +9,22 @@ use rustix::{
 
 use super::{Entry, Error, Root, budget::Budget};
 
-/// Bytes of all names of a listing: a name from the top may be as long as a path.
+/// Maximum size of all names of a listing in bytes: a name may be as long as a path.
 const MAX_NAMES: u64 = 32 << 20;
 
 impl Root {
-    /// All entries below a directory, by their names from there (`sub/file`). A link is described
-    /// by what it leads to, and not followed.
+    /// Returns all entries below a directory, with names relative to it (`sub/file`), sorted.
+    ///
+    /// A link is described by its target, and not followed.
     pub fn tree(&self, path: &str, budget: &mut Budget) -> Result<Vec<Entry>, Error> {
-        let place = self.resolve(path)?;
+        let location = self.resolve(path)?;
         let mut tree = Tree {
             root: self,
             budget,
             names: MAX_NAMES,
             entries: Vec::new(),
         };
-        let (at, name) = (place.directory.as_fd(), place.name.as_c_str());
+        let (at, name) = (location.directory.as_fd(), location.name.as_c_str());
         let directory = rustix::fs::openat(at, name, READ, Mode::empty())?;
         tree.descend(directory.as_fd(), path, "", 0)?;
         let mut entries = tree.entries;
@@ -32,13 +33,15 @@ impl Root {
     }
 }
 
-/// To read a directory's entries; not through a link.
+/// Flags to open a directory for reading, without following a link.
 pub(super) const READ: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
 
-/// The names in a directory. Its own descriptor is not kept, as those of all above are held.
+/// Returns the names in a directory.
+///
+/// No iterator stays open, because the descriptors of all directories above are open.
 pub(super) fn names(at: BorrowedFd<'_>, budget: &mut Budget) -> Result<Vec<CString>, Error> {
     let mut names = Vec::new();
     for entry in Dir::read_from(at)? {
@@ -59,7 +62,10 @@ struct Tree<'a> {
 }
 
 impl Tree<'_> {
-    /// `path` is from the root, for links; `from` from the top.
+    /// Adds the entries of a directory, recursively.
+    ///
+    /// `path` is the directory relative to the root, to resolve links; `from` is relative to the
+    /// listed directory.
     fn descend(
         &mut self,
         at: BorrowedFd<'_>,
@@ -69,10 +75,10 @@ impl Tree<'_> {
     ) -> Result<(), Error> {
         Budget::depth(depth)?;
         for name in names(at, self.budget)? {
-            // A link may take long to follow.
-            self.budget.heard()?;
+            // The resolution of a link may take long.
+            self.budget.check_cancelled()?;
             let mut entry = match self.root.examine(at, path, &name) {
-                // It went away meanwhile.
+                // The entry has been removed meanwhile.
                 Err(Error::Missing) => continue,
                 examined => examined?,
             };
@@ -87,7 +93,7 @@ impl Tree<'_> {
             if is_directory {
                 match rustix::fs::openat(at, &name, READ, Mode::empty()).map_err(Error::from) {
                     Ok(directory) => self.descend(directory.as_fd(), &path, &from, depth + 1)?,
-                    // A link to a directory, or something else by now.
+                    // A link to a directory, or an entry that has changed meanwhile.
                     Err(Error::NotADirectory | Error::Missing) => {}
                     Err(Error::Io(rustix::io::Errno::LOOP)) => {}
                     Err(error) => return Err(error),

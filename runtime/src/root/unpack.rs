@@ -1,5 +1,6 @@
-//! What an archive's entries become: files, directories and links below one directory. Nothing is
-//! reached through a link, be it the archive's own or one that was there.
+//! Creation of an archive's entries: files, directories and links below one directory.
+//!
+//! No link is followed, neither one of the archive nor one that existed before.
 
 use std::{
     ffi::{CStr, CString},
@@ -13,11 +14,11 @@ use rustix::{
 };
 
 use super::{
-    DIRECTORY, Error, NEW_DIRECTORY, Place, Root, budget::Budget, edit::make_one, is_directory,
+    DIRECTORY, Error, Location, NEW_DIRECTORY, Root, budget::Budget, edit::make_one, is_directory,
     regular, stat,
 };
 
-/// A directory that an archive goes into.
+/// Target directory of an archive.
 #[derive(Debug)]
 pub struct Unpacking<'a> {
     root: &'a Root,
@@ -26,7 +27,7 @@ pub struct Unpacking<'a> {
 }
 
 impl Root {
-    /// Begins to unpack into a directory, which is made if it is missing.
+    /// Begins to unpack into a directory, which is created if it is missing.
     pub fn unpack(&self, path: &str, budget: Budget) -> Result<Unpacking<'_>, Error> {
         self.make_directory(path, NEW_DIRECTORY.as_raw_mode())?;
         Ok(Unpacking {
@@ -38,17 +39,17 @@ impl Root {
 }
 
 impl Unpacking<'_> {
-    /// Makes a directory. One that is there stays as it is.
+    /// Creates a directory. An existing one stays unchanged.
     pub fn directory(&mut self, names: &[CString], mode: u32) -> Result<(), Error> {
-        let Some(place) = self.place(names)? else {
+        let Some(location) = self.location(names)? else {
             return Ok(());
         };
-        // Its owner puts more into it.
+        // The owner needs all permissions for the entries below.
         let mode = Mode::from_raw_mode(mode & 0o777) | Mode::RWXU;
-        make_one(place.directory.as_fd(), &place.name, mode)
+        make_one(location.directory.as_fd(), &location.name, mode)
     }
 
-    /// Makes a file, in place of anything but a directory. It appears when all of it has come.
+    /// Creates a file, which appears when it is complete. It replaces any entry except a directory.
     pub fn file(
         &mut self,
         names: &[CString],
@@ -56,9 +57,9 @@ impl Unpacking<'_> {
         size: u64,
         content: &mut dyn Read,
     ) -> Result<(), Error> {
-        let place = self.free(names)?;
+        let location = self.target(names)?;
         let mode = Mode::from_raw_mode(mode & 0o777);
-        let upload = self.root.begin_at(place, Some(mode))?;
+        let upload = self.root.begin_at(location, Some(mode))?;
         let copied = self.budget.copy(content, &mut &upload.file)?;
         if copied != size {
             return Err(Error::BrokenOff);
@@ -66,53 +67,54 @@ impl Unpacking<'_> {
         upload.finish()
     }
 
-    /// Makes a link, in place of anything but a directory. Where it leads is not looked at.
+    /// Creates a link without a check of its target. It replaces any entry except a directory.
     pub fn link(&mut self, names: &[CString], target: &CStr) -> Result<(), Error> {
-        let place = self.free(names)?;
-        let at = place.directory.as_fd();
-        remove(at, &place.name)?;
-        Ok(rustix::fs::symlinkat(target, at, &place.name)?)
+        let location = self.target(names)?;
+        let at = location.directory.as_fd();
+        remove(at, &location.name)?;
+        Ok(rustix::fs::symlinkat(target, at, &location.name)?)
     }
 
-    /// Gives a file of the archive's directory another name.
+    /// Creates a hard link to a file below the archive's directory.
     pub fn hard_link(&mut self, names: &[CString], target: &[CString]) -> Result<(), Error> {
-        let source = self.place(target)?.ok_or(Error::NotAFile)?;
+        let source = self.location(target)?.ok_or(Error::NotAFile)?;
         regular(&stat(source.directory.as_fd(), &source.name)?)?;
-        let place = self.free(names)?;
+        let location = self.target(names)?;
         if names == target {
             return Ok(());
         }
-        remove(place.directory.as_fd(), &place.name)?;
-        // The name itself is linked, should it have become a link.
+        remove(location.directory.as_fd(), &location.name)?;
+        // Without AT_SYMLINK_FOLLOW: a target that has become a link is not followed.
         Ok(rustix::fs::linkat(
             &source.directory,
             &source.name,
-            &place.directory,
-            &place.name,
+            &location.directory,
+            &location.name,
             AtFlags::empty(),
         )?)
     }
 
-    /// Where something is to be put that replaces no directory.
-    fn free(&mut self, names: &[CString]) -> Result<Place, Error> {
-        let place = self.place(names)?.ok_or(Error::IsADirectory)?;
-        match self.kind(&place)? {
+    /// Returns the location of a new entry, at which no directory must be.
+    fn target(&mut self, names: &[CString]) -> Result<Location, Error> {
+        let location = self.location(names)?.ok_or(Error::IsADirectory)?;
+        match self.kind(&location)? {
             Some(mode) if is_directory(mode) => Err(Error::IsADirectory),
-            _ => Ok(place),
+            _ => Ok(location),
         }
     }
 
-    fn kind(&self, place: &Place) -> Result<Option<u32>, Error> {
-        match stat(place.directory.as_fd(), &place.name) {
+    fn kind(&self, location: &Location) -> Result<Option<u32>, Error> {
+        match stat(location.directory.as_fd(), &location.name) {
             Ok(stat) => Ok(Some(stat.st_mode)),
             Err(Error::Missing) => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    /// The place of a name; none for the directory itself. Directories on the way are made, and count
-    /// as entries.
-    fn place(&mut self, names: &[CString]) -> Result<Option<Place>, Error> {
+    /// Returns the location of a path; `None` for the directory itself.
+    ///
+    /// Missing directories on the way are created, and count as entries.
+    fn location(&mut self, names: &[CString]) -> Result<Option<Location>, Error> {
         let Some((last, above)) = names.split_last() else {
             return Ok(None);
         };
@@ -132,7 +134,7 @@ impl Unpacking<'_> {
             };
             here = opened?;
         }
-        Ok(Some(Place {
+        Ok(Some(Location {
             directory: here,
             name: last.clone(),
         }))

@@ -1,7 +1,7 @@
-//! Tar archives: which entries they have, and what becomes of each.
+//! Extraction of tar archives.
 //!
-//! The crate `tar` reads headers; extension records (long names of GNU and pax) are read here,
-//! because it would hold one of any size in memory. Nothing is written by it: see [`Unpacking`].
+//! The crate `tar` reads headers. This module reads extension records (long names of GNU and pax),
+//! because the crate would hold a record of any size in memory. [`Unpacking`] creates the entries.
 
 use std::{
     ffi::CString,
@@ -19,25 +19,25 @@ use crate::{
     sandboxd::refusal::Refusal,
 };
 
-/// Largest extension record, in bytes: two paths of the longest kind, and what else pax tells.
+/// Maximum size of an extension record in bytes: two paths of maximum length and other keys.
 const MAX_RECORD: u64 = 64 * 1024;
 
-/// Begins the keys of GNU's sparse files in pax.
+/// Prefix of the keys of GNU's sparse files in pax.
 const SPARSE: &[u8] = b"GNU.sparse.";
 
-/// A body, for a reader that waits for it in a thread of its own.
+/// Body as a blocking reader.
 pub struct Incoming<S> {
     pieces: S,
     handle: Handle,
     ahead: Bytes,
     left: u64,
-    /// It is not to be asked again after its end.
+    /// The stream has ended and must not be polled again.
     ended: bool,
     failure: Option<Refusal>,
 }
 
 impl<S: Stream<Item = Result<Bytes, Refusal>> + Unpin> Incoming<S> {
-    /// Reads at most so many bytes of it.
+    /// Returns a reader of at most `limit` bytes.
     pub fn new(pieces: S, handle: Handle, limit: u64) -> Self {
         Self {
             pieces,
@@ -82,8 +82,9 @@ impl<S> std::fmt::Debug for Incoming<S> {
     }
 }
 
-/// Unpacks an archive, and answers how many entries it had. The first that is refused ends it;
-/// those before it stay. To be called where waiting is allowed.
+/// Unpacks an archive, and returns the number of its entries.
+///
+/// The first refused entry ends the extraction; the entries before it stay. The call blocks.
 pub fn extract<S: Stream<Item = Result<Bytes, Refusal>> + Unpin>(
     archive: Incoming<S>,
     into: &mut Unpacking<'_>,
@@ -92,12 +93,12 @@ pub fn extract<S: Stream<Item = Result<Bytes, Refusal>> + Unpin>(
     let mut done = 0;
     let result = unpack(&mut archive, into, &mut done);
     let mut incoming = archive.into_inner();
-    // Fill bytes at its end, which else would end the connection.
+    // Padding at the end is read too; unread bytes would end the connection.
     let rest = match result {
         Ok(()) => io::copy(&mut incoming, &mut io::sink()).map(drop),
         Err(_) => Ok(()),
     };
-    // What befell the body is the cause of what the archive's reader says.
+    // A failure of the body is the cause of the archive reader's error.
     match (incoming.failure, result, rest) {
         (None, Ok(()), Ok(())) => Ok(done),
         (Some(failure), Ok(()), _) => Err(failure),
@@ -121,38 +122,41 @@ fn unpack(
     for entry in archive.entries().map_err(unreadable)?.raw(true) {
         let mut entry = entry.map_err(unreadable)?;
         let header = entry.header().entry_type();
-        let of_entry = |entry: &Entry<'_, _>, cause| (shown(&entry.path_bytes()), cause);
+        let refused = |entry: &Entry<'_, _>, cause| (text(&entry.path_bytes()), cause);
         let counted = into.budget.entry().map_err(Refusal::from);
-        counted.map_err(|cause| of_entry(&entry, cause))?;
+        counted.map_err(|cause| refused(&entry, cause))?;
         if records
             .take(header, &mut entry)
-            .map_err(|cause| of_entry(&entry, cause))?
+            .map_err(|cause| refused(&entry, cause))?
         {
             continue;
         }
         let item = std::mem::take(&mut records).finish(&entry);
-        let name = shown(&item.path);
+        let name = text(&item.path);
         put(&item, &mut entry, into).map_err(|cause| (name, cause))?;
         *done += 1;
     }
     match records.seen.is_empty() {
         true => Ok(()),
-        false => Err((String::new(), malformed("it ends with records of no entry"))),
+        false => Err((
+            String::new(),
+            malformed("extension records at the end belong to no entry"),
+        )),
     }
 }
 
-/// Extension records of the entry after them.
+/// Extension records of the next entry.
 #[derive(Debug, Default)]
 struct Records {
     seen: Vec<EntryType>,
     path: Option<Vec<u8>>,
     link: Option<Vec<u8>>,
     size: Option<Vec<u8>>,
-    /// Without its content being there: GNU's sparse files in pax.
+    /// The entry is one of GNU's sparse files in pax, whose content is not contiguous.
     sparse: bool,
 }
 
-/// An entry with what its records say.
+/// Entry with its extension records applied.
 #[derive(Debug)]
 struct Item {
     path: Vec<u8>,
@@ -160,34 +164,36 @@ struct Item {
     kind: EntryType,
     mode: u32,
     size: u64,
-    /// Its size is another one by its records, or it is no plain file: readers of archives differ
-    /// in what they take for its end, and so could be told different archives.
+    /// The records contradict the header's size, or the file is sparse.
+    ///
+    /// Readers of archives differ in where such an entry ends, and so would see different archives.
     ambiguous: bool,
 }
 
-/// Takes what a record says. Of two values readers take the first or the last.
+/// Sets a value of a record. A second value is refused: readers differ in which one they use.
 fn set(field: &mut Option<Vec<u8>>, value: Vec<u8>) -> Result<(), Refusal> {
     match field.replace(value) {
         None => Ok(()),
-        Some(_) => Err(malformed("its records say one thing twice")),
+        Some(_) => Err(malformed("extension records set a value twice")),
     }
 }
 
-/// Checks a record for all entries after it. Readers differ in whether they heed it, so that it may
-/// say nothing of what entries are.
+/// Checks a global record, which holds for all entries after it.
+///
+/// Readers differ in whether they apply it, so that it must not name a path or a size.
 fn global(record: &[u8]) -> Result<(), Refusal> {
     for extension in PaxExtensions::new(record) {
         let extension = extension.map_err(|error| malformed(&error.to_string()))?;
         let key = extension.key_bytes();
         if matches!(key, b"path" | b"linkpath" | b"size") || key.starts_with(SPARSE) {
-            return Err(malformed("a record for all entries names a path or a size"));
+            return Err(malformed("a global record sets a path or a size"));
         }
     }
     Ok(())
 }
 
 impl Records {
-    /// Reads an entry that is a record; `false` for one that is not.
+    /// Reads an entry that is a record; returns `false` for other entries.
     fn take(&mut self, kind: EntryType, entry: &mut impl Read) -> Result<bool, Refusal> {
         match kind {
             EntryType::XGlobalHeader => return global(&record(entry)?).map(|()| true),
@@ -221,9 +227,9 @@ impl Records {
     fn finish(self, entry: &Entry<'_, impl Read>) -> Item {
         let header = entry.header();
         let size = entry.size();
-        let other = self
+        let differs = self
             .size
-            .is_some_and(|told| told != size.to_string().as_bytes());
+            .is_some_and(|recorded| recorded != size.to_string().as_bytes());
         let link = || header.link_name_bytes().map(|link| link.into_owned());
         Item {
             path: self
@@ -231,10 +237,10 @@ impl Records {
                 .unwrap_or_else(|| header.path_bytes().into_owned()),
             link: self.link.or_else(link).unwrap_or_default(),
             kind: header.entry_type(),
-            // None, if it is no number.
+            // No permissions if the field is no number.
             mode: header.mode().unwrap_or(0),
             size,
-            ambiguous: other || self.sparse,
+            ambiguous: differs || self.sparse,
         }
     }
 }
@@ -242,16 +248,16 @@ impl Records {
 fn put(item: &Item, content: &mut dyn Read, into: &mut Unpacking<'_>) -> Result<(), Refusal> {
     if item.ambiguous {
         return Err(malformed(
-            "its records contradict its header, or it is sparse",
+            "extension records contradict the header, or the file is sparse",
         ));
     }
     let names = names(&item.path)?;
     match item.kind {
-        // As archives before POSIX have directories.
+        // Archives before POSIX mark directories by a slash at the end.
         EntryType::Regular | EntryType::Continuous if !item.path.ends_with(b"/") => {
             into.file(&names, item.mode, item.size, content)?;
         }
-        // Some readers skip it, others take it for the next entry.
+        // Some readers skip such content, others read it as the next entry.
         _ if item.size != 0 => return Err(malformed("an entry that is no file has content")),
         EntryType::Directory | EntryType::Regular => into.directory(&names, item.mode)?,
         EntryType::Symlink => into.link(&names, &target(&names, &item.link)?)?,
@@ -262,14 +268,14 @@ fn put(item: &Item, content: &mut dyn Read, into: &mut Unpacking<'_>) -> Result<
         other => {
             let kind = char::from(other.as_byte());
             return Err(malformed(&format!(
-                "entries of the type {kind:?} are not known"
+                "entries of the type {kind:?} are not supported"
             )));
         }
     }
     Ok(())
 }
 
-/// The names of a path below the directory; none for the directory itself.
+/// Returns the components of a path below the directory; none for the directory itself.
 fn names(path: &[u8]) -> Result<Vec<CString>, Refusal> {
     if path.starts_with(b"/") {
         return Err(Refusal::Escape);
@@ -282,7 +288,7 @@ fn names(path: &[u8]) -> Result<Vec<CString>, Refusal> {
     names.collect()
 }
 
-/// Where a link leads, which by its words must be below the directory.
+/// Returns the target of a link, which lexically must be below the directory.
 fn target(names: &[CString], link: &[u8]) -> Result<CString, Refusal> {
     if link.starts_with(b"/") || link.is_empty() {
         return Err(Refusal::Escape);
@@ -297,14 +303,14 @@ fn target(names: &[CString], link: &[u8]) -> Result<CString, Refusal> {
     CString::new(link).map_err(|_| Refusal::Escape)
 }
 
-/// The content of an extension record.
+/// Reads the content of an extension record.
 fn record(entry: &mut impl Read) -> Result<Vec<u8>, Refusal> {
     let mut content = Vec::new();
     let read = entry.take(MAX_RECORD + 1).read_to_end(&mut content);
     read.map_err(|error| malformed(&error.to_string()))?;
     match content.len() as u64 > MAX_RECORD {
         true => Err(malformed(&format!(
-            "a record of more than {MAX_RECORD} bytes"
+            "an extension record has more than {MAX_RECORD} bytes"
         ))),
         false => Ok(content),
     }
@@ -321,7 +327,7 @@ fn malformed(what: &str) -> Refusal {
     Refusal::Invalid(format!("invalid tar archive: {what}"))
 }
 
-fn shown(path: &[u8]) -> String {
+fn text(path: &[u8]) -> String {
     String::from_utf8_lossy(path).into_owned()
 }
 
@@ -342,7 +348,7 @@ mod tests {
     #[case("a\0b", None)]
     #[case(&"a/".repeat(257), None)]
     #[case(&"a".repeat(4097), None)]
-    fn a_name_is_below_the_directory_by_its_words(
+    fn a_name_is_lexically_below_the_directory(
         #[case] path: &str,
         #[case] expected: Option<&[&str]>,
     ) {
@@ -363,7 +369,7 @@ mod tests {
     #[case("link", "", false)]
     #[case("a/link", "../../outside", false)]
     #[case("a/link", "b/../../../outside", false)]
-    fn a_link_leads_below_the_directory_by_its_words(
+    fn a_link_leads_lexically_below_the_directory(
         #[case] path: &str,
         #[case] link: &str,
         #[case] allowed: bool,
@@ -373,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_not_held_however_long_it_is() {
+    fn a_record_is_limited_in_size() {
         let long = record(&mut io::repeat(b'a'));
         assert!(matches!(long, Err(Refusal::Invalid(_))), "{long:?}");
         let most = record(&mut io::repeat(b'a').take(MAX_RECORD));

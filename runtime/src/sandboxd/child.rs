@@ -1,4 +1,4 @@
-//! What a child does between fork and exec.
+//! Setup of a child process between fork and exec.
 #![allow(unsafe_code)]
 
 use std::{
@@ -11,14 +11,16 @@ use std::{
 use nix::sys::signal::{SigHandler, Signal, signal};
 use tokio::process::Command;
 
-/// Starts the command in a directory that is open, wherever its name leads by then.
+/// Sets an open directory as the working directory of the command, whatever its path is by then.
 pub fn start_in(command: &mut Command, directory: OwnedFd) -> &mut Command {
-    // SAFETY: one system call, and nothing else: no allocation, no lock.
+    // SAFETY: the closure makes one system call only, without allocation or lock.
     unsafe { command.pre_exec(move || Ok(rustix::process::fchdir(&directory)?)) }
 }
 
-/// Gives the command a terminal as its input and output, in a session of its own. It hears when the terminal hangs up, also
-/// where the runtime was started by something that ignores that (nohup): a program inherits what is ignored.
+/// Gives the command a terminal as its standard streams, in a new session.
+///
+/// SIGHUP is set to its default. A runtime that was started by nohup ignores SIGHUP, and its
+/// children would inherit that.
 pub fn attach(command: &mut Command, terminal: OwnedFd) -> io::Result<()> {
     let terminal = File::from(terminal);
     command.stdin(Stdio::from(terminal.try_clone()?));
@@ -26,13 +28,13 @@ pub fn attach(command: &mut Command, terminal: OwnedFd) -> io::Result<()> {
     command.stderr(Stdio::from(terminal));
     let controlling = || {
         rustix::process::setsid()?;
-        // SAFETY: no handler of ours is taken away, the default one is set.
+        // SAFETY: only the default action is set, and no handler of this process is replaced.
         unsafe { signal(Signal::SIGHUP, SigHandler::SigDfl)? };
-        // SAFETY: the child's standard input is open: it is the terminal by now.
+        // SAFETY: standard input is open: in the child it is the terminal.
         let terminal = unsafe { BorrowedFd::borrow_raw(0) };
         Ok(rustix::process::ioctl_tiocsctty(terminal)?)
     };
-    // SAFETY: three system calls, and nothing else: no allocation, no lock.
+    // SAFETY: the closure makes three system calls only, without allocation or lock.
     unsafe { command.pre_exec(controlling) };
     Ok(())
 }

@@ -1,34 +1,35 @@
-//! Which part of a file answers a request: conditions and ranges, as Go's `http.ServeContent` has them for a file without an ETag. Pure.
+//! Conditions and ranges of a request for a file, as Go's `http.ServeContent` handles them for a
+//! file without an ETag. Pure.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use http::{HeaderMap, header};
 
-/// Most ranges of a request; with more, the whole file is sent.
+/// Maximum number of ranges of a request; with more, the whole file is sent.
 const MAX_RANGES: usize = 64;
-/// The year 10000, since 1970: a date in a header has four digits for its year.
+/// Start of the year 10000, since 1970: a date in a header has a year of four digits.
 const END_OF_DATES: Duration = Duration::from_secs(253_402_300_800);
 
-/// Bytes of a file.
+/// Range of a file, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     pub start: u64,
-    /// Not 0.
+    /// Length, at least 1.
     pub length: u64,
 }
 
-/// The answer.
+/// Kind of answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Content {
     Whole,
-    /// At least one.
+    /// One range or several.
     Parts(Vec<Span>),
     NotModified,
     PreconditionFailed,
     NotSatisfiable(Invalid),
 }
 
-/// A `Range` that cannot be served.
+/// Unusable header `Range`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Invalid {
     #[error("invalid range")]
@@ -38,19 +39,19 @@ pub enum Invalid {
 }
 
 impl Span {
-    /// The value of `Content-Range`.
+    /// Returns the value of `Content-Range`.
     pub fn header(&self, size: u64) -> String {
         let last = self.start + self.length - 1;
         format!("bytes {}-{last}/{size}", self.start)
     }
 }
 
-/// What of a file, last changed at `modified` and so many bytes long, is sent.
+/// Returns the answer for a file with this time of its last change and this size in bytes.
 pub fn choose(headers: &HeaderMap, modified: SystemTime, size: u64) -> Content {
     let get = |name| headers.get(name).and_then(|value| value.to_str().ok());
     let date = |name| get(name).and_then(|value| httpdate::parse_http_date(value).ok());
     let modified = in_seconds(modified);
-    // Without an ETag of ours, only `*` matches one of the client's.
+    // The file has no ETag, so that only `*` matches.
     let failed = match get(header::IF_MATCH) {
         Some(tags) => tags.trim() != "*",
         None => date(header::IF_UNMODIFIED_SINCE).is_some_and(|since| modified > since),
@@ -71,7 +72,7 @@ pub fn choose(headers: &HeaderMap, modified: SystemTime, size: u64) -> Content {
         return Content::Whole;
     };
     match parse(range, size) {
-        // Whoever asks for a range of all that comes is not refused an empty file.
+        // An empty file is sent whole: a client that reads a growing file gets no error.
         Err(Invalid::NoOverlap) if size == 0 => Content::Whole,
         Err(invalid) => Content::NotSatisfiable(invalid),
         Ok(spans) => {
@@ -85,13 +86,15 @@ pub fn choose(headers: &HeaderMap, modified: SystemTime, size: u64) -> Content {
     }
 }
 
-/// When a file was last changed, as a header; none for a time before 1970 or after 9999, which files may have and `httpdate` panics at.
+/// Returns the value of `Last-Modified`.
+///
+/// The result is `None` for a time before 1970 or after 9999, at which `httpdate` panics.
 pub fn last_modified(modified: SystemTime) -> Option<String> {
     let since = modified.duration_since(UNIX_EPOCH).ok()?;
     (since < END_OF_DATES).then(|| httpdate::fmt_http_date(modified))
 }
 
-/// Headers have no fractions of seconds.
+/// Cuts off fractions of seconds, which headers do not have.
 fn in_seconds(time: SystemTime) -> SystemTime {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     UNIX_EPOCH + Duration::from_secs(since.as_secs())
@@ -99,7 +102,7 @@ fn in_seconds(time: SystemTime) -> SystemTime {
 
 fn parse(range: &str, size: u64) -> Result<Vec<Span>, Invalid> {
     let ranges = range.strip_prefix("bytes=").ok_or(Invalid::Malformed)?;
-    // Rust would take a plus sign too.
+    // Rust's parser also accepts a plus sign.
     let number = |text: &str| match text.starts_with('+') {
         false => text.parse::<u64>().map_err(|_| Invalid::Malformed),
         true => Err(Invalid::Malformed),
@@ -179,7 +182,7 @@ mod tests {
         "bytes=99999999999999999999-",
         Content::NotSatisfiable(Invalid::Malformed)
     )]
-    fn ranges_are_gos(#[case] range: &str, #[case] expected: Content) {
+    fn ranges_have_gos_semantics(#[case] range: &str, #[case] expected: Content) {
         assert_eq!(asked(&[("range", range)], 10), expected);
     }
 
@@ -203,21 +206,24 @@ mod tests {
     #[case(&[("if-range", THEN), ("range", "bytes=1-1")], part(1, 1))]
     #[case(&[("if-range", EARLIER), ("range", "bytes=1-1")], Content::Whole)]
     #[case(&[("if-range", "\"a\""), ("range", "bytes=1-1")], Content::Whole)]
-    fn conditions_are_gos(#[case] headers: &[(&'static str, &str)], #[case] expected: Content) {
+    fn conditions_have_gos_semantics(
+        #[case] headers: &[(&'static str, &str)],
+        #[case] expected: Content,
+    ) {
         assert_eq!(asked(headers, 10), expected);
     }
 
     #[test]
-    fn a_time_that_no_header_can_tell_is_not_told() {
+    fn a_time_outside_of_the_range_of_headers_is_left_out() {
         let at = |seconds| UNIX_EPOCH + Duration::from_secs(seconds);
-        let told = last_modified;
-        assert_eq!(told(at(784_111_777)).as_deref(), Some(THEN));
+        let header = last_modified;
+        assert_eq!(header(at(784_111_777)).as_deref(), Some(THEN));
         let first = "Thu, 01 Jan 1970 00:00:00 GMT";
-        assert_eq!(told(UNIX_EPOCH).as_deref(), Some(first));
+        assert_eq!(header(UNIX_EPOCH).as_deref(), Some(first));
         let last = "Fri, 31 Dec 9999 23:59:59 GMT";
-        assert_eq!(told(at(253_402_300_799)).as_deref(), Some(last));
+        assert_eq!(header(at(253_402_300_799)).as_deref(), Some(last));
         for modified in [at(253_402_300_800), UNIX_EPOCH - Duration::from_nanos(1)] {
-            assert_eq!(told(modified), None);
+            assert_eq!(header(modified), None);
         }
     }
 

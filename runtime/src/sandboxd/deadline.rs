@@ -1,11 +1,13 @@
-//! The time that a gRPC client gives a call. Pure.
+//! Deadline of a gRPC call. Pure.
 
 use std::time::Duration;
 
 use tonic::metadata::MetadataMap;
 
-/// The header `grpc-timeout`: at most eight digits and a unit. What is none counts as absent.
-pub fn of(metadata: &MetadataMap) -> Option<Duration> {
+/// Returns the value of the header `grpc-timeout`: at most eight digits and a unit.
+///
+/// An invalid header counts as absent.
+pub fn timeout_of(metadata: &MetadataMap) -> Option<Duration> {
     parse(metadata.get("grpc-timeout")?.to_str().ok()?)
 }
 
@@ -46,7 +48,7 @@ mod tests {
     #[case("1s", None)]
     #[case("1", None)]
     #[case("1ä", None)]
-    fn a_deadline_is_read_as_the_protocol_has_it(#[case] text: &str, #[case] nanos: Option<u128>) {
+    fn a_timeout_has_the_syntax_of_the_protocol(#[case] text: &str, #[case] nanos: Option<u128>) {
         assert_eq!(parse(text).map(|time| time.as_nanos()), nanos);
     }
 }

@@ -1,4 +1,4 @@
-//! Connections of the gRPC API: HTTP/2, which service a request is for, and how long a silent client is kept.
+//! Connections of the gRPC API: HTTP/2, routing to services, and timeouts of idle clients.
 
 use std::{
     collections::BTreeMap,
@@ -29,55 +29,62 @@ use crate::{
         watcher::file_watcher_service_server::FileWatcherServiceServer,
     },
     sandboxd::{process::ProcessService, watch::WatchService},
-    server::{Life, Serve},
+    server::{Serve, Shutdown},
     token::Gate,
 };
 
-/// Largest message of a request, as Go and tonic have it.
+/// Maximum size of a message of a request in bytes, the default of Go and tonic.
 const MAX_MESSAGE: usize = 4 << 20;
-/// Largest head of a request, in bytes.
+/// Maximum size of a request's head, in bytes.
 const MAX_HEAD: u32 = 64 * 1024;
-/// Most calls at once of one connection; a further one waits at its client without a word. As many as sandbox-router lets through to a sandbox by default, since those of all its clients are on
-/// one connection: so that whoever is too many is refused, there or by the limits of commands and watches.
+/// Maximum number of calls of a connection at once; further calls wait in the client.
+///
+/// sandbox-router lets as many calls through to a sandbox by default, and has the calls of all its
+/// clients on one connection. A call above the limits is therefore refused by the router, or by the
+/// limits of commands and watches, instead of waiting.
 const MAX_STREAMS: u32 = 1024;
-/// Bytes that are taken of a call before they are wanted.
+/// Bytes of a call that are received before they are read.
 const STREAM_WINDOW: u32 = 64 * 1024;
-/// And of all calls of a connection: so that those which are not read hold up no others. A connection may so hold 64 MiB of requests, and as much of answers ([`SEND_BUFFER`]), beside the
-/// messages that its calls are at. Only a client that means to brings it there, and who may call may start commands, which have no bound but the sandbox' own.
+/// Bytes of all calls of a connection that are received before they are read, so that a call that
+/// is not read does not block others.
+///
+/// A connection may hold 64 MiB of requests and as much of answers ([`SEND_BUFFER`]), in addition
+/// to the messages of its calls. Only a malicious client does so, and a client that may call may
+/// also start commands, which only the sandbox limits.
 const CONNECTION_WINDOW: u32 = MAX_STREAMS * STREAM_WINDOW;
-/// Bytes of a call that are sent before the client takes them.
+/// Bytes of a call that are buffered before the client receives them.
 const SEND_BUFFER: usize = 64 * 1024;
 
-/// How long a client may be silent.
+/// Timeouts of a client.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// For the next piece of a request.
+pub struct Timeouts {
+    /// Time limit of the next piece of a request.
     pub body: Duration,
-    /// After this time without a sign of life a client is asked for one, and has as much again to give it.
+    /// Time without traffic after which a client gets a ping, and time limit of its answer.
     pub keepalive: Duration,
-    /// Without any call.
+    /// Time without a call after which the connection is closed.
     pub idle: Duration,
 }
 
-/// A service of any kind.
-type Service = BoxCloneSyncService<Request<Patient>, Response<Answer>, Infallible>;
+/// Service of any type.
+type Service = BoxCloneSyncService<Request<TimedBody>, Response<Answer>, Infallible>;
 
 /// All services, by name.
 #[derive(Debug)]
 pub struct Grpc {
     services: BTreeMap<&'static str, Service>,
     gate: Arc<Gate>,
-    patience: Patience,
+    timeouts: Timeouts,
 }
 
 impl Grpc {
-    /// Serves commands, changes of files, and the questions which services there are, to the clients
-    /// that the gate lets in.
+    /// Returns the services of commands, of changes of files, and of reflection, for the clients
+    /// that the gate admits.
     pub fn new(
         process: ProcessService,
         watcher: WatchService,
         gate: Arc<Gate>,
-        patience: Patience,
+        timeouts: Timeouts,
     ) -> Result<Arc<Self>, tonic_reflection::server::Error> {
         let describe = || {
             tonic_reflection::server::Builder::configure()
@@ -92,13 +99,13 @@ impl Grpc {
         Ok(Arc::new(Self {
             services: services.into(),
             gate,
-            patience,
+            timeouts,
         }))
     }
 
     async fn respond(&self, request: Request<Incoming>) -> Response<Answer> {
         if let Err(closed) = self.gate.check(request.headers()).await {
-            tracing::info!(%closed, "refused");
+            tracing::info!(%closed, "request refused");
             return Status::unauthenticated(closed.to_string()).into_http();
         }
         // `/package.Service/Method`
@@ -106,8 +113,8 @@ impl Grpc {
         let Some(service) = self.services.get(name) else {
             return Status::unimplemented(format!("unknown service {name}")).into_http();
         };
-        let patience = self.patience.body;
-        let request = request.map(|body| Patient::new(body, patience));
+        let limit = self.timeouts.body;
+        let request = request.map(|body| TimedBody::new(body, limit));
         match service.clone().oneshot(request).await {
             Ok(response) => response,
             Err(never) => match never {},
@@ -118,7 +125,7 @@ impl Grpc {
 fn named<S>(service: S) -> (&'static str, Service)
 where
     S: NamedService
-        + tower::Service<Request<Patient>, Response = Response<Answer>, Error = Infallible>
+        + tower::Service<Request<TimedBody>, Response = Response<Answer>, Error = Infallible>
         + Clone
         + Send
         + Sync
@@ -129,35 +136,35 @@ where
 }
 
 impl Serve for Grpc {
-    async fn connection(self: Arc<Self>, stream: TcpStream, life: Life) {
+    async fn connection(self: Arc<Self>, stream: TcpStream, shutdown: Shutdown) {
         let calls = Arc::new(Sender::new(0_usize));
-        let idle = quiet(calls.subscribe(), self.patience.idle);
+        let idle = idle_for(calls.subscribe(), self.timeouts.idle);
         let service = service_fn(|request| {
-            let (this, busy) = (Arc::clone(&self), Busy::new(&calls));
+            let (this, call) = (Arc::clone(&self), CallGuard::new(&calls));
             async move {
                 let response = this.respond(request).await;
-                Ok::<_, Infallible>(response.map(|body| Counted { body, _busy: busy }))
+                Ok::<_, Infallible>(response.map(|body| Counted { body, _call: call }))
             }
         });
-        let http = self.http(life.tasks);
+        let http = self.http(shutdown.tasks);
         let mut serving = std::pin::pin!(http.serve_connection(TokioIo::new(stream), service));
         let ended = tokio::select! {
             ended = serving.as_mut() => ended,
-            () = life.closing.cancelled() => {
+            () = shutdown.closing.cancelled() => {
                 serving.as_mut().graceful_shutdown();
                 serving.await
             }
-            // It may begin a call at this very moment, which then is still answered.
+            // A call that begins at this moment is still answered.
             () = idle => {
                 serving.as_mut().graceful_shutdown();
-                match timeout(self.patience.keepalive, serving).await {
+                match timeout(self.timeouts.keepalive, serving).await {
                     Ok(ended) => ended,
-                    Err(_) => return tracing::debug!("a connection without calls was cut"),
+                    Err(_) => return tracing::debug!("an idle connection was cut"),
                 }
             }
         };
         if let Err(error) = ended {
-            tracing::debug!(%error, "a connection broke off");
+            tracing::debug!(%error, "a connection failed");
         }
     }
 }
@@ -166,8 +173,8 @@ impl Grpc {
     fn http(&self, tasks: TaskTracker) -> http2::Builder<Tasks> {
         let mut http = http2::Builder::new(Tasks(tasks));
         http.timer(TokioTimer::new())
-            .keep_alive_interval(self.patience.keepalive)
-            .keep_alive_timeout(self.patience.keepalive)
+            .keep_alive_interval(self.timeouts.keepalive)
+            .keep_alive_timeout(self.timeouts.keepalive)
             .max_concurrent_streams(MAX_STREAMS)
             .max_header_list_size(MAX_HEAD)
             .max_send_buf_size(SEND_BUFFER)
@@ -177,7 +184,7 @@ impl Grpc {
     }
 }
 
-/// Runs calls where their end is waited for.
+/// Executor of calls that the shutdown waits for.
 #[derive(Clone, Debug)]
 struct Tasks(TaskTracker);
 
@@ -190,10 +197,10 @@ where
     }
 }
 
-/// Until there was no call for so long.
-async fn quiet(mut calls: Receiver<usize>, limit: Duration) {
+/// Completes after a time of `limit` without a call.
+async fn idle_for(mut calls: Receiver<usize>, limit: Duration) {
     loop {
-        // The count lives as long as the connection.
+        // The sender lives as long as the connection, so that the wait does not fail.
         let _none = calls.wait_for(|calls| *calls == 0).await.map(drop);
         let next = timeout(limit, calls.wait_for(|calls| *calls > 0));
         if next.await.is_err() {
@@ -202,28 +209,28 @@ async fn quiet(mut calls: Receiver<usize>, limit: Duration) {
     }
 }
 
-/// A call that is counted.
+/// Guard that counts a call.
 #[derive(Debug)]
-struct Busy(Arc<Sender<usize>>);
+struct CallGuard(Arc<Sender<usize>>);
 
-impl Busy {
+impl CallGuard {
     fn new(calls: &Arc<Sender<usize>>) -> Self {
         calls.send_modify(|calls| *calls += 1);
         Self(Arc::clone(calls))
     }
 }
 
-impl Drop for Busy {
+impl Drop for CallGuard {
     fn drop(&mut self) {
         self.0.send_modify(|calls| *calls -= 1);
     }
 }
 
-/// An answer whose call counts until its end.
+/// Body of an answer whose call counts until its end.
 #[derive(Debug)]
 struct Counted {
     body: Answer,
-    _busy: Busy,
+    _call: CallGuard,
 }
 
 impl Body for Counted {
@@ -246,25 +253,25 @@ impl Body for Counted {
     }
 }
 
-/// A request's body, whose next piece is not waited for for ever.
+/// Body of a request with a time limit of its next piece.
 #[derive(Debug)]
-struct Patient {
+struct TimedBody {
     body: Incoming,
-    patience: Duration,
-    over: Pin<Box<Sleep>>,
+    limit: Duration,
+    deadline: Pin<Box<Sleep>>,
 }
 
-impl Patient {
-    fn new(body: Incoming, patience: Duration) -> Self {
+impl TimedBody {
+    fn new(body: Incoming, limit: Duration) -> Self {
         Self {
             body,
-            patience,
-            over: Box::pin(tokio::time::sleep(patience)),
+            limit,
+            deadline: Box::pin(tokio::time::sleep(limit)),
         }
     }
 }
 
-impl Body for Patient {
+impl Body for TimedBody {
     type Data = Bytes;
     type Error = Status;
 
@@ -273,13 +280,13 @@ impl Body for Patient {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(context) {
-            let next = Instant::now() + self.patience;
-            self.over.as_mut().reset(next);
-            let broken = |error| Status::cancelled(format!("the request broke off: {error}"));
+            let next = Instant::now() + self.limit;
+            self.deadline.as_mut().reset(next);
+            let broken = |error| Status::cancelled(format!("the request is incomplete: {error}"));
             return Poll::Ready(frame.map(|frame| frame.map_err(broken)));
         }
-        ready!(self.over.as_mut().poll(context));
-        let slow = "the request did not come in time";
+        ready!(self.deadline.as_mut().poll(context));
+        let slow = "the request exceeded its time limit";
         Poll::Ready(Some(Err(Status::deadline_exceeded(slow))))
     }
 

@@ -1,11 +1,11 @@
-//! Which of the runtime's environment clients may see. Pure.
+//! Selection of environment variables that clients may read. Pure.
 
 use std::collections::BTreeMap;
 
-/// What a name of a secret has in it, as upstream has it.
+/// Parts of the names of secrets, as in upstream.
 const SECRET: [&str; 5] = ["TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY"];
 
-/// The variables whose names begin with `prefix` and do not look like a secret's.
+/// Returns the variables whose names begin with `prefix` and do not look like a secret.
 pub fn visible(
     variables: impl IntoIterator<Item = (String, String)>,
     prefix: &str,
@@ -39,7 +39,7 @@ mod tests {
     #[case("SANDBOX_PASSWORD_FILE", false)]
     #[case("SANDBOX_CREDENTIALS", false)]
     #[case("SANDBOX_SECRET", false)]
-    fn only_what_is_no_secret_is_seen(#[case] name: &str, #[case] seen: bool) {
+    fn secrets_are_not_visible(#[case] name: &str, #[case] seen: bool) {
         let variables = [(name.to_owned(), "value".to_owned())];
         assert_eq!(visible(variables, "SANDBOX_").len(), usize::from(seen));
     }

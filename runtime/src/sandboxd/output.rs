@@ -1,6 +1,7 @@
-//! What a command does, in order: its output while there is any, and then its end.
+//! Events of a command: output, and at last its exit.
 //!
-//! Nothing is read before it is asked for. A client that does not read stops its command, as a full pipe does.
+//! Output is read only on demand: a client that does not read stops its command, as a full pipe
+//! does.
 
 use std::{
     io, os::unix::process::ExitStatusExt as _, pin::Pin, process::ExitStatus, sync::Arc,
@@ -18,33 +19,33 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{group::Group, sandboxd::terminal::Terminal};
 
-/// What a command may have left in one of its outputs, in bytes: as much as a pipe holds.
-const HELD: usize = 64 * 1024;
+/// Capacity of a pipe in bytes, the most output that an ended command may have left unread.
+const PIPE_CAPACITY: usize = 64 * 1024;
 
-/// What a command did.
+/// Event of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     Stdout(Bytes),
     Stderr(Bytes),
-    /// The last.
+    /// Exit code; the last event.
     Exit(i32),
 }
 
-/// Where output comes from.
+/// Source of output.
 pub enum Source {
     Pipe(Pin<Box<dyn AsyncRead + Send>>),
-    /// Until no process has it open, or it is hung up.
+    /// Terminal, which ends when no process has it open or the token is cancelled by a hangup.
     Terminal(Arc<Terminal>, CancellationToken),
 }
 
-/// A command and its output. Dropped before the end, it is killed.
+/// Running command and its output. Dropping it before the end kills the command.
 pub struct Output {
     group: Group,
     stdout: Option<Source>,
     stderr: Option<Source>,
-    /// Bytes of an event at most.
+    /// Maximum size of an event in bytes.
     chunk: usize,
-    /// How long output is waited for after the end of the command itself.
+    /// Time limit of output after the end of the command itself.
     grace: Duration,
     exited: Exited,
     over: bool,
@@ -53,15 +54,18 @@ pub struct Output {
 enum Exited {
     Not(Pin<Box<dyn Future<Output = io::Result<()>> + Send>>),
     At(Instant),
-    /// So long ago that no more output is waited for. What is there is read yet, as its reader may have been slow; but of each output no more than this, as what was left
-    /// in the background may write for ever.
-    Before {
+    /// The grace period is over: only output that is there already is read.
+    ///
+    /// A slow reader gets the rest. `left` limits the bytes of each output, because background
+    /// processes may write without end.
+    GraceOver {
         left: [usize; 2],
     },
 }
 
 impl Output {
-    /// Follows a command. What it left in the background and that holds its output is waited for no longer than `grace`.
+    /// Follows a command. Background processes that hold its output delay the exit by at most
+    /// `grace`.
     pub fn new(group: Group, sources: [Option<Source>; 2], chunk: usize, grace: Duration) -> Self {
         let exited = Exited::Not(Box::pin(group.exited()));
         let [stdout, stderr] = sources;
@@ -76,20 +80,20 @@ impl Output {
         }
     }
 
-    /// The next event; none after [`Event::Exit`]. Nothing is lost when this future is dropped.
+    /// Returns the next event; `None` after [`Event::Exit`]. Dropping the future loses no output.
     pub async fn next(&mut self) -> io::Result<Option<Event>> {
         while !self.over {
-            let silent = self.stdout.is_none() && self.stderr.is_none();
-            if silent && !matches!(self.exited, Exited::Not(_)) {
+            let drained = self.stdout.is_none() && self.stderr.is_none();
+            if drained && !matches!(self.exited, Exited::Not(_)) {
                 let status = self.group.wait().await?;
                 self.over = true;
                 return Ok(Some(Event::Exit(exit_code(status))));
             }
-            if let Exited::Before { left: [out, err] } = &mut self.exited {
-                if let Some(piece) = at_hand(&mut self.stdout, self.chunk, out)? {
+            if let Exited::GraceOver { left: [out, err] } = &mut self.exited {
+                if let Some(piece) = read_available(&mut self.stdout, self.chunk, out)? {
                     return Ok(Some(Event::Stdout(piece)));
                 }
-                if let Some(piece) = at_hand(&mut self.stderr, self.chunk, err)? {
+                if let Some(piece) = read_available(&mut self.stderr, self.chunk, err)? {
                     return Ok(Some(Event::Stderr(piece)));
                 }
                 (self.stdout, self.stderr) = (None, None);
@@ -106,7 +110,9 @@ impl Output {
                 },
                 result = step(&mut self.exited, self.grace) => match result? {
                     Step::Exited => self.exited = Exited::At(Instant::now()),
-                    Step::GraceOver => self.exited = Exited::Before { left: [HELD; 2] },
+                    Step::GraceOver => {
+                        self.exited = Exited::GraceOver { left: [PIPE_CAPACITY; 2] };
+                    }
                 },
             }
         }
@@ -126,17 +132,17 @@ async fn step(exited: &mut Exited, grace: Duration) -> io::Result<Step> {
             tokio::time::sleep_until(*end + grace).await;
             Ok(Step::GraceOver)
         }
-        Exited::Before { .. } => Ok(Step::GraceOver),
+        Exited::GraceOver { .. } => Ok(Step::GraceOver),
     }
 }
 
-/// A piece of what is there already, and of what is left to be read.
-fn at_hand(
+/// Reads a piece of the output that is there already, at most `left` bytes.
+fn read_available(
     source: &mut Option<Source>,
     chunk: usize,
     left: &mut usize,
 ) -> io::Result<Option<Bytes>> {
-    // tokio lets a task that has done much find nothing for a while.
+    // Without `unconstrained`, tokio's cooperative budget may report a ready source as pending.
     let reading = unconstrained(read(source, chunk.min(*left)));
     let piece = reading.now_or_never().transpose()?.flatten();
     *left -= piece.as_ref().map_or(0, Bytes::len);
@@ -157,11 +163,11 @@ async fn read(source: &mut Option<Source>, chunk: usize) -> io::Result<Option<By
     Ok((read > 0).then(|| Bytes::from(buffer)))
 }
 
-/// The exit code of a command, as shells and upstream have it (#1897, 1.0.7): 128 and the signal's
-/// number where a signal ended it.
+/// Returns the exit code of a command as shells and upstream do (#1897, 1.0.7): 128 + n if signal n
+/// ended the command.
 fn exit_code(status: ExitStatus) -> i32 {
-    let of_signal = || status.signal().map(|signal| 128 + signal);
-    status.code().or_else(of_signal).unwrap_or(-1)
+    let signal_code = || status.signal().map(|signal| 128 + signal);
+    status.code().or_else(signal_code).unwrap_or(-1)
 }
 
 impl std::fmt::Debug for Output {
@@ -190,7 +196,7 @@ mod tests {
 
     use super::*;
 
-    /// The raw status is what `wait` of POSIX gives: the code in the second byte, or the signal.
+    /// The raw status is that of POSIX `wait`: the code in the second byte, or the signal.
     #[rstest]
     #[case(0, 0)]
     #[case(3 << 8, 3)]
@@ -198,7 +204,7 @@ mod tests {
     #[case(9, 137)]
     #[case(15, 143)]
     #[case(11 | 0x80, 139)]
-    fn a_signal_is_told_as_shells_do(#[case] raw: i32, #[case] code: i32) {
+    fn the_exit_code_of_a_signal_is_that_of_shells(#[case] raw: i32, #[case] code: i32) {
         assert_eq!(exit_code(ExitStatus::from_raw(raw)), code);
     }
 
@@ -217,28 +223,29 @@ mod tests {
         Output::new(group, sources, chunk, GRACE)
     }
 
-    /// Reads to the end, with a rest after each piece: how many bytes of both outputs there were, and the exit code.
-    async fn read_all(mut output: Output, rest: Duration) -> (usize, Option<i32>) {
+    /// Reads to the end with a pause after each event, and returns the number of bytes and the exit
+    /// code.
+    async fn read_all(mut output: Output, pause: Duration) -> (usize, Option<i32>) {
         let (mut bytes, mut code) = (0, None);
         while let Some(event) = output.next().await.unwrap() {
             match event {
                 Event::Stdout(piece) | Event::Stderr(piece) => bytes += piece.len(),
                 Event::Exit(exit) => code = Some(exit),
             }
-            sleep(rest).await;
+            sleep(pause).await;
         }
         (bytes, code)
     }
 
     #[tokio::test]
-    async fn a_reader_that_is_slower_than_the_grace_gets_all_that_an_ended_command_said() {
+    async fn a_reader_slower_than_the_grace_period_gets_all_output_of_an_ended_command() {
         let script = "head -c 15000 /dev/zero; head -c 15000 /dev/zero >&2; exit 3";
         let output = started(script, 1000);
         assert_eq!(read_all(output, 2 * GRACE).await, (30_000, Some(3)));
     }
 
     #[tokio::test]
-    async fn what_writes_on_in_the_background_does_not_hold_the_end_up() {
+    async fn a_background_process_that_keeps_writing_does_not_delay_the_exit() {
         let reading = read_all(started("yes & exit 0", 1000), Duration::ZERO);
         let ended = tokio::time::timeout(Duration::from_secs(30), reading).await;
         assert_eq!(ended.unwrap().1, Some(0));

@@ -1,4 +1,4 @@
-//! Commands over gRPC: the calls of upstream's `process.proto`.
+//! Commands over gRPC: the service of upstream's `process.proto`.
 
 use std::{io, pin::Pin, process::Stdio, sync::Arc, time::Duration};
 
@@ -22,26 +22,26 @@ use crate::{
     sandboxd::{
         child, deadline,
         output::{Event, Output, Source},
-        processes::{Controls, Input, Place, Process, Processes, Registered},
+        processes::{Controls, Input, Process, Processes, Registered, Slot},
         terminal::Terminal,
     },
 };
 
-/// How long output is waited for after a started command has ended, as with upstream.
+/// Time limit of output after the end of a command of `Start`, as in upstream.
 const START_GRACE: Duration = Duration::from_secs(5);
-/// The same for one that is run to its end.
+/// Time limit of output after the end of a command of `Execute`, as in upstream.
 const EXECUTE_GRACE: Duration = Duration::from_secs(10);
 
-/// What is set for all calls.
+/// Limits of the calls.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Bytes of each output of a command that is run to its end.
+    /// Maximum size of each output of `Execute` in bytes.
     pub output: usize,
-    /// Bytes of an event.
+    /// Maximum size of an event in bytes.
     pub chunk: usize,
 }
 
-/// The calls.
+/// Implementation of the service.
 #[derive(Clone, Debug)]
 pub struct ProcessService {
     pub root: Arc<Root>,
@@ -50,13 +50,13 @@ pub struct ProcessService {
     pub settings: Settings,
 }
 
-/// A command that was started, for as long as its call lasts.
+/// Command of `Start`, which lives as long as its call.
 #[derive(Debug)]
 struct Started {
     output: Output,
-    /// Its number is still to be told.
+    /// The init event has not been sent yet.
     new: bool,
-    /// Set when the deadline has killed it.
+    /// Cancelled when the deadline has killed the command.
     late: CancellationToken,
     _deadline: Option<AbortOnDropHandle<()>>,
     registered: Registered,
@@ -70,23 +70,23 @@ impl wire::process_service_server::ProcessService for ProcessService {
         &self,
         request: Request<StartRequest>,
     ) -> Result<Response<Self::StartStream>, Status> {
-        let deadline = deadline::of(request.metadata());
+        let deadline = deadline::timeout_of(request.metadata());
         let StartRequest { config, pty } = request.into_inner();
-        let place = self.place()?;
+        let slot = self.slot()?;
         let mut command = self.command(config).await?;
         let (output, registered) = match pty {
-            None => self.start_piped(&mut command, place)?,
-            Some(size) => self.start_terminal(command, place, &size)?,
+            None => self.start_piped(&mut command, slot)?,
+            Some(size) => self.start_terminal(command, slot, &size)?,
         };
         let late = CancellationToken::new();
-        // Apart from the events, because a client that reads nothing asks for none.
+        // The deadline is its own task, because a client that does not read polls no events.
         let deadline = deadline.map(|limit| {
             let (late, signals) = (late.clone(), Arc::clone(&registered.process.signals));
             AbortOnDropHandle::new(tokio::spawn(async move {
                 tokio::time::sleep(limit).await;
                 late.cancel();
                 if let Err(error) = signals.send(Signal::KILL) {
-                    tracing::debug!(%error, "a command ended with its deadline");
+                    tracing::debug!(%error, "cannot kill a command at its deadline");
                 }
             }))
         });
@@ -112,17 +112,17 @@ impl wire::process_service_server::ProcessService for ProcessService {
         &self,
         request: Request<ExecuteRequest>,
     ) -> Result<Response<ExecuteResponse>, Status> {
-        let deadline = deadline::of(request.metadata()).unwrap_or(Duration::MAX);
-        let place = self.place()?;
+        let deadline = deadline::timeout_of(request.metadata()).unwrap_or(Duration::MAX);
+        let slot = self.slot()?;
         let mut command = self.command(request.into_inner().config).await?;
         command.stdin(Stdio::null());
         let mut group = self
             .start_with_pipes(&mut command)
-            .map_err(|error| of_start("failed to execute command", &error))?;
-        let _registered = place.register(group.signals(), None);
+            .map_err(|error| start_error("failed to execute command", &error))?;
+        let _registered = slot.register(group.signals(), None);
         let sources = piped(&mut group);
         let output = Output::new(group, sources, self.settings.chunk, EXECUTE_GRACE);
-        // Dropped when the time is over, the command is killed.
+        // At the deadline the output is dropped, which kills the command.
         match timeout(deadline, collect(output, self.settings.output)).await {
             Ok(collected) => collected.map(Response::new),
             Err(_) => Err(Status::deadline_exceeded("context deadline exceeded")),
@@ -185,10 +185,10 @@ impl wire::process_service_server::ProcessService for ProcessService {
 }
 
 impl ProcessService {
-    fn place(&self) -> Result<Place, Status> {
-        let full = "no place for another command: --max-processes are running, or the end is near";
-        let place = self.processes.place();
-        place.ok_or_else(|| Status::resource_exhausted(full))
+    fn slot(&self) -> Result<Slot, Status> {
+        let full = "too many commands: --max-processes are running, or the runtime is stopping";
+        let slot = self.processes.slot();
+        slot.ok_or_else(|| Status::resource_exhausted(full))
     }
 
     fn process(&self, id: i32) -> Result<Arc<Process>, Status> {
@@ -208,7 +208,8 @@ impl ProcessService {
             Some(cwd) => {
                 let asked = cwd.clone();
                 let opened = blocking(&self.root, move |root| root.directory(&asked)).await;
-                child::start_in(&mut command, opened.map_err(|error| of_cwd(&cwd, &error))?)
+                let directory = opened.map_err(|error| cwd_error(&cwd, &error))?;
+                child::start_in(&mut command, directory)
             }
         };
         Ok(command)
@@ -222,24 +223,26 @@ impl ProcessService {
     fn start_piped(
         &self,
         command: &mut Command,
-        place: Place,
+        slot: Slot,
     ) -> Result<(Output, Registered), Status> {
         command.stdin(Stdio::piped());
         let mut group = self
             .start_with_pipes(command)
-            .map_err(|error| of_start("failed to start command", &error))?;
+            .map_err(|error| start_error("failed to start command", &error))?;
         let input = group.stdin().map_or(Input::Closed, Input::Pipe);
-        let registered = place.register(group.signals(), Some(Controls::new(input)));
+        let registered = slot.register(group.signals(), Some(Controls::new(input)));
         let sources = piped(&mut group);
         let output = Output::new(group, sources, self.settings.chunk, START_GRACE);
         Ok((output, registered))
     }
 
-    /// The command is dropped, because it holds the terminal open.
+    /// Starts a command with a terminal.
+    ///
+    /// `command` is taken by value to be dropped, because it holds the terminal open.
     fn start_terminal(
         &self,
         mut command: Command,
-        place: Place,
+        slot: Slot,
         size: &wire::Pty,
     ) -> Result<(Output, Registered), Status> {
         let wanted = size.cols > 0 && size.rows > 0;
@@ -252,10 +255,10 @@ impl ProcessService {
         };
         let started: io::Result<_> = { started }();
         let (terminal, group) =
-            started.map_err(|error| of_start("failed to start command with PTY", &error))?;
+            started.map_err(|error| start_error("failed to start command with PTY", &error))?;
         let controls = Controls::new(Input::Terminal(Arc::clone(&terminal)));
         let source = Source::Terminal(terminal, controls.hung_up.clone());
-        let registered = place.register(group.signals(), Some(controls));
+        let registered = slot.register(group.signals(), Some(controls));
         let output = Output::new(
             group,
             [Some(source), None],
@@ -298,7 +301,7 @@ fn piped(group: &mut Group) -> [Option<Source>; 2] {
     })
 }
 
-/// All of the output, or none: half of it would look like all.
+/// Collects the whole output; output above the limit is an error, as a part would look complete.
 async fn collect(mut output: Output, limit: usize) -> Result<ExecuteResponse, Status> {
     let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
     let failed = |error| Status::internal(format!("failed to execute command: {error}"));
@@ -320,7 +323,7 @@ async fn collect(mut output: Output, limit: usize) -> Result<ExecuteResponse, St
             return Err(Status::resource_exhausted(larger));
         }
     }
-    Err(Status::internal("failed to execute command: it has no end"))
+    Err(Status::internal("failed to execute command: no exit event"))
 }
 
 fn signal_of(number: i32) -> Result<Signal, Status> {
@@ -340,7 +343,7 @@ fn size_of(columns: u32, rows: u32) -> Result<(u16, u16), Status> {
     pair.ok_or_else(|| Status::invalid_argument("a terminal has at most 65535 columns and rows"))
 }
 
-fn of_cwd(cwd: &str, error: &root::Error) -> Status {
+fn cwd_error(cwd: &str, error: &root::Error) -> Status {
     match error {
         root::Error::Denied => {
             let text = format!("cwd: access denied: path {cwd:?}: path escapes sandbox root");
@@ -354,7 +357,7 @@ fn of_cwd(cwd: &str, error: &root::Error) -> Status {
     }
 }
 
-fn of_start(what: &str, error: &io::Error) -> Status {
+fn start_error(what: &str, error: &io::Error) -> Status {
     match error.kind() {
         io::ErrorKind::NotFound => {
             Status::not_found(format!("{what}: command or path not found: {error}"))
@@ -362,7 +365,7 @@ fn of_start(what: &str, error: &io::Error) -> Status {
         io::ErrorKind::PermissionDenied => {
             Status::permission_denied(format!("{what}: permission denied: {error}"))
         }
-        // A NUL in a word or a variable.
+        // A word or variable contains a NUL byte.
         io::ErrorKind::InvalidInput => Status::invalid_argument(format!("{what}: {error}")),
         _ => Status::internal(format!("{what}: {error}")),
     }

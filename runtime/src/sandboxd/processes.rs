@@ -1,4 +1,6 @@
-//! The commands that run, by numbers of our own: a client cannot signal what it did not start.
+//! Table of running commands, by ids of the runtime.
+//!
+//! With its own ids a client cannot signal a process that no call started.
 
 use std::{
     collections::BTreeMap,
@@ -17,12 +19,12 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use crate::{group::Signals, sandboxd::terminal::Terminal};
 
-/// Commands that run, of both kinds.
+/// Running commands of `Start` and `Execute`.
 #[derive(Debug)]
 pub struct Processes {
     table: Mutex<Table>,
-    places: Arc<Semaphore>,
-    /// One task for each place taken, to wait for.
+    slots: Arc<Semaphore>,
+    /// One task for each slot in use, to wait for its end.
     running: TaskTracker,
 }
 
@@ -32,26 +34,26 @@ struct Table {
     processes: BTreeMap<i32, Arc<Process>>,
 }
 
-/// A command that runs.
+/// Running command.
 #[derive(Debug)]
 pub struct Process {
     pub signals: Arc<Signals>,
-    /// `None` for a command whose call has no other calls.
+    /// Controls for the other calls; `None` for a command of `Execute`.
     pub controls: Option<Controls>,
 }
 
-/// What the other calls do to a command.
+/// Input and terminal of a command, for the other calls.
 #[derive(Debug)]
 pub struct Controls {
     input: tokio::sync::Mutex<Input>,
     terminal: Mutex<Option<Arc<Terminal>>>,
-    /// The terminal is hung up.
+    /// Cancelled when the terminal is hung up.
     pub hung_up: CancellationToken,
-    /// Nothing will be read any more.
+    /// Cancelled when the command has ended and reads no more input.
     ended: CancellationToken,
 }
 
-/// Where a command's input goes.
+/// Target of a command's input.
 #[derive(Debug)]
 pub enum Input {
     Pipe(ChildStdin),
@@ -59,50 +61,50 @@ pub enum Input {
     Closed,
 }
 
-/// A place for a command.
+/// Slot for a command, out of a limited number.
 #[derive(Debug)]
-pub struct Place {
+pub struct Slot {
     processes: Arc<Processes>,
     _permit: OwnedSemaphorePermit,
     _token: tokio_util::task::task_tracker::TaskTrackerToken,
 }
 
-/// A place that is taken. Dropped, the command is no longer known.
+/// Slot with its command. Dropping it removes the command from the table.
 #[derive(Debug)]
 pub struct Registered {
-    place: Place,
+    slot: Slot,
     pub id: i32,
     pub process: Arc<Process>,
 }
 
 impl Processes {
-    /// None yet, and at most so many.
+    /// Returns an empty table of at most `limit` commands.
     pub fn new(limit: usize) -> Arc<Self> {
         Arc::new(Self {
             table: Mutex::default(),
-            places: Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS))),
+            slots: Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS))),
             running: TaskTracker::new(),
         })
     }
 
-    /// A place for a command, if there is one.
-    pub fn place(self: &Arc<Self>) -> Option<Place> {
-        Some(Place {
-            _permit: Arc::clone(&self.places).try_acquire_owned().ok()?,
+    /// Returns a slot for a command, if one is free.
+    pub fn slot(self: &Arc<Self>) -> Option<Slot> {
+        Some(Slot {
+            _permit: Arc::clone(&self.slots).try_acquire_owned().ok()?,
             _token: self.running.token(),
             processes: Arc::clone(self),
         })
     }
 
-    /// A command that has other calls, by its number.
+    /// Returns a command of `Start` by its id.
     pub fn get(&self, id: i32) -> Option<Arc<Process>> {
         let process = self.table().processes.get(&id).map(Arc::clone)?;
         process.controls.is_some().then_some(process)
     }
 
-    /// Ends all commands: they are asked to, and killed when they have not done so in time. None starts from then on.
+    /// Ends all commands by SIGTERM, and by SIGKILL after `grace`. No command starts any more.
     pub async fn end(&self, grace: Duration) {
-        self.places.close();
+        self.slots.close();
         self.running.close();
         self.signal(Signal::TERM);
         if tokio::time::timeout(grace, self.running.wait())
@@ -117,7 +119,7 @@ impl Processes {
         let processes: Vec<_> = self.table().processes.values().map(Arc::clone).collect();
         for process in processes {
             if let Err(error) = process.signals.send(signal) {
-                tracing::debug!(%error, ?signal, "a command ended before it was signalled");
+                tracing::debug!(%error, ?signal, "cannot signal a command");
             }
         }
     }
@@ -127,21 +129,21 @@ impl Processes {
     }
 }
 
-impl Place {
-    /// Makes a command known.
+impl Slot {
+    /// Adds a command to the table.
     pub fn register(self, signals: &Arc<Signals>, controls: Option<Controls>) -> Registered {
         let signals = Arc::clone(signals);
         let process = Arc::new(Process { signals, controls });
         let id = {
             let mut table = self.processes.table();
-            // After two billion it begins anew; those numbers are free again.
+            // After two billion commands the ids begin anew; low ids are free again by then.
             table.last = table.last.checked_add(1).unwrap_or(1);
             let id = table.last;
             table.processes.insert(id, Arc::clone(&process));
             id
         };
         Registered {
-            place: self,
+            slot: self,
             id,
             process,
         }
@@ -150,7 +152,7 @@ impl Place {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.place.processes.table().processes.remove(&self.id);
+        self.slot.processes.table().processes.remove(&self.id);
         if let Some(controls) = &self.process.controls {
             controls.ended.cancel();
         }
@@ -158,7 +160,7 @@ impl Drop for Registered {
 }
 
 impl Controls {
-    /// Of a command that reads from here.
+    /// Returns the controls of a command with this input.
     pub fn new(input: Input) -> Self {
         let terminal = match &input {
             Input::Terminal(terminal) => Some(Arc::clone(terminal)),
@@ -172,13 +174,13 @@ impl Controls {
         }
     }
 
-    /// The terminal, if there is one.
+    /// Returns the terminal, if there is one.
     pub fn terminal(&self) -> Option<Arc<Terminal>> {
         let terminal = self.terminal.lock().unwrap_or_else(PoisonError::into_inner);
         terminal.as_ref().map(Arc::clone)
     }
 
-    /// Writes all of it, as fast as the command reads; fails when it ends.
+    /// Writes all bytes, as fast as the command reads. Fails when the command ends.
     pub async fn write(&self, bytes: &[u8]) -> io::Result<()> {
         let writing = async {
             match &mut *self.input.lock().await {
@@ -193,7 +195,7 @@ impl Controls {
         }
     }
 
-    /// Nothing comes after this. A terminal is hung up, as with upstream.
+    /// Closes the input. A terminal is hung up, as in upstream.
     pub async fn close(&self) {
         tokio::select! {
             mut input = self.input.lock() => *input = Input::Closed,

@@ -1,4 +1,4 @@
-//! What a client of the REST API is told when its call is not carried out: upstream's status codes and codes. Pure.
+//! Error answers of the REST API, with upstream's status codes and codes. Pure.
 
 use http::{HeaderValue, Response, StatusCode, header};
 use http_body_util::{BodyExt as _, Full};
@@ -8,12 +8,12 @@ use serde_json::json;
 use crate::{
     busy,
     origin::Foreign,
-    refusal::{Body, Refused, answer, ask_for_a_token},
+    refusal::{Body, Refused, add_challenge, answer},
     root,
     token::Closed,
 };
 
-/// A call was not carried out.
+/// Reason why a call is refused. Messages up to `Method` are upstream's, where upstream has them.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("path traversal outside sandbox root is forbidden")]
@@ -30,10 +30,10 @@ pub enum Refusal {
     IsRoot,
     #[error("path exists already; pass overwrite=true to replace it")]
     Exists,
-    /// The same, where the request has HTTP's own condition for it.
+    /// The path exists already, and the request has the header `If-None-Match`.
     #[error("path exists already, and If-None-Match excludes that")]
     Condition,
-    /// What is there is not replaced by what comes.
+    /// The existing entry cannot be replaced by the new one.
     #[error("target path: {0}")]
     Occupied(String),
     /// An archive's entry was refused.
@@ -53,23 +53,21 @@ pub enum Refusal {
     NoRoute,
     #[error("Method Not Allowed")]
     Method(&'static str),
-    /// Torpor's from here on.
     #[error("the request's body is larger than --max-upload-bytes")]
     TooLarge,
-    #[error("the request's body did not come in time")]
+    #[error("the request's body exceeded its time limit")]
     Slow,
-    /// The call came without the right token.
     #[error(transparent)]
     Closed(#[from] Closed),
     #[error(transparent)]
     Foreign(#[from] Foreign),
-    /// The sandbox cannot be marked as busy.
     #[error(transparent)]
     NotMarked(#[from] busy::Error),
 }
 
 impl Refusal {
-    /// The word for programs. A request that no call is for has none, as with upstream's HTTP library.
+    /// Returns the machine-readable code; `None` for a request of no call, as in upstream's HTTP
+    /// library.
     fn code(&self) -> Option<&'static str> {
         Some(match self {
             Self::Escape | Self::Permission | Self::Foreign(_) => "PERMISSION_DENIED",
@@ -121,13 +119,13 @@ impl Refused for Refusal {
         let message = self.to_string();
         let mut response = answer(self.status(), &json!({"code": code, "message": message}));
         if matches!(self, Self::Closed(_)) {
-            ask_for_a_token(&mut response);
+            add_challenge(&mut response);
         }
         response
     }
 }
 
-/// An error as upstream's HTTP library writes it.
+/// Returns an error as upstream's HTTP library writes it.
 pub fn text(status: StatusCode, text: &str) -> Response<Body> {
     let full = Full::from(format!("{text}\n"));
     let mut response = Response::new(full.map_err(|never| match never {}).boxed_unsync());

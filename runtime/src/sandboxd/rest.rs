@@ -1,4 +1,4 @@
-//! Files over HTTP/1: the calls of upstream's `filesystem.yaml`. And `/v1/busy`, which is Torpor's.
+//! Files over HTTP/1: the calls of upstream's `filesystem.yaml`, and Torpor's own `/v1/busy`.
 
 use std::{
     collections::BTreeMap,
@@ -35,28 +35,30 @@ use crate::{
     upload::{self, BodyError, Limits},
 };
 
-/// Between the parts of an answer that has several. Not random: a file that holds it does harm only to who wrote it.
+/// Boundary of answers with several parts.
+///
+/// The boundary need not be random: a file that contains it harms only the author of the file.
 const BOUNDARY: &str = "torpor-4f1d7c0e52a94b3c8e6a";
 
-/// The calls, on the files of `root`.
+/// Calls of the REST API, on the files of `root`.
 #[derive(Debug)]
 pub struct Rest {
     pub root: Arc<Root>,
     pub upload: Limits,
-    /// What clients see of the environment.
+    /// Environment variables that clients may read.
     pub environment: BTreeMap<String, String>,
     pub started: Instant,
-    /// Set when the end begins.
+    /// Set at the start of the shutdown.
     pub stopping: Arc<AtomicBool>,
     pub busy: Arc<Mark>,
 }
 
 fn busy(left: Option<Duration>) -> Response<Body> {
-    let told = json!({
+    let body = json!({
         "busy": left.is_some(),
         "seconds_left": left.map_or(0.0, |left| left.as_secs_f64()),
     });
-    answer(StatusCode::OK, &told)
+    answer(StatusCode::OK, &body)
 }
 
 impl Calls for Rest {
@@ -87,12 +89,12 @@ impl Calls for Rest {
             }
             Route::Move(Transfer { from, to, existing }) => {
                 let moved = self.change(move |root| root.rename(&from, &to, existing));
-                moved.await.map_err(of_transfer)
+                moved.await.map_err(transfer_error)
             }
             Route::Copy(Transfer { from, to, existing }) => {
-                let (mut budget, _waiting) = Budget::new(self.upload.bytes);
+                let (mut budget, _guard) = Budget::new(self.upload.bytes);
                 let copied = self.change(move |root| root.copy(&from, &to, existing, &mut budget));
-                copied.await.map_err(of_transfer)
+                copied.await.map_err(transfer_error)
             }
             Route::Extract(path) => self.extract(path, &head.headers, body).await,
             Route::Delete { path, recursive } => self.delete(path, recursive).await,
@@ -126,7 +128,7 @@ impl Rest {
         Ok(answer(StatusCode::OK, &health))
     }
 
-    /// Does something that has no answer but that it is done.
+    /// Runs a change whose answer has no body.
     async fn change(
         &self,
         work: impl FnOnce(&Root) -> Result<(), root::Error> + Send + 'static,
@@ -137,13 +139,13 @@ impl Rest {
 
     async fn stat(&self, path: String) -> Result<Response<Body>, Refusal> {
         let found = blocking(&self.root, move |root| root.stat(&path)).await;
-        let entry = found.map_err(root::Error::of_source)?;
+        let entry = found.map_err(root::Error::for_source)?;
         Ok(answer(StatusCode::OK, &described(&entry)))
     }
 
     async fn get(&self, path: String, headers: &HeaderMap) -> Result<Response<Body>, Refusal> {
         let found = blocking(&self.root, move |root| find(root, &path)).await;
-        match found.map_err(root::Error::of_source)? {
+        match found.map_err(root::Error::for_source)? {
             Found::Directory(listing) => Ok(listing),
             Found::File(file, modified, size) => Ok(content(
                 file,
@@ -154,9 +156,9 @@ impl Rest {
         }
     }
 
-    /// Entries are named by their paths from the directory.
+    /// Lists all entries below a directory, with names relative to it.
     async fn tree(&self, path: String) -> Result<Response<Body>, Refusal> {
-        let (mut budget, _waiting) = Budget::new(0);
+        let (mut budget, _guard) = Budget::new(0);
         let found = blocking(&self.root, move |root| {
             let entries = root.tree(&path, &mut budget)?;
             Ok(listing(&path, &entries))
@@ -164,7 +166,7 @@ impl Rest {
         Ok(found.await?)
     }
 
-    /// Unpacks the archive as it comes; what has come stays when a later entry is refused.
+    /// Unpacks the archive while it is received; a refused entry leaves the entries before it.
     async fn extract(
         &self,
         path: String,
@@ -175,10 +177,10 @@ impl Rest {
             return Err(Refusal::TooLarge);
         }
         let limit = self.upload.bytes;
-        let pieces = upload::pieces(body, self.upload.patience);
-        let pieces = pieces.map(|piece| piece.map_err(|error| of_body(&error)));
+        let pieces = upload::pieces(body, self.upload.piece_timeout);
+        let pieces = pieces.map(|piece| piece.map_err(|error| body_error(&error)));
         let archive = archive::Incoming::new(Box::pin(pieces), Handle::current(), limit);
-        let (budget, _waiting) = Budget::new(limit);
+        let (budget, _guard) = Budget::new(limit);
         let unpacked = blocking(&self.root, move |root| {
             let mut into = root.unpack(&path, budget)?;
             Ok(archive::extract(archive, &mut into))
@@ -187,7 +189,7 @@ impl Rest {
         Ok(answer(StatusCode::OK, &json!({"entries": entries})))
     }
 
-    /// The file appears when the whole body has come.
+    /// Writes a file, which appears when the whole body has been received.
     async fn put(
         &self,
         path: String,
@@ -200,8 +202,8 @@ impl Rest {
             return Err(Refusal::TooLarge);
         }
         let upload = blocking(&self.root, move |root| root.put(&path, mode, existing)).await?;
-        let file = File::from_std(upload.file().map_err(of_disk)?);
-        let pieces = upload::pieces(body, self.upload.patience);
+        let file = File::from_std(upload.file().map_err(disk_error)?);
+        let pieces = upload::pieces(body, self.upload.piece_timeout);
         match multer::parse_boundary(kind_of(headers)) {
             Ok(boundary) => {
                 let limit = SizeLimit::new().whole_stream(self.upload.bytes);
@@ -210,7 +212,7 @@ impl Rest {
                 pour_form(form, file).await?;
             }
             Err(multer::Error::NoMultipart | multer::Error::DecodeContentType(_)) => {
-                let pieces = pieces.map(|piece| piece.map_err(|error| of_body(&error)));
+                let pieces = pieces.map(|piece| piece.map_err(|error| body_error(&error)));
                 pour(pieces, file, self.upload.bytes).await?;
             }
             Err(error) => return Err(Refusal::Invalid(format!("invalid multipart body: {error}"))),
@@ -219,7 +221,7 @@ impl Rest {
         Ok(empty(StatusCode::NO_CONTENT))
     }
 
-    /// A link is removed itself, whatever it leads to.
+    /// Removes an entry; of a link the link itself.
     async fn delete(
         &self,
         path: String,
@@ -228,7 +230,7 @@ impl Rest {
         let is_root = path::clean(&path).is_ok_and(|path| path.is_empty());
         let removed = blocking(&self.root, move |root| match recursive {
             Ok(recursive) => root.remove(&path, recursive).map(Ok),
-            // What is not there is told first, as with upstream.
+            // A missing path is reported before an invalid parameter, as in upstream.
             Err(refusal) => match root.exists(&path)? {
                 true => Ok(Err(refusal)),
                 false => Err(root::Error::Missing),
@@ -244,10 +246,11 @@ impl Rest {
     }
 }
 
-/// What a path leads to.
+/// Directory or file at a path.
 enum Found {
-    /// Its listing.
+    /// Listing of the directory.
     Directory(Response<Body>),
+    /// File, time of its last change and size in bytes.
     File(std::fs::File, Option<SystemTime>, u64),
 }
 
@@ -262,8 +265,9 @@ fn find(root: &Root, path: &str) -> Result<Found, root::Error> {
     }
 }
 
-/// The answer with these entries, of which there may be many: not to be called where others wait.
-/// Links that lead nowhere or outside are left out, as with upstream.
+/// Returns the answer with these entries, without dangling links, as in upstream.
+///
+/// There may be many entries: the call may block.
 fn listing(path: &str, entries: &[Entry]) -> Response<Body> {
     let entries = entries.iter().filter(|entry| !entry.dangling);
     let entries = entries.map(described);
@@ -272,7 +276,7 @@ fn listing(path: &str, entries: &[Entry]) -> Response<Body> {
     answer(StatusCode::OK, &listing)
 }
 
-/// A file or directory as upstream's `FileEntry` has it.
+/// Returns a file or directory as upstream's `FileEntry`.
 fn described(entry: &Entry) -> Value {
     let kind = if entry.is_directory {
         "directory"
@@ -341,7 +345,7 @@ fn content(
     response
 }
 
-/// Several parts of a file, each with a head.
+/// Returns several ranges of a file as a multipart body.
 fn parts(spans: &[Span], size: u64, kind: &str) -> Vec<Segment> {
     let mut segments = Vec::new();
     for (number, span) in spans.iter().enumerate() {
@@ -382,7 +386,7 @@ fn empty(status: StatusCode) -> Response<Body> {
     response
 }
 
-/// Sets a header whose value is ours, and so can be one.
+/// Sets a header whose value is always valid.
 fn set(response: &mut Response<Body>, name: HeaderName, value: &str) {
     if let Ok(value) = HeaderValue::from_str(value) {
         response.headers_mut().insert(name, value);
@@ -392,7 +396,7 @@ fn set(response: &mut Response<Body>, name: HeaderName, value: &str) {
 fn kind_of(headers: &HeaderMap) -> &str {
     let kind = headers.get(header::CONTENT_TYPE);
     let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
-    // Only this one kind of form is one.
+    // Other multipart types are no forms.
     match kind
         .get(..19)
         .is_some_and(|start| start.eq_ignore_ascii_case("multipart/form-data"))
@@ -402,12 +406,12 @@ fn kind_of(headers: &HeaderMap) -> &str {
     }
 }
 
-/// The part `file` of a form, whatever else there is.
+/// Writes the part `file` of a form; other parts are ignored.
 async fn pour_form(mut form: Multipart<'_>, file: File) -> Result<(), Refusal> {
-    while let Some(field) = form.next_field().await.map_err(of_form)? {
+    while let Some(field) = form.next_field().await.map_err(form_error)? {
         if field.name() == Some("file") {
-            let pieces = field.map(|piece| piece.map_err(of_form));
-            // The form as a whole has a limit.
+            let pieces = field.map(|piece| piece.map_err(form_error));
+            // The form as a whole is limited already.
             return pour(pieces, file, u64::MAX).await;
         }
     }
@@ -415,7 +419,7 @@ async fn pour_form(mut form: Multipart<'_>, file: File) -> Result<(), Refusal> {
     Err(Refusal::Invalid(missing.to_owned()))
 }
 
-/// Writes all that comes, and waits until it is on the disk.
+/// Writes all pieces to the file and syncs it to the disk.
 async fn pour(
     pieces: impl Stream<Item = Result<Bytes, Refusal>>,
     mut file: File,
@@ -429,15 +433,15 @@ async fn pour(
         if written > limit {
             return Err(Refusal::TooLarge);
         }
-        file.write_all(&piece).await.map_err(of_disk)?;
+        file.write_all(&piece).await.map_err(disk_error)?;
     }
-    // The last write is known to have happened only now.
-    file.flush().await.map_err(of_disk)?;
-    file.sync_all().await.map_err(of_disk)
+    // The result of the last write is known only after the flush.
+    file.flush().await.map_err(disk_error)?;
+    file.sync_all().await.map_err(disk_error)
 }
 
-/// What is there already stands in the way of what comes.
-fn of_transfer(error: root::Error) -> Refusal {
+/// Returns the refusal for an error of a move or copy: an entry at the target is a conflict.
+fn transfer_error(error: root::Error) -> Refusal {
     match error {
         root::Error::NotEmpty | root::Error::IsADirectory | root::Error::NotADirectory => {
             Refusal::Occupied(error.to_string())
@@ -446,24 +450,24 @@ fn of_transfer(error: root::Error) -> Refusal {
     }
 }
 
-fn of_disk(error: std::io::Error) -> Refusal {
+fn disk_error(error: std::io::Error) -> Refusal {
     Refusal::Internal(format!("failed to write file contents: {error}"))
 }
 
-fn of_body(error: &BodyError) -> Refusal {
+fn body_error(error: &BodyError) -> Refusal {
     match error {
         BodyError::Slow => Refusal::Slow,
         BodyError::Broken(_) => Refusal::Invalid(error.to_string()),
     }
 }
 
-fn of_form(error: multer::Error) -> Refusal {
+fn form_error(error: multer::Error) -> Refusal {
     match error {
         multer::Error::StreamSizeExceeded { .. } | multer::Error::FieldSizeExceeded { .. } => {
             Refusal::TooLarge
         }
         multer::Error::StreamReadFailed(error) if error.is::<BodyError>() => {
-            error.downcast_ref().map_or(Refusal::Slow, of_body)
+            error.downcast_ref().map_or(Refusal::Slow, body_error)
         }
         error => Refusal::Invalid(format!("invalid multipart body: {error}")),
     }

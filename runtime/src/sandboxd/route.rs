@@ -1,7 +1,7 @@
-//! Which call of the REST API a request is, and with which parameters. Pure.
+//! Routing of requests of the REST API, and their parameters. Pure.
 //!
-//! Upstream's stored sources end before its 1.0.10: the calls by `POST` and those with `stat` and
-//! `recursive` have names of ours. See docs/decisions/2026-11-26-sandboxd-of-november.md.
+//! Upstream's stored sources end before its 1.0.10: Torpor has named the calls by `POST` and those
+//! with `stat` and `recursive`. See docs/decisions/2026-11-26-sandboxd-1-0-12.md.
 
 use std::{borrow::Cow, time::Duration};
 
@@ -12,14 +12,14 @@ use crate::{busy, path, root::Existing, sandboxd::refusal::Refusal};
 
 const METHODS_OF_FILES: &str = "DELETE, GET, HEAD, POST, PUT";
 
-/// A call. Paths are decoded, and not yet looked at.
+/// Call of the REST API. Paths are decoded and not checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Route {
-    /// The bytes of a file, or what is in a directory.
+    /// Read a file or list a directory.
     Get(String),
-    /// A file or directory, as a listing describes it.
+    /// Describe a file or directory, as in a listing.
     Stat(String),
-    /// All that is below a directory.
+    /// List all entries below a directory.
     Tree(String),
     Put {
         path: String,
@@ -32,24 +32,24 @@ pub enum Route {
     },
     Move(Transfer),
     Copy(Transfer),
-    /// A tar archive is unpacked into a directory.
+    /// Unpack a tar archive into a directory.
     Extract(String),
     Delete {
         path: String,
-        /// Refused after the path has been looked at, as with upstream.
+        /// Parameter; an invalid one is refused after the path has been checked, as in upstream.
         recursive: Result<bool, Refusal>,
     },
     Health,
     Metadata,
-    /// For how long the sandbox is busy.
+    /// Return the time for which the sandbox is marked as busy.
     Busy,
-    /// It is, for so long.
+    /// Mark the sandbox as busy for this time.
     SetBusy(Duration),
-    /// It is not.
+    /// Remove the mark.
     ClearBusy,
 }
 
-/// Something is put elsewhere.
+/// Parameters of a move or copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transfer {
     pub from: String,
@@ -57,7 +57,7 @@ pub struct Transfer {
     pub existing: Existing,
 }
 
-/// Finds the call. A path is decoded once, with the slashes in it.
+/// Returns the call of a request. A path is decoded once, including encoded slashes.
 pub fn route(
     method: &Method,
     path: &str,
@@ -110,7 +110,7 @@ fn get(path: String, query: Option<&str>) -> Result<Route, Refusal> {
     }
 }
 
-/// Whether a request says `If-None-Match: *`: HTTP's own way to ask that nothing is replaced (RFC
+/// Reports whether a request has `If-None-Match: *`, HTTP's condition that nothing is replaced (RFC
 /// 9110, 13.1.2).
 pub fn has_condition(headers: &HeaderMap) -> bool {
     let tags = headers.get(header::IF_NONE_MATCH);
@@ -158,19 +158,19 @@ fn existing(overwrite: bool) -> Existing {
     }
 }
 
-/// The first value of a name in a query; empty counts as none.
+/// Returns the first value of a name in a query; an empty value counts as none.
 fn parameter<'a>(query: Option<&'a str>, name: &str) -> Option<Cow<'a, str>> {
     let pairs = query?
         .split('&')
         .map(|pair| pair.split_once('=').unwrap_or((pair, "")));
     let value = pairs.into_iter().find(|(key, _)| *key == name)?.1;
-    // As forms write a space; a plus sign itself comes encoded.
+    // Forms encode a space as a plus sign, and a plus sign as %2B.
     let value = value.replace('+', " ");
     let value = percent_encoding::percent_decode_str(&value).decode_utf8_lossy();
     (!value.is_empty()).then(|| Cow::Owned(value.into_owned()))
 }
 
-/// `0644` and the like; three octal digits after a zero.
+/// Parses permission bits such as `0644`: three octal digits after a zero.
 fn mode(text: Option<&str>, default: u32) -> Result<u32, Refusal> {
     let Some(text) = text else {
         return Ok(default);
@@ -182,7 +182,7 @@ fn mode(text: Option<&str>, default: u32) -> Result<u32, Refusal> {
     mode.ok_or_else(|| Refusal::Invalid(format!("mode {text:?} must match ^0[0-7]{{3}}$")))
 }
 
-/// A truth value as Go reads it.
+/// Parses a boolean in Go's syntax.
 fn truth(name: &str, query: Option<&str>, default: bool) -> Result<bool, Refusal> {
     match parameter(query, name).as_deref() {
         None => Ok(default),
@@ -194,7 +194,7 @@ fn truth(name: &str, query: Option<&str>, default: bool) -> Result<bool, Refusal
     }
 }
 
-/// For how long: `for=90s`, as Go writes durations.
+/// Parses the parameter `for`, a duration in Go's syntax: `for=90s`.
 fn busy_for(text: Option<&str>) -> Result<Duration, Refusal> {
     let Some(text) = text else {
         return Ok(busy::DEFAULT);
@@ -314,7 +314,7 @@ mod tests {
     #[case("*", Existing::Keep)]
     #[case(" * ", Existing::Keep)]
     #[case("\"tag\"", Existing::Replace)]
-    fn http_says_too_that_nothing_is_to_be_replaced(
+    fn if_none_match_prevents_a_replacement(
         #[case] tags: &'static str,
         #[case] existing: Existing,
     ) {
@@ -339,7 +339,10 @@ mod tests {
     #[case(Some("-5s"), None)]
     #[case(Some("60"), None)]
     #[case(Some("for ever"), None)]
-    fn nobody_is_busy_for_ever(#[case] text: Option<&str>, #[case] seconds: Option<u64>) {
+    fn the_time_of_a_busy_mark_is_limited(
+        #[case] text: Option<&str>,
+        #[case] seconds: Option<u64>,
+    ) {
         assert_eq!(busy_for(text).ok().map(|time| time.as_secs()), seconds);
     }
 

@@ -12,14 +12,14 @@ use tokio::io::unix::AsyncFd;
 
 use crate::sandboxd::polled::polled;
 
-/// The side of a terminal that is ours. When the last of it is gone, the terminal is hung up.
+/// Master side of a pseudoterminal. Dropping the last reference hangs the terminal up.
 #[derive(Debug)]
 pub struct Terminal {
     master: AsyncFd<OwnedFd>,
 }
 
 impl Terminal {
-    /// A terminal, of this size if one is given, and the side that is the command's.
+    /// Opens a terminal of this size in columns and rows; returns it and its slave side.
     pub fn open(size: Option<(u16, u16)>) -> io::Result<(Self, OwnedFd)> {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
         let master = openpt(flags)?;
@@ -38,7 +38,7 @@ impl Terminal {
         Ok((terminal, slave))
     }
 
-    /// Sets the size, in characters.
+    /// Sets the size in characters.
     pub fn resize(&self, columns: u16, rows: u16) -> io::Result<()> {
         let size = Winsize {
             ws_col: columns,
@@ -49,7 +49,7 @@ impl Terminal {
         Ok(tcsetwinsize(self.master.get_ref(), size)?)
     }
 
-    /// Reads what the command wrote; nothing when no process has the terminal open.
+    /// Reads output of the command; returns 0 when no process has the terminal open.
     pub async fn read(&self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             let mut ready = self.master.readable().await?;
@@ -64,7 +64,7 @@ impl Terminal {
         }
     }
 
-    /// Writes as if typed.
+    /// Writes input, as if typed.
     pub async fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let mut ready = self.master.writable().await?;

@@ -1,6 +1,7 @@
-//! Changes of files over gRPC: the call of upstream's `watcher.proto`.
+//! Changes of files over gRPC: the service of upstream's `watcher.proto`.
 //!
-//! Directories are watched by descriptors that [`Root`] opened, so that no link leads a watch outside. Events are gathered for a moment, as with upstream, because one write makes several.
+//! Directories are watched by descriptors that [`Root`] opened, so that no link leads a watch
+//! outside. Events are batched for a moment, as in upstream, because one write causes several.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -34,32 +35,29 @@ use crate::{
     sandboxd::polled::polled,
 };
 
-/// How long events are gathered, as with upstream.
-const GATHER: Duration = Duration::from_millis(250);
-/// Events that are gathered; more are sent before their time, and further ones wait in the kernel.
-const MAX_GATHERED: usize = 4096;
-/// Directories of one watch; what is below further ones is not seen.
+/// Time for which events are batched, as in upstream.
+const BATCH_TIME: Duration = Duration::from_millis(250);
+/// Maximum number of events of a batch; a full batch is sent at once, and further events wait in
+/// the kernel.
+const MAX_BATCH: usize = 4096;
+/// Maximum number of directories of one watch; changes below further directories are not reported.
 const MAX_DIRECTORIES: usize = 8192;
 /// Bytes of events that are read at once.
 const BUFFER: usize = 16 * 1024;
 
-/// The call.
+/// Implementation of the service.
 #[derive(Clone, Debug)]
 pub struct WatchService {
     root: Arc<Root>,
-    places: Arc<Semaphore>,
+    slots: Arc<Semaphore>,
     limit: usize,
 }
 
 impl WatchService {
-    /// Watches directories of `root`, at most so many at once.
+    /// Returns the service for directories of `root`, with at most `limit` watches at once.
     pub fn new(root: Arc<Root>, limit: usize) -> Self {
-        let places = Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS)));
-        Self {
-            root,
-            places,
-            limit,
-        }
+        let slots = Arc::new(Semaphore::new(limit.min(Semaphore::MAX_PERMITS)));
+        Self { root, slots, limit }
     }
 }
 
@@ -72,20 +70,20 @@ impl FileWatcherService for WatchService {
         request: Request<WatchDirRequest>,
     ) -> Result<Response<Self::WatchDirStream>, Status> {
         let WatchDirRequest { path, recursive } = request.into_inner();
-        let top = path::clean(&path).map_err(|error| of_root(&path, &error.into()))?;
-        let Ok(place) = Arc::clone(&self.places).try_acquire_owned() else {
+        let top = path::clean(&path).map_err(|error| root_error(&path, &error.into()))?;
+        let Ok(permit) = Arc::clone(&self.slots).try_acquire_owned() else {
             let text = format!("too many concurrent file watches (limit {})", self.limit);
             return Err(Status::resource_exhausted(text));
         };
         let made = blocking(&self.root, move |root| Watches::new(root, top, recursive)).await;
-        let watches = made.map_err(|error| of_root(&path, &error))?;
+        let watches = made.map_err(|error| root_error(&path, &error))?;
         let watch = Watch {
             root: Arc::clone(&self.root),
             watches: Some(watches),
-            gathered: VecDeque::new(),
+            batch: VecDeque::new(),
             sending: false,
             due: None,
-            _place: place,
+            _permit: permit,
         };
         let events = futures::stream::unfold(Some(watch), |watch| async {
             let mut watch = watch?;
@@ -102,28 +100,28 @@ impl FileWatcherService for WatchService {
     }
 }
 
-/// A call under way.
+/// Call of `WatchDir`.
 struct Watch {
     root: Arc<Root>,
-    /// `None` while they are changed elsewhere.
+    /// Watched directories; `None` while another thread adds to them.
     watches: Option<Watches>,
-    gathered: VecDeque<FileEvent>,
+    batch: VecDeque<FileEvent>,
     sending: bool,
-    /// When the gathered events are sent.
+    /// Time at which the batch is sent.
     due: Option<Instant>,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
-/// Watched directories, by the kernel's numbers.
+/// Watched directories.
 struct Watches {
     inotify: AsyncFd<OwnedFd>,
-    /// From the root.
+    /// Paths relative to the root, by watch descriptors of inotify.
     paths: BTreeMap<i32, String>,
     top: i32,
     recursive: bool,
 }
 
-/// What the kernel told.
+/// Event of inotify.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Change {
     watch: i32,
@@ -135,16 +133,16 @@ impl Watch {
     async fn next(&mut self) -> io::Result<FileEvent> {
         loop {
             if self.sending {
-                if let Some(event) = self.gathered.pop_front() {
+                if let Some(event) = self.batch.pop_front() {
                     return Ok(event);
                 }
                 (self.sending, self.due) = (false, None);
             }
-            let lost = || io::Error::other("the watch was lost");
+            let lost = || io::Error::other("the watch has ended by an earlier error");
             let watches = self.watches.as_ref().ok_or_else(lost)?;
             let due = self.due;
             tokio::select! {
-                changes = watches.read() => self.gather(changes?).await?,
+                changes = watches.read() => self.add_to_batch(changes?).await?,
                 () = async { sleep_until(due.unwrap_or_else(Instant::now)).await }, if due.is_some() => {
                     self.sending = true;
                 }
@@ -152,13 +150,13 @@ impl Watch {
         }
     }
 
-    async fn gather(&mut self, changes: Vec<Change>) -> io::Result<()> {
+    async fn add_to_batch(&mut self, changes: Vec<Change>) -> io::Result<()> {
         for change in changes {
             let Some(watches) = &mut self.watches else {
                 continue;
             };
-            self.gathered.extend(watches.event(&change));
-            if let Some(path) = watches.below(&change) {
+            self.batch.extend(watches.event(&change));
+            if let Some(path) = watches.changed_directory(&change) {
                 watches.forget(&path);
                 if change
                     .flags
@@ -168,14 +166,14 @@ impl Watch {
                 }
             }
         }
-        if self.due.is_none() && !self.gathered.is_empty() {
-            self.due = Some(Instant::now() + GATHER);
+        if self.due.is_none() && !self.batch.is_empty() {
+            self.due = Some(Instant::now() + BATCH_TIME);
         }
-        self.sending = self.gathered.len() >= MAX_GATHERED;
+        self.sending = self.batch.len() >= MAX_BATCH;
         Ok(())
     }
 
-    /// Watches a directory that came, with all below.
+    /// Watches a new directory, with all directories below it.
     async fn add(&mut self, path: String) -> io::Result<()> {
         let Some(mut watches) = self.watches.take() else {
             return Ok(());
@@ -209,7 +207,9 @@ impl Watches {
         Ok(watches)
     }
 
-    /// Watches a directory and all below it. What cannot be watched, or is gone already, is left out, as with upstream.
+    /// Watches a directory and all directories below it.
+    ///
+    /// A directory that is gone or cannot be watched is left out, as in upstream.
     fn add_tree(&mut self, root: &Root, path: String) {
         let full = self.paths.len() >= MAX_DIRECTORIES;
         let opened = if full {
@@ -227,7 +227,7 @@ impl Watches {
         }
     }
 
-    /// As deep as a path may be, and so bounded.
+    /// Watches the directories below a directory. The maximum length of a path limits the depth.
     fn add_below(&mut self, root: &Root, path: &str) {
         for entry in root.list(path).unwrap_or_default() {
             if entry.is_directory && self.paths.len() < MAX_DIRECTORIES {
@@ -268,11 +268,11 @@ impl Watches {
         }
     }
 
-    /// What a client is told of a change.
+    /// Returns the event for a client.
     fn event(&mut self, change: &Change) -> Option<FileEvent> {
         let flags = change.flags;
         if flags.contains(ReadFlags::QUEUE_OVERFLOW) {
-            return Some(failure("more changed than could be told"));
+            return Some(failure("events were lost: too many changes at once"));
         }
         let directory = self.paths.get(&change.watch)?;
         if change.watch == self.top
@@ -292,8 +292,8 @@ impl Watches {
         })
     }
 
-    /// The directory that came or went, if those below are watched.
-    fn below(&self, change: &Change) -> Option<String> {
+    /// Returns the path of a directory that appeared or disappeared, in a recursive watch.
+    fn changed_directory(&self, change: &Change) -> Option<String> {
         let moved = ReadFlags::CREATE | ReadFlags::MOVED_TO | ReadFlags::MOVED_FROM;
         let concerns = self.recursive
             && change.flags.contains(ReadFlags::ISDIR)
@@ -302,7 +302,7 @@ impl Watches {
         Some(joined(directory, change.name.as_ref()?))
     }
 
-    /// Watches a directory and those below it no more: what was moved away is not this path any more.
+    /// Ends the watches of a directory and of those below it: after a move their paths are wrong.
     fn forget(&mut self, path: &str) {
         let inside = format!("{path}/");
         let gone = |at: &str| at == path || at.starts_with(&inside);
@@ -310,13 +310,13 @@ impl Watches {
         let numbers: Vec<_> = numbers.into_iter().map(|(number, _)| *number).collect();
         for number in numbers {
             self.paths.remove(&number);
-            // The kernel did it already where the directory is gone.
+            // The kernel has ended the watch of a deleted directory.
             let _forgotten = inotify::remove_watch(self.inotify.get_ref(), number);
         }
     }
 }
 
-/// The kernel takes a path only; this one is the descriptor.
+/// Adds a watch of a directory, by the path of its descriptor: inotify takes only a path.
 fn add(inotify: &OwnedFd, directory: &OwnedFd) -> Result<i32, Errno> {
     let events = WatchFlags::CREATE
         | WatchFlags::DELETE
@@ -362,7 +362,7 @@ fn joined(directory: &str, name: &str) -> String {
     }
 }
 
-fn of_root(path: &str, error: &root::Error) -> Status {
+fn root_error(path: &str, error: &root::Error) -> Status {
     match error {
         root::Error::Denied => {
             let text =

@@ -17,7 +17,7 @@ use crate::{
 
 const LINE: &str = "POST /v1/files/into?op=extract";
 
-/// A header with a name and a link name as they are, whatever they say.
+/// Returns a header with an unchecked name and link name.
 fn header(kind: EntryType, path: &[u8], link: &[u8], size: u64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);
@@ -57,7 +57,7 @@ fn extract(runtime: &Runtime, archive: &[u8]) -> Answer {
     )
 }
 
-/// `outside/secret` beside the root.
+/// Starts a runtime with a file `outside/secret` beside its root.
 fn world(flags: &[&str]) -> Runtime {
     let runtime = Runtime::start(flags);
     fs::create_dir(runtime.file("../outside")).unwrap();
@@ -91,7 +91,7 @@ fn an_archive_becomes_files_directories_and_links() {
     ] {
         builder.append(&header, &content[..]).unwrap();
     }
-    // As GNU writes a long name, and as pax does.
+    // Long names in the formats of GNU and pax.
     let mut header = Header::new_gnu();
     header.set_size(4);
     header.set_mode(0o600);
@@ -104,8 +104,11 @@ fn an_archive_becomes_files_directories_and_links() {
         .unwrap();
     let (header, content) = file("short", "pax");
     builder.append(&header, &content[..]).unwrap();
-    let told = extract(&runtime, &builder.into_inner().unwrap());
-    assert_eq!((told.status, told.json()), (200, json!({"entries": 10})));
+    let extracted = extract(&runtime, &builder.into_inner().unwrap());
+    assert_eq!(
+        (extracted.status, extracted.json()),
+        (200, json!({"entries": 10}))
+    );
 
     let read = |path: &str| fs::read_to_string(runtime.file(&format!("into/{path}"))).unwrap();
     assert_eq!(
@@ -121,7 +124,7 @@ fn an_archive_becomes_files_directories_and_links() {
     assert!(!runtime.file("into/was-link").is_symlink());
     let kind = |path: &str| fs::metadata(runtime.file(&format!("into/{path}"))).unwrap();
     assert_eq!(kind("hard").ino(), kind("dir/a").ino());
-    // Neither set-user-ID, nor anything else beyond permissions.
+    // Only permission bits are kept, not set-user-ID.
     assert_eq!(kind("dir/a").permissions().mode() & 0o7777, 0o755);
     assert_eq!(kind("dir").permissions().mode() & 0o7777, 0o755);
     assert_eq!(
@@ -131,7 +134,7 @@ fn an_archive_becomes_files_directories_and_links() {
 }
 
 #[test]
-fn an_archive_comes_in_pieces_and_of_no_told_length() {
+fn an_archive_may_be_sent_in_chunks_without_a_length() {
     let runtime = world(&[]);
     let content = "x".repeat(300_000);
     let body = archive(&[file("large", &content), file("after", "1")]);
@@ -205,7 +208,7 @@ fn an_archive_comes_in_pieces_and_of_no_told_length() {
     400,
     "INVALID_ARGUMENT"
 )]
-fn an_entry_that_leads_out_or_is_special_ends_it_and_is_named(
+fn an_entry_that_leads_out_or_is_special_ends_the_extraction_and_is_named(
     #[case] hostile: (Header, Vec<u8>),
     #[case] status: u16,
     #[case] code: &str,
@@ -217,12 +220,15 @@ fn an_entry_that_leads_out_or_is_special_ends_it_and_is_named(
     symlink("../../outside/secret", runtime.file("into/out")).unwrap();
     symlink("../in", runtime.file("into/in-dir")).unwrap();
     let name = String::from_utf8_lossy(&hostile.0.path_bytes()).into_owned();
-    let told = extract(
+    let extracted = extract(
         &runtime,
         &archive(&[file("ok", "1"), hostile, file("after", "1")]),
     );
-    assert_eq!((told.status, &told.json()["code"]), (status, &json!(code)));
-    let message = told.json()["message"].as_str().unwrap().to_owned();
+    assert_eq!(
+        (extracted.status, &extracted.json()["code"]),
+        (status, &json!(code))
+    );
+    let message = extracted.json()["message"].as_str().unwrap().to_owned();
     assert!(
         message.starts_with(&format!("entry {name:?}: ")),
         "{message}"
@@ -240,7 +246,7 @@ fn an_entry_that_leads_out_or_is_special_ends_it_and_is_named(
     );
     assert_eq!(fs::read_dir(runtime.file("in")).unwrap().count(), 0);
     assert!(!runtime.file("up").exists() && !runtime.file("../up").exists());
-    // Nor is a part of a file left.
+    // No incomplete file is left.
     let names = fs::read_dir(runtime.file("into")).unwrap();
     let hidden = names.filter(|name| {
         let name = name.as_ref().unwrap().file_name();
@@ -249,11 +255,12 @@ fn an_entry_that_leads_out_or_is_special_ends_it_and_is_named(
     assert_eq!(hidden.count(), 0);
 }
 
-/// A link that the archive itself has made is no way out for its later entries, nor within.
+/// A link that the archive itself creates is not followed by later entries, out of the root or
+/// within.
 #[test]
-fn an_archives_own_link_is_not_followed() {
+fn a_link_of_the_archive_is_not_followed() {
     let runtime = world(&[]);
-    let told = extract(
+    let extracted = extract(
         &runtime,
         &archive(&[
             entry(EntryType::Directory, "dir", "", b""),
@@ -261,18 +268,18 @@ fn an_archives_own_link_is_not_followed() {
             file("link/x", "x"),
         ]),
     );
-    assert_eq!(told.status, 400);
+    assert_eq!(extracted.status, 400);
     assert_eq!(fs::read_dir(runtime.file("into/dir")).unwrap().count(), 0);
-    // In place of the link, though, a file may come.
-    let told = extract(&runtime, &archive(&[file("link", "file")]));
-    assert_eq!(told.status, 200);
+    // A file may replace the link.
+    let extracted = extract(&runtime, &archive(&[file("link", "file")]));
+    assert_eq!(extracted.status, 200);
     assert!(!runtime.file("into/link").is_symlink());
 }
 
-/// A pax record as an entry.
+/// Returns an entry with pax records.
 fn pax(kind: EntryType, pairs: &[(&str, &str)]) -> (Header, Vec<u8>) {
     let lines = pairs.iter().map(|(key, value)| {
-        // Two digits of length, a space, an equals sign and a line's end.
+        // Two digits of the length, a space, an equals sign and a line feed.
         let length = key.len() + value.len() + 5;
         format!("{length} {key}={value}\n")
     });
@@ -300,12 +307,12 @@ fn pax(kind: EntryType, pairs: &[(&str, &str)]) -> (Header, Vec<u8>) {
 #[case::link_with_content(vec![entry(EntryType::Symlink, "link", "ok", &[0; 512])])]
 #[case::directory_with_content(vec![entry(EntryType::Directory, "dir", "", &[0; 512])])]
 #[case::old_directory_with_content(vec![entry(EntryType::Regular, "dir/", "", &[0; 512])])]
-fn what_readers_read_differently_ends_an_archive(#[case] odd: Vec<(Header, Vec<u8>)>) {
+fn entries_that_readers_interpret_differently_are_refused(#[case] odd: Vec<(Header, Vec<u8>)>) {
     let runtime = world(&[]);
     let entries = [vec![file("ok", "1")], odd, vec![file("after", "1")]].concat();
-    let told = extract(&runtime, &archive(&entries));
+    let extracted = extract(&runtime, &archive(&entries));
     assert_eq!(
-        (told.status, &told.json()["code"]),
+        (extracted.status, &extracted.json()["code"]),
         (400, &json!("INVALID_ARGUMENT"))
     );
     let there = fs::read_dir(runtime.file("into")).unwrap();
@@ -314,20 +321,20 @@ fn what_readers_read_differently_ends_an_archive(#[case] odd: Vec<(Header, Vec<u
 }
 
 #[test]
-fn records_have_an_entry_or_say_nothing_of_one() {
+fn extension_records_need_an_entry() {
     let runtime = world(&[]);
     let left_over = pax(EntryType::XHeader, &[("path", "other")]);
-    let told = extract(&runtime, &archive(&[file("ok", "1"), left_over]));
-    assert_eq!(told.status, 400);
-    // As git writes it.
+    let extracted = extract(&runtime, &archive(&[file("ok", "1"), left_over]));
+    assert_eq!(extracted.status, 400);
+    // A global record as git writes it.
     let comment = pax(EntryType::XGlobalHeader, &[("comment", "5f4cdb7")]);
-    let told = extract(&runtime, &archive(&[comment, file("fine", "1")]));
-    assert_eq!(told.status, 200);
+    let extracted = extract(&runtime, &archive(&[comment, file("fine", "1")]));
+    assert_eq!(extracted.status, 200);
     assert!(runtime.file("into/fine").exists());
 }
 
 #[test]
-fn an_archive_that_readers_could_take_for_two_is_refused() {
+fn an_archive_that_readers_could_read_as_two_is_refused() {
     let runtime = world(&[]);
     let mut builder = Builder::new(Vec::new());
     builder
@@ -335,8 +342,8 @@ fn an_archive_that_readers_could_take_for_two_is_refused() {
         .unwrap();
     let (header, content) = file("a", "x");
     builder.append(&header, &content[..]).unwrap();
-    let told = extract(&runtime, &builder.into_inner().unwrap());
-    assert_eq!(told.status, 400);
+    let extracted = extract(&runtime, &builder.into_inner().unwrap());
+    assert_eq!(extracted.status, 400);
     let mut builder = Builder::new(Vec::new());
     let sparse = [("GNU.sparse.realsize", &b"99"[..]), ("path", b"../../up")];
     builder.append_pax_extensions(sparse).unwrap();
@@ -349,7 +356,7 @@ fn an_archive_that_readers_could_take_for_two_is_refused() {
 }
 
 #[test]
-fn what_is_no_archive_or_only_the_beginning_of_one_is_refused() {
+fn an_invalid_or_truncated_archive_is_refused() {
     let runtime = world(&[]);
     let noise = vec![b'x'; 2048];
     assert_eq!(
@@ -357,11 +364,11 @@ fn what_is_no_archive_or_only_the_beginning_of_one_is_refused() {
         (400, "INVALID_ARGUMENT".into())
     );
     let whole = archive(&[file("a", "1"), file("b", &"x".repeat(2000))]);
-    let told = extract(&runtime, &whole[..3 * 512]);
-    assert_eq!(told.status, 400);
-    let told = extract(&runtime, &whole[..3 * 512 + 700]);
-    assert_eq!(told.status, 400);
-    let message = told.json()["message"].as_str().unwrap().to_owned();
+    let extracted = extract(&runtime, &whole[..3 * 512]);
+    assert_eq!(extracted.status, 400);
+    let extracted = extract(&runtime, &whole[..3 * 512 + 700]);
+    assert_eq!(extracted.status, 400);
+    let message = extracted.json()["message"].as_str().unwrap().to_owned();
     assert!(message.contains("entry \"b\""), "{message}");
     let names = fs::read_dir(runtime.file("into")).unwrap();
     let names: Vec<_> = names.map(|name| name.unwrap().file_name()).collect();
@@ -388,7 +395,7 @@ fn a_record_of_any_size_is_not_held_in_memory(#[case] kind: EntryType) {
 }
 
 #[test]
-fn an_archive_is_bounded_in_bytes_whether_it_says_so_or_not() {
+fn the_size_of_an_archive_is_limited_with_and_without_a_length() {
     let runtime = world(&["--max-upload-bytes=4096"]);
     let body = archive(&[file("a", "1"), file("b", &"x".repeat(5000))]);
     assert_eq!(
@@ -401,9 +408,9 @@ fn an_archive_is_bounded_in_bytes_whether_it_says_so_or_not() {
         &format!("{LINE} HTTP/1.1\r\nTransfer-Encoding: chunked"),
     );
     send_chunked(&mut stream, &body);
-    let told = answer(&mut stream);
+    let extracted = answer(&mut stream);
     assert_eq!(
-        (told.status, &told.json()["code"]),
+        (extracted.status, &extracted.json()["code"]),
         (413, &json!("RESOURCE_EXHAUSTED"))
     );
     let body = archive(&[file("a", "1")]);
@@ -411,7 +418,7 @@ fn an_archive_is_bounded_in_bytes_whether_it_says_so_or_not() {
 }
 
 #[test]
-fn an_archive_that_breaks_off_or_stops_leaves_what_came_whole() {
+fn an_interrupted_archive_leaves_its_complete_entries() {
     let runtime = world(&["--read-body-timeout=300ms"]);
     let body = archive(&[file("a", "1"), file("b", &"x".repeat(5000))]);
     let head = format!("{LINE} HTTP/1.1\r\nContent-Length: {}", body.len());
@@ -442,7 +449,7 @@ fn an_archive_that_breaks_off_or_stops_leaves_what_came_whole() {
 #[case("POST /v1/files/..%2Foutside?op=extract", 403, "PERMISSION_DENIED")]
 #[case("POST /v1/files/out?op=extract", 403, "PERMISSION_DENIED")]
 #[case("POST /v1/files/file?op=extract", 409, "CONFLICT")]
-fn an_archive_goes_nowhere_but_below_the_root(
+fn an_archive_is_extracted_below_the_root_only(
     #[case] line: &str,
     #[case] status: u16,
     #[case] code: &str,

@@ -1,4 +1,4 @@
-//! Calls of sandboxd's REST API that put, copy and tell files other than by their bytes.
+//! Calls of sandboxd's REST API other than read: description, creation, moves and copies.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ use crate::{
     world::Runtime,
 };
 
-/// A root with a file, a directory with a file, and links out of it.
+/// Starts a runtime whose root has a file, a directory with a file, and links that lead out.
 fn world() -> Runtime {
     let runtime = Runtime::start(&["--max-upload-bytes=1000"]);
     fs::write(runtime.file("../secret"), "secret").unwrap();
@@ -26,7 +26,7 @@ fn world() -> Runtime {
 }
 
 #[test]
-fn one_path_is_told_as_an_entry_of_a_listing() {
+fn a_path_is_described_as_an_entry_of_a_listing() {
     let runtime = world();
     fs::set_permissions(runtime.file("file"), fs::Permissions::from_mode(0o640)).unwrap();
     let mut told = plain(&runtime, "GET /v1/files/file?stat=true").json();
@@ -51,7 +51,7 @@ fn one_path_is_told_as_an_entry_of_a_listing() {
 }
 
 #[test]
-fn a_directory_is_listed_with_all_below() {
+fn a_directory_is_listed_recursively() {
     let runtime = world();
     fs::create_dir_all(runtime.file("sub/c/d")).unwrap();
     fs::write(runtime.file("sub/c/d/e"), "12").unwrap();
@@ -74,12 +74,12 @@ fn a_directory_is_listed_with_all_below() {
     );
     let all = plain(&runtime, "GET /v1/files/?recursive=1").json();
     let all = all.to_string();
-    // Neither what is outside, nor that there is something.
+    // Entries outside are neither listed nor revealed.
     assert!(!all.contains("out") && !all.contains("secret"), "{all}");
 }
 
 #[test]
-fn a_write_replaces_nothing_where_that_is_asked_for() {
+fn a_write_without_overwrite_replaces_nothing() {
     let runtime = world();
     for (line, headers, status, code) in [
         ("PUT /v1/files/file?overwrite=false", "", 409, "CONFLICT"),
@@ -116,7 +116,7 @@ fn a_write_replaces_nothing_where_that_is_asked_for() {
 }
 
 #[test]
-fn directories_are_made_files_moved_and_copied() {
+fn directories_are_created_and_files_are_moved_and_copied() {
     let runtime = world();
     let done = |line: &str| {
         let answer = plain(&runtime, line);
@@ -186,7 +186,7 @@ fn directories_are_made_files_moved_and_copied() {
 #[case("POST /v1/files/sub?op=copy&to=sub%2Fx", 400, "INVALID_ARGUMENT")]
 #[case("POST /v1/files/large?op=copy&to=x", 413, "RESOURCE_EXHAUSTED")]
 #[case("POST /v1/files/pipe?op=copy&to=x", 400, "INVALID_ARGUMENT")]
-fn what_cannot_be_told_moved_or_copied_is_refused(
+fn an_invalid_stat_move_or_copy_is_refused(
     #[case] line: &str,
     #[case] status: u16,
     #[case] code: &str,
@@ -204,7 +204,7 @@ fn what_cannot_be_told_moved_or_copied_is_refused(
 }
 
 #[test]
-fn the_page_of_another_origin_changes_nothing() {
+fn a_page_of_another_origin_changes_nothing() {
     let runtime = world();
     for site in ["cross-site", "same-site"] {
         let header = format!("\r\nSec-Fetch-Site: {site}");

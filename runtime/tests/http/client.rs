@@ -1,4 +1,4 @@
-//! A gRPC client, and what tests ask of it.
+//! gRPC client of the tests.
 
 use std::future::Future;
 
@@ -13,7 +13,7 @@ use crate::world::{PATIENCE, Runtime};
 
 pub(crate) type Client = ProcessServiceClient<Channel>;
 
-/// All that a started command did.
+/// Collected events of a started command.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Done {
     pub(crate) stdout: String,
@@ -21,10 +21,10 @@ pub(crate) struct Done {
     pub(crate) exit_code: Option<i32>,
 }
 
-/// Fails when it takes too long.
+/// Awaits a future, and fails when it takes too long.
 pub(crate) async fn soon<T>(what: impl Future<Output = T>) -> T {
     let ended = tokio::time::timeout(PATIENCE, what).await;
-    ended.expect("waited in vain")
+    ended.expect("the time limit passed")
 }
 
 pub(crate) async fn channel(runtime: &Runtime) -> Channel {
@@ -56,7 +56,7 @@ pub(crate) async fn execute(
     Ok(executed?.into_inner())
 }
 
-/// A started command, and its number.
+/// Starts a command, and returns its events and its id.
 pub(crate) async fn start(
     client: &mut Client,
     config: Option<ProcessConfig>,
@@ -75,7 +75,7 @@ pub(crate) async fn next(events: &mut Streaming<StartResponse>) -> Option<Event>
     event.and_then(|event| event.event)
 }
 
-/// Reads until the output holds this.
+/// Reads until the output contains the text.
 pub(crate) async fn read_until(events: &mut Streaming<StartResponse>, text: &str) -> String {
     let mut output = String::new();
     while !output.contains(text) {

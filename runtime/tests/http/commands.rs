@@ -1,4 +1,4 @@
-//! Commands, and the life of the process.
+//! Commands of the legacy API, and shutdown of the process.
 
 use std::{
     fs,
@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::world::{Runtime, answer, until, until_gone};
 
 #[test]
-fn it_says_that_it_is_there() {
+fn the_health_check_answers() {
     let runtime = Runtime::start(&[]);
     let answer = runtime.get("/");
     assert_eq!(answer.status, 200);
@@ -41,7 +41,7 @@ fn it_says_that_it_is_there() {
     1
 )]
 #[case("echo 'a", "", "Failed to execute command: No closing quotation", 1)]
-fn a_command_answers_as_upstreams(
+fn a_command_has_upstreams_answer(
     #[case] command: &str,
     #[case] stdout: &str,
     #[case] stderr: &str,
@@ -72,7 +72,7 @@ fn a_command_starts_in_the_root() {
 #[case("GET /execute", "", 405)]
 #[case("POST /", "", 405)]
 #[case("GET /nothing", "", 404)]
-fn a_wrong_call_is_refused(#[case] line: &str, #[case] body: &str, #[case] status: u16) {
+fn an_invalid_call_is_refused(#[case] line: &str, #[case] body: &str, #[case] status: u16) {
     let runtime = Runtime::start(&[]);
     let answer = runtime.send(line, "application/json", body.as_bytes());
     assert_eq!(answer.status, status);
@@ -92,9 +92,9 @@ fn a_command_that_is_too_large_is_refused() {
 }
 
 #[test]
-fn a_command_out_of_time_is_killed_with_what_outlives_it() {
+fn a_command_at_its_time_limit_is_killed_with_its_children() {
     let runtime = Runtime::start(&["--exec-timeout=2s"]);
-    // The leader ends at once; its child holds the output.
+    // The leader ends at once; its child has the output open.
     let outcome = runtime.execute("sh -c 'sleep 1000 & echo $! > pids; echo $$ >> pids'");
     assert_eq!(
         outcome,
@@ -109,7 +109,7 @@ fn a_command_out_of_time_is_killed_with_what_outlives_it() {
 }
 
 #[test]
-fn a_request_shortens_the_time_of_its_command_and_gets_what_was_said() {
+fn a_request_may_shorten_the_time_limit_and_gets_the_output() {
     let runtime = Runtime::start(&["--exec-timeout=1s"]);
     let run = |seconds: f64, command: &str| {
         let body = json!({"command": command, "timeout_seconds": seconds}).to_string();
@@ -125,14 +125,14 @@ fn a_request_shortens_the_time_of_its_command_and_gets_what_was_said() {
         "timed_out": true,
     });
     assert_eq!(run(0.5, said), late);
-    // The server's own limit stays the longest.
+    // A request cannot exceed the server's own limit.
     let stderr = run(900.0, "sleep 1000")["stderr"].clone();
     assert_eq!(stderr, "Command timed out after 1 seconds");
     assert_eq!(run(900.0, "true")["timed_out"], false);
 }
 
 #[test]
-fn a_client_that_goes_away_ends_its_command() {
+fn a_disconnect_of_the_client_kills_its_command() {
     let runtime = Runtime::start(&[]);
     let stream = runtime.begin("sh -c 'sleep 1000 & echo $! > pids; echo $$ >> pids; wait'");
     let pids = runtime.pids("pids", 2);
@@ -141,19 +141,19 @@ fn a_client_that_goes_away_ends_its_command() {
 }
 
 #[test]
-fn what_is_left_in_the_background_lives_on_and_leaves_no_zombie() {
+fn a_background_process_lives_on_and_leaves_no_zombie() {
     let runtime = Runtime::start(&[]);
     let left = "sh -c 'sleep 1000 >/dev/null 2>&1 & echo $!'";
     let outcome = runtime.execute(left);
     let pid: u32 = outcome["stdout"].as_str().unwrap().trim().parse().unwrap();
-    // The next call is answered while it lives.
+    // The next call is answered while the background process lives.
     assert_eq!(runtime.execute(&format!("kill -0 {pid}"))["exit_code"], 0);
     assert_eq!(runtime.execute(&format!("kill -9 {pid}"))["exit_code"], 0);
     until_gone(pid);
 }
 
 #[test]
-fn output_is_bounded() {
+fn output_is_limited() {
     let runtime = Runtime::start(&["--max-output-bytes=1000"]);
     let outcome = runtime.execute("head -c 100000000 /dev/zero");
     assert_eq!(outcome["stdout"].as_str().unwrap().len(), 1000);
@@ -166,7 +166,7 @@ fn output_is_bounded() {
 }
 
 #[test]
-fn a_head_or_body_that_does_not_come_is_not_waited_for() {
+fn a_missing_head_or_body_ends_the_connection_at_the_time_limit() {
     let runtime = Runtime::start(&["--read-header-timeout=200ms", "--read-body-timeout=200ms"]);
     let mut stream = runtime.open("GET / HTTP/1.1");
     let mut rest = Vec::new();
@@ -183,7 +183,7 @@ fn terminate(runtime: &Runtime) {
 }
 
 #[test]
-fn what_is_under_way_ends_and_nothing_new_begins() {
+fn a_shutdown_completes_calls_under_way_and_refuses_new_ones() {
     let mut runtime = Runtime::start(&[]);
     let waiting = "sh -c 'echo $$ > pids; until [ -e go ]; do sleep 0.02; done; echo done'";
     let mut stream = runtime.begin(waiting);
@@ -198,13 +198,13 @@ fn what_is_under_way_ends_and_nothing_new_begins() {
 }
 
 #[test]
-fn what_does_not_end_in_time_is_killed() {
+fn a_shutdown_kills_calls_that_exceed_the_time_limit() {
     let mut runtime = Runtime::start(&["--shutdown-timeout=100ms"]);
     let _stream = runtime.begin("sh -c 'sleep 1000 & echo $! > pids; echo $$ >> pids; wait'");
     let pids = runtime.pids("pids", 2);
     terminate(&runtime);
     assert!(runtime.process.wait().unwrap().success());
-    // Whoever inherits them waits for them in its own time.
+    // The process that adopts them may reap them later.
     let ended = |pid: &u32| {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat"));
         stat.is_ok_and(|stat| !stat.contains(") Z "))

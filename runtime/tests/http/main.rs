@@ -1,4 +1,4 @@
-//! The runtime as clients see it: the process itself, on its sockets.
+//! Tests of the runtime as a process, by its sockets.
 
 mod archives;
 mod changes;
@@ -6,6 +6,7 @@ mod client;
 mod commands;
 mod processes;
 mod program;
+mod reference;
 mod rest;
 mod terminals;
 mod token;

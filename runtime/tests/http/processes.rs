@@ -72,7 +72,7 @@ async fn a_command_runs_to_its_end(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_command_has_the_environment_and_directory_it_asks_for() {
+async fn a_command_has_the_requested_environment_and_directory() {
     let runtime = Runtime::start(&[]);
     fs::create_dir(runtime.file("sub")).unwrap();
     symlink("sub", runtime.file("link")).unwrap();
@@ -103,7 +103,7 @@ async fn a_command_has_the_environment_and_directory_it_asks_for() {
 #[case(&["true"], "out", Code::PermissionDenied)]
 #[case(&["true"], "sub\0", Code::PermissionDenied)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_cannot_be_started_is_refused(
+async fn a_command_that_cannot_start_is_refused(
     #[case] command: &[&str],
     #[case] cwd: &str,
     #[case] code: Code,
@@ -143,14 +143,14 @@ async fn a_started_command_reads_writes_and_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn input_after_the_end_is_refused_and_a_command_that_does_not_read_holds_nobody() {
+async fn input_after_eof_is_refused_and_a_write_ends_with_the_command() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
     let (mut events, id) = start(&mut client, shell("echo; exec sleep 1000"), None).await;
     read_until(&mut events, "\n").await;
     let (mut writer, mut killer) = (client.clone(), client.clone());
     let large = Payload::Input(vec![b'x'; 1 << 20].into());
-    // More than a pipe holds: the call ends because the command does.
+    // The input exceeds a pipe: the call ends because the command ends.
     let (written, killed, rest) = tokio::join!(
         write(&mut writer, id, large),
         signal(&mut killer, id, Signal::Sigkill.into()),
@@ -199,16 +199,16 @@ async fn an_interrupt_can_be_handled() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_goes_away_ends_what_it_started() {
+async fn a_disconnect_of_the_client_kills_its_commands() {
     let runtime = Runtime::start(&[]);
     let script = |file: &str| format!("sleep 1000 & echo $! > {file}; echo $$ >> {file}; wait");
     let mut client = connect(&runtime).await;
-    // A call that is cancelled, on a connection that stays.
+    // A call is cancelled, and the connection stays.
     let (events, _) = start(&mut client, shell(&script("cancelled")), None).await;
     let cancelled = runtime.pids("cancelled", 2);
     drop(events);
     cancelled.into_iter().for_each(until_gone);
-    // Calls of both kinds whose connection goes.
+    // The connection of calls of both kinds is closed.
     let mut other = connect(&runtime).await;
     let (events, _) = start(&mut other, shell(&script("started")), None).await;
     let executing = tokio::spawn(async move { execute(&mut other, shell(&script("run"))).await });
@@ -220,10 +220,10 @@ async fn a_client_that_goes_away_ends_what_it_started() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_deadline_ends_a_command_whoever_keeps_it() {
+async fn a_deadline_kills_a_command_whatever_the_client_does() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
-    // Written as a header, so that the client itself does not act on it.
+    // The deadline is set as a header, so that the client itself does not apply it.
     let timed = |request| {
         let mut request = tonic::Request::new(request);
         let limit = "300m".parse().unwrap();
@@ -240,14 +240,14 @@ async fn a_deadline_ends_a_command_whoever_keeps_it() {
         .unwrap()
         .into_inner();
     assert!(matches!(next(&mut events).await, Some(Event::Init(_))));
-    // The client reads nothing until then.
+    // The client reads nothing before the deadline.
     runtime.pids("pids", 2).into_iter().for_each(until_gone);
     let late = soon(events.message()).await.unwrap_err();
     assert_eq!(late.code(), Code::DeadlineExceeded);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn output_waits_for_its_reader_and_none_is_lost() {
+async fn output_waits_for_its_reader_and_is_complete() {
     const LENGTH: u64 = 256 << 20;
     let runtime = Runtime::start(&["--stream-chunk-size=65536"]);
     let mut client = connect(&runtime).await;
@@ -269,14 +269,14 @@ async fn output_waits_for_its_reader_and_none_is_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_command_that_is_not_read_from_stops() {
+async fn a_command_whose_output_is_not_read_stops() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
-    // It counts the pieces that it got rid of, and ends when nobody is there to take them.
+    // The command counts the pieces that it has written.
     let script = "i=0; while head -c 65536 /dev/zero; do i=$((i+1)); echo $i > written; done";
     let (mut events, _) = start(&mut client, shell(script), None).await;
     let written = || fs::read_to_string(runtime.file("written")).unwrap_or_default();
-    // Other commands come and go on the same connection meanwhile, each of which takes longer than a piece.
+    // Meanwhile other commands run on the same connection, each for longer than a piece takes.
     let mut last = String::new();
     while last.is_empty() || last != written() {
         last = written();
@@ -291,7 +291,7 @@ async fn a_command_that_is_not_read_from_stops() {
         pieces < 512,
         "{pieces} pieces of 64 KiB were taken though none was read"
     );
-    // And goes on when it is read from.
+    // The command continues when its output is read.
     until_more(&mut events, &last, written).await;
 }
 
@@ -318,7 +318,7 @@ async fn output_that_is_too_large_is_an_error_and_not_cut() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_left_in_the_background_holds_a_call_for_a_while_only_and_lives_on() {
+async fn a_background_process_delays_a_call_for_the_grace_period_only_and_lives_on() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
     let script = "sleep 1000 & echo $! > pids; echo out";
@@ -337,7 +337,7 @@ async fn what_is_left_in_the_background_holds_a_call_for_a_while_only_and_lives_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn there_are_only_so_many_commands_at_once() {
+async fn the_number_of_commands_is_limited() {
     let runtime = Runtime::start(&["--max-processes=2"]);
     let mut client = connect(&runtime).await;
     let (first, _) = start(&mut client, shell("cat"), None).await;
@@ -345,14 +345,14 @@ async fn there_are_only_so_many_commands_at_once() {
     let refused = execute(&mut client, config(&["true"])).await.unwrap_err();
     assert_eq!(refused.code(), Code::ResourceExhausted);
     drop(first);
-    // The place is free when the call has ended there, too.
+    // The slot is free when the call has ended in the runtime, too.
     while execute(&mut client, config(&["true"])).await.is_err() {}
     write(&mut client, id, input("still there")).await.unwrap();
 }
 
-/// All clients of a router share one.
+/// All clients of a router share one connection.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn one_command_too_many_of_a_connection_is_refused_and_does_not_wait() {
+async fn a_command_above_the_limit_is_refused_and_does_not_wait() {
     let runtime = Runtime::start(&["--max-processes=101"]);
     let mut client = connect(&runtime).await;
     let mut running = Vec::new();
@@ -364,18 +364,18 @@ async fn one_command_too_many_of_a_connection_is_refused_and_does_not_wait() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn calls_that_are_not_read_hold_up_no_others_of_their_connection() {
+async fn calls_that_are_not_read_do_not_block_others_of_their_connection() {
     let runtime = Runtime::start(&[]);
     let address = format!("http://{}", runtime.grpc);
     let endpoint = Channel::from_shared(address).unwrap();
-    // So that the client's own window for all calls is larger than what it does not read.
+    // The client's own window for all calls is larger than the unread answers.
     let endpoint = endpoint.initial_stream_window_size(65_535_u32);
     let channel = soon(endpoint.connect()).await.unwrap();
     let sent = Arc::new(AtomicUsize::new(0));
     let mut unread = Vec::new();
     for _ in 0..40 {
         let sent = Arc::clone(&sent);
-        // Nobody takes the answers, and then the questions are not read any more.
+        // The client reads no answers, so that the runtime stops to read the requests.
         let questions = futures::stream::repeat_with(move || {
             sent.fetch_add(1, Ordering::Relaxed);
             ServerReflectionRequest {
@@ -412,7 +412,7 @@ async fn a_message_that_is_too_large_and_an_unknown_call_are_refused() {
     execute(&mut client, config(&["true"])).await.unwrap();
 }
 
-/// The beginning of an HTTP/2 connection, by hand.
+/// Writes the start of an HTTP/2 connection by hand.
 fn preface(runtime: &Runtime) -> TcpStream {
     let mut stream = TcpStream::connect(runtime.grpc).unwrap();
     stream
@@ -427,7 +427,7 @@ fn preface(runtime: &Runtime) -> TcpStream {
 #[rstest]
 #[case::silent(true)]
 #[case::settled(false)]
-fn a_client_that_says_nothing_is_not_kept(#[case] silent: bool) {
+fn a_silent_client_is_disconnected(#[case] silent: bool) {
     let runtime = Runtime::start(&[
         "--grpc-idle-timeout=300ms",
         "--grpc-keepalive=300ms",
@@ -441,7 +441,7 @@ fn a_client_that_says_nothing_is_not_kept(#[case] silent: bool) {
         .set_read_timeout(Some(crate::world::PATIENCE))
         .unwrap();
     let ended = std::io::copy(&mut stream, &mut std::io::sink());
-    // A reset is an end too; only the read's own time limit is none.
+    // A reset is an end too; a timeout of the read is none.
     let waited = ended.err().map(|error| error.kind());
     assert_ne!(waited, Some(std::io::ErrorKind::WouldBlock));
     let client = async { execute(&mut connect(&runtime).await, config(&["true"])).await };
@@ -450,9 +450,9 @@ fn a_client_that_says_nothing_is_not_kept(#[case] silent: bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_is_gone_without_a_word_ends_what_it_started() {
+async fn a_client_that_disappears_without_a_reset_ends_its_commands() {
     let runtime = Runtime::start(&["--grpc-keepalive=300ms"]);
-    // Stopped, it keeps its connection and answers nothing; the runtime cannot tell it from one that is gone.
+    // A stopped relay keeps the connection open without traffic, as a client that has disappeared.
     let relay = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", relay.local_addr().unwrap());
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
@@ -469,7 +469,7 @@ async fn a_client_that_is_gone_without_a_word_ends_what_it_started() {
     pids.into_iter().for_each(until_gone);
 }
 
-/// Carries one connection until told to stop, and then holds it open without carrying anything.
+/// Relays one connection until it is stopped, then keeps the connection open without traffic.
 fn half_open(
     relay: &std::net::TcpListener,
     to: std::net::SocketAddr,
@@ -492,7 +492,7 @@ fn half_open(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_without_its_body_is_not_waited_for() {
+async fn a_request_without_its_body_ends_at_the_time_limit() {
     let runtime = Runtime::start(&["--read-body-timeout=300ms"]);
     let channel = crate::client::channel(&runtime).await;
     let mut grpc = tonic::client::Grpc::new(channel);
@@ -508,7 +508,7 @@ async fn a_request_without_its_body_is_not_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_end_is_told_and_commands_end_with_it() {
+async fn a_shutdown_fails_the_health_check_and_ends_commands() {
     let mut runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
     let script =

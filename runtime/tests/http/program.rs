@@ -1,4 +1,4 @@
-//! Around a user's program: the container is as the program alone would make it, and the API is there too.
+//! The runtime with a user's program: the container behaves as with the program alone.
 
 use std::{
     fs,
@@ -16,12 +16,12 @@ use tempfile::TempDir;
 
 use crate::world::{Runtime, until, until_gone};
 
-/// Says who it is, and what it is sent. Written at once and whole.
+/// Script that writes its process id and the received signals to files, each line by one write.
 const LISTENER: &str = "trap 'echo usr1 >> app/got' USR1; trap 'echo hup >> app/got' HUP
     trap 'echo term >> app/got; exit 5' TERM
     echo $$ > app/pids; while :; do sleep 0.02; done";
 
-/// Of a runtime that nobody calls.
+/// Flags of a runtime without APIs.
 const NO_PORTS: [&str; 3] = [
     "--legacy-bind-address=0",
     "--rest-bind-address=0",
@@ -43,12 +43,12 @@ fn send(runtime: &Runtime, signal: Signal) {
 #[case(&["sh", "-c", "kill -9 $$"], 137)]
 #[case(&["missing-program"], 127)]
 #[case(&["/"], 126)]
-fn the_container_ends_as_its_program_did(#[case] program: &[&str], #[case] code: i32) {
+fn the_container_has_the_exit_code_of_its_program(#[case] program: &[&str], #[case] code: i32) {
     assert_eq!(around(program).process.wait().unwrap().code(), Some(code));
 }
 
 #[test]
-fn signals_reach_the_program_and_its_code_the_container() {
+fn signals_reach_the_program_and_its_exit_code_is_the_containers() {
     let mut runtime = around(&["sh", "-c", LISTENER]);
     runtime.pids("pids", 1);
     let got = |expected: &str| {
@@ -60,7 +60,7 @@ fn signals_reach_the_program_and_its_code_the_container() {
     got("usr1\n");
     send(&runtime, Signal::HUP);
     got("usr1\nhup\n");
-    // Commands run beside it, and what it does is seen.
+    // Commands run beside the program and see its processes.
     assert_eq!(runtime.execute("cat got")["stdout"], "usr1\nhup\n");
     send(&runtime, Signal::TERM);
     got("usr1\nhup\nterm\n");
@@ -78,13 +78,13 @@ fn commands_end_with_the_program() {
     let pids = runtime.pids("pids", 1);
     fs::write(runtime.file("go"), "").unwrap();
     assert_eq!(runtime.process.wait().unwrap().code(), Some(3));
-    // In a container they would end with its first process; here somebody inherits them first.
+    // In a container they end with its first process; here another process adopts them first.
     pids.into_iter().for_each(until_gone);
 }
 
 #[test]
 fn orphans_of_the_program_leave_no_zombie() {
-    // It ends with the runtime, as in a container.
+    // The command ends with the runtime, as in a container.
     let orphan =
         "(sleep 0.01 & echo $! > app/pids); while kill -0 $PPID 2>/dev/null; do sleep 0.1; done";
     let runtime = around(&["sh", "-c", orphan]);
@@ -100,7 +100,7 @@ fn standard_streams_are_the_programs_own() {
         .args(["sh", "-c", "cat; pwd; echo err >&2"])
         .current_dir(&world)
         .env_remove("SANDBOX_RUNTIME_LOG")
-        .env("RUST_LOG", "debug") // the program's own
+        .env("RUST_LOG", "debug") // for the program only
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -114,7 +114,7 @@ fn standard_streams_are_the_programs_own() {
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "err\n");
 }
 
-/// Both ends of a new terminal.
+/// Opens a terminal, and returns both sides.
 fn terminal() -> (fs::File, OwnedFd) {
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY;
     let master = openpt(flags).unwrap();
@@ -130,9 +130,9 @@ fn terminal() -> (fs::File, OwnedFd) {
 }
 
 #[test]
-fn the_program_has_the_terminal_and_a_key_reaches_it_once() {
+fn the_program_has_the_terminal_and_gets_a_key_once() {
     let (mut master, own) = terminal();
-    // Without noflsh the key may throw away what the program says to it.
+    // Without noflsh the key may discard output of the program.
     let program = "stty noflsh; trap 'echo int; n=$((n+1)); [ $n = 1 ]' INT; read line; echo read $line; read line; echo rest $line $n";
     let stream = || Stdio::from(own.try_clone().unwrap());
     let mut process = Command::new("setsid")
@@ -165,7 +165,7 @@ fn the_program_has_the_terminal_and_a_key_reaches_it_once() {
 }
 
 #[test]
-fn it_installs_itself_again_and_again() {
+fn an_installation_may_be_repeated() {
     let world = TempDir::new().unwrap();
     let installed = world.path().join("sandbox-runtime");
     for _ in 0..2 {

@@ -20,7 +20,7 @@ pub(crate) fn call(runtime: &Runtime, line: &str, headers: &str, body: &[u8]) ->
     let head = format!("{line} HTTP/1.1\r\nContent-Length: {length}{headers}");
     let mut stream = open(runtime.rest, &head);
     stream.write_all(b"\r\n").unwrap();
-    // A refusal may come, and end the connection, before all is sent.
+    // The runtime may refuse and close the connection before all is sent.
     let _sent = stream.write_all(body);
     answer(&mut stream)
 }
@@ -29,7 +29,7 @@ pub(crate) fn plain(runtime: &Runtime, line: &str) -> Answer {
     call(runtime, line, "", b"")
 }
 
-/// Status and code of a refusal.
+/// Sends a request and returns status and code of the refusal.
 pub(crate) fn refused(runtime: &Runtime, line: &str, body: &[u8]) -> (u16, String) {
     let answer = call(runtime, line, "", body);
     let told = answer.json();
@@ -38,7 +38,7 @@ pub(crate) fn refused(runtime: &Runtime, line: &str, body: &[u8]) -> (u16, Strin
 }
 
 #[test]
-fn a_file_is_put_seen_listed_and_removed() {
+fn a_file_is_written_read_listed_and_removed() {
     let runtime = Runtime::start(&[]);
     let put = call(
         &runtime,
@@ -105,10 +105,10 @@ fn a_file_is_put_seen_listed_and_removed() {
 }
 
 #[test]
-fn a_file_whose_time_no_header_can_tell_is_sent_without_it() {
+fn a_file_with_a_time_outside_of_the_range_of_headers_is_sent_without_it() {
     let runtime = Runtime::start(&[]);
     let file = fs::File::create(runtime.file("old")).unwrap();
-    // What `touch -t 197001010000` makes east of Greenwich.
+    // The time of `touch -t 197001010000` in a zone east of Greenwich.
     let before = SystemTime::UNIX_EPOCH - Duration::from_secs(3600);
     file.set_modified(before).unwrap();
     let got = plain(&runtime, "GET /v1/files/old");
@@ -117,7 +117,7 @@ fn a_file_whose_time_no_header_can_tell_is_sent_without_it() {
     assert_eq!(plain(&runtime, "GET /v1/health").status, 200);
 }
 
-/// The status line and headers; a body would be counted.
+/// Returns status line and headers, and the number of bytes of a body.
 fn head(runtime: &Runtime, path: &str) -> (String, usize) {
     let mut stream = open(runtime.rest, &format!("HEAD {path} HTTP/1.1"));
     stream.write_all(b"\r\n").unwrap();
@@ -132,7 +132,7 @@ fn head(runtime: &Runtime, path: &str) -> (String, usize) {
 #[case("/v1/files/", "200", "content-type: application/json")]
 #[case("/v1/files/missing", "404", "content-type: application/json")]
 #[case("/v1/files/..", "403", "content-type: application/json")]
-fn existence_is_told_without_a_body(
+fn a_head_request_reports_existence_without_a_body(
     #[case] path: &str,
     #[case] status: &str,
     #[case] header: &str,
@@ -187,7 +187,7 @@ fn the_root_can_be_emptied_and_not_removed() {
     403,
     "PERMISSION_DENIED"
 )]
-fn what_cannot_be_is_refused(#[case] line: &str, #[case] status: u16, #[case] code: &str) {
+fn an_impossible_call_is_refused(#[case] line: &str, #[case] status: u16, #[case] code: &str) {
     let runtime = Runtime::start(&[]);
     fs::write(runtime.file("../secret"), "secret").unwrap();
     fs::write(runtime.file("file"), "").unwrap();
@@ -200,7 +200,7 @@ fn what_cannot_be_is_refused(#[case] line: &str, #[case] status: u16, #[case] co
 }
 
 #[test]
-fn an_absolute_path_is_one_below_the_root() {
+fn an_absolute_path_is_relative_to_the_root() {
     let runtime = Runtime::start(&[]);
     assert_eq!(
         call(&runtime, "PUT /v1/files/%2Fetc%2Fpasswd", "", b"x").status,
@@ -214,7 +214,7 @@ fn an_absolute_path_is_one_below_the_root() {
 #[case("GET /v1/nothing", 404, "404 page not found\n")]
 #[case("PATCH /v1/files/a", 405, "Method Not Allowed\n")]
 #[case("DELETE /v1/health", 405, "Method Not Allowed\n")]
-fn a_call_that_is_none_is_refused(#[case] line: &str, #[case] status: u16, #[case] body: &str) {
+fn an_unknown_call_is_refused(#[case] line: &str, #[case] status: u16, #[case] body: &str) {
     let runtime = Runtime::start(&[]);
     let answer = plain(&runtime, line);
     assert_eq!((answer.status, &answer.body[..]), (status, body.as_bytes()));
@@ -288,7 +288,7 @@ fn several_parts_are_sent_as_one_body() {
 }
 
 #[test]
-fn a_file_comes_as_a_form_too() {
+fn a_file_may_be_sent_as_a_form() {
     let runtime = Runtime::start(&[]);
     let kind = format!("\r\nContent-Type: {}", form_kind());
     let form = [form_head("file", "any"), b"content".to_vec(), form_end()].concat();
@@ -306,7 +306,7 @@ fn a_file_comes_as_a_form_too() {
 }
 
 #[test]
-fn what_is_too_large_is_refused_whether_it_says_so_or_not() {
+fn a_body_that_is_too_large_is_refused_with_and_without_a_length() {
     let runtime = Runtime::start(&["--max-upload-bytes=1000"]);
     assert_eq!(
         refused(&runtime, "PUT /v1/files/a", &[0; 1001]),
@@ -332,7 +332,7 @@ fn what_is_too_large_is_refused_whether_it_says_so_or_not() {
 }
 
 #[test]
-fn a_body_that_breaks_off_or_stops_leaves_the_old_file_and_nothing_else() {
+fn an_interrupted_body_leaves_the_old_file() {
     let runtime = Runtime::start(&["--read-body-timeout=300ms"]);
     fs::write(runtime.file("a"), "old").unwrap();
     let head = "PUT /v1/files/a HTTP/1.1\r\nContent-Length: 1000000";
@@ -354,7 +354,7 @@ fn a_body_that_breaks_off_or_stops_leaves_the_old_file_and_nothing_else() {
 }
 
 #[test]
-fn a_head_that_does_not_come_is_not_waited_for() {
+fn a_missing_head_ends_the_connection_at_the_time_limit() {
     let runtime = Runtime::start(&["--read-header-timeout=200ms"]);
     let mut stream = open(runtime.rest, "GET /v1/health HTTP/1.1");
     let mut rest = Vec::new();
@@ -363,7 +363,7 @@ fn a_head_that_does_not_come_is_not_waited_for() {
 }
 
 #[test]
-fn it_says_that_it_is_well_and_what_it_was_told() {
+fn health_and_metadata_are_served() {
     let runtime = Runtime::start(&[]);
     let health = plain(&runtime, "GET /v1/health").json();
     assert_eq!(health["status"], "ok");
@@ -374,9 +374,9 @@ fn it_says_that_it_is_well_and_what_it_was_told() {
     assert_eq!(values, [Some(json!("one")), None, None]);
 }
 
-/// That it keeps a sandbox awake, and for how long, shows the end-to-end test.
+/// The end-to-end test shows that the mark keeps a sandbox awake, and for how long.
 #[test]
-fn a_call_to_be_busy_says_what_is_missing_where_no_volume_is_mounted() {
+fn a_busy_call_without_a_volume_names_the_missing_volume() {
     let runtime = Runtime::start(&["--busy-dir=."]);
     let told = plain(&runtime, "GET /v1/busy").json();
     assert_eq!(told, json!({"busy": false, "seconds_left": 0.0}));

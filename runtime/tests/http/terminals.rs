@@ -11,10 +11,10 @@ use crate::{
 const SIZE: Pty = Pty { cols: 80, rows: 24 };
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_command_has_a_terminal_of_its_own() {
+async fn a_command_has_its_own_terminal() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
-    // Only the controlling terminal can be opened by this name.
+    // This path opens only the controlling terminal.
     let script = "stty size; tty; echo err >&2; echo there > /dev/tty; exit 3";
     let (mut events, _) = start(&mut client, shell(script), Some(SIZE)).await;
     let done = drain(&mut events).await;
@@ -25,10 +25,10 @@ async fn a_command_has_a_terminal_of_its_own() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_terminal_is_typed_on_resized_and_hung_up() {
+async fn a_terminal_takes_input_resizes_and_a_hangup() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
-    // A terminal that is hung up can be read to its end an instant before the signal comes: that does not end it.
+    // A read may see the end of a hung-up terminal just before SIGHUP arrives; the command goes on.
     let script = "while :; do read line && stty size; done";
     let (mut events, id) = start(&mut client, shell(script), Some(SIZE)).await;
     write(&mut client, id, input("a\n")).await.unwrap();
@@ -48,12 +48,12 @@ async fn a_terminal_is_typed_on_resized_and_hung_up() {
     let refused = soon(client.resize_tty(large)).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
     write(&mut client, id, Payload::Eof(())).await.unwrap();
-    // By SIGHUP.
+    // Exit code of SIGHUP.
     assert_eq!(drain(&mut events).await.exit_code, Some(129));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_hang_up_is_heard_where_the_runtime_ignores_it() {
+async fn a_hangup_reaches_the_command_of_a_runtime_that_ignores_it() {
     let runtime = Runtime::start_by_nohup();
     let mut client = connect(&runtime).await;
     let script = "while :; do read line; done";
@@ -63,7 +63,7 @@ async fn a_hang_up_is_heard_where_the_runtime_ignores_it() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_interrupt_that_is_typed_reaches_the_command() {
+async fn a_typed_interrupt_reaches_the_command() {
     let runtime = Runtime::start(&[]);
     let mut client = connect(&runtime).await;
     let script = "trap 'echo caught; exit 4' INT; echo ready; while :; do sleep 0.1; done";

@@ -1,4 +1,4 @@
-//! Calls of clients that must show a token.
+//! Calls that need a token.
 
 use std::{fs, io::Write as _, process::Command};
 
@@ -49,7 +49,7 @@ fn call(runtime: &Runtime, legacy: bool, line: &str, headers: &str) -> Answer {
 #[case("GET //v1/health")]
 #[case("GET /v1/health%2F..%2Ffiles")]
 #[case("GET /nothing")]
-fn a_rest_call_without_the_token_is_refused_and_does_nothing(#[case] line: &str) {
+fn a_rest_call_without_the_token_is_refused_and_changes_nothing(#[case] line: &str) {
     let runtime = closed();
     fs::write(runtime.file("file"), "x").unwrap();
     for headers in [String::new(), bearer("wrong"), bearer("")] {
@@ -65,7 +65,7 @@ fn a_rest_call_without_the_token_is_refused_and_does_nothing(#[case] line: &str)
 }
 
 #[test]
-fn who_shows_the_token_may_call_and_a_probe_need_not() {
+fn calls_with_the_token_and_probes_without_it_are_accepted() {
     let runtime = closed();
     fs::write(runtime.file("file"), "x").unwrap();
     let got = call(&runtime, false, "GET /v1/files/file", &bearer(TOKEN));
@@ -76,9 +76,9 @@ fn who_shows_the_token_may_call_and_a_probe_need_not() {
     assert!(!String::from_utf8_lossy(&told.body).contains(TOKEN));
 }
 
-/// An open way to run commands beside a closed one would make the token worth nothing.
+/// An open legacy API would make the token of the other APIs useless.
 #[test]
-fn the_legacy_api_is_closed_too() {
+fn the_legacy_api_needs_the_token_too() {
     let runtime = closed();
     fs::write(runtime.file("file"), "x").unwrap();
     for line in [
@@ -133,7 +133,7 @@ async fn grpc_calls_need_the_token() {
 }
 
 #[test]
-fn a_token_in_a_file_may_change_while_it_serves() {
+fn a_token_in_a_file_may_change_at_run_time() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("token");
     fs::write(&path, "one\n").unwrap();
@@ -146,12 +146,12 @@ fn a_token_in_a_file_may_change_while_it_serves() {
     assert_eq!((status("one"), status("two")), (401, 401));
 }
 
-/// Nothing is served then, and a program around which it is put does not start.
+/// The APIs are not served then, and the user's program does not start.
 #[rstest]
 #[case(&[], Some(""))]
 #[case(&["--auth-token-file=missing"], None)]
 #[case(&["--auth-token-file="], Some("good"))]
-fn a_token_that_cannot_be_read_ends_it_before_it_serves(
+fn an_unreadable_token_ends_the_runtime_at_its_start(
     #[case] flags: &[&str],
     #[case] variable: Option<&str>,
 ) {

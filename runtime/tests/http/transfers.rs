@@ -1,4 +1,4 @@
-//! Files in and out.
+//! Uploads and downloads of the legacy API.
 
 use std::{
     fs,
@@ -11,12 +11,12 @@ use serde_json::json;
 
 use crate::world::{Runtime, answer, form_end, form_head, form_kind, send_chunked, until};
 
-/// Many times what the process may have in memory.
+/// File size, many times the memory that the process may use.
 const LARGE: usize = 256 << 20;
 const PIECE: usize = 1 << 20;
 
 #[test]
-fn a_file_goes_in_is_seen_and_comes_out() {
+fn a_file_is_uploaded_listed_and_downloaded() {
     let runtime = Runtime::start(&[]);
     fs::create_dir(runtime.file("sub")).unwrap();
     let content: Vec<u8> = (0..=255).cycle().take(100_000).collect();
@@ -69,7 +69,7 @@ fn a_file_goes_in_is_seen_and_comes_out() {
 #[case("/list/out-dir", 403, "Access denied")]
 #[case("/exists/..", 403, "Access denied")]
 #[case("/exists/out", 403, "Access denied")]
-fn what_is_not_there_or_outside_is_refused(
+fn a_missing_path_or_one_outside_is_refused(
     #[case] path: &str,
     #[case] status: u16,
     #[case] message: &str,
@@ -90,7 +90,7 @@ fn what_is_not_there_or_outside_is_refused(
 }
 
 #[test]
-fn an_absolute_path_is_one_below_the_root() {
+fn an_absolute_path_is_relative_to_the_root() {
     let runtime = Runtime::start(&[]);
     assert_eq!(runtime.upload("/file", b"x").status, 200);
     assert_eq!(fs::read(runtime.file("file")).unwrap(), b"x");
@@ -105,7 +105,7 @@ fn an_absolute_path_is_one_below_the_root() {
 #[case("out", 403, "Access denied")]
 #[case("missing/new", 500, "File upload failed: no such file or directory")]
 #[case("sub", 500, "File upload failed: not a regular file")]
-fn an_upload_to_a_wrong_place_is_refused(
+fn an_upload_to_an_invalid_path_is_refused(
     #[case] name: &str,
     #[case] status: u16,
     #[case] message: &str,
@@ -140,7 +140,7 @@ fn a_form_without_the_file_is_refused() {
 }
 
 #[test]
-fn an_upload_that_is_too_large_is_refused_whether_it_says_so_or_not() {
+fn an_upload_that_is_too_large_is_refused_with_and_without_a_length() {
     let runtime = Runtime::start(&["--max-upload-bytes=1000"]);
     assert_eq!(runtime.upload("a", &[0; 2000]).status, 413);
     let head = format!("POST /upload HTTP/1.1\r\nContent-Type: {}", form_kind());
@@ -152,7 +152,7 @@ fn an_upload_that_is_too_large_is_refused_whether_it_says_so_or_not() {
 }
 
 #[test]
-fn an_upload_that_breaks_off_leaves_the_old_file_and_nothing_else() {
+fn an_interrupted_upload_leaves_the_old_file() {
     let runtime = Runtime::start(&[]);
     fs::write(runtime.file("a"), "old").unwrap();
     let head = format!("POST /upload HTTP/1.1\r\nContent-Type: {}", form_kind());
@@ -167,7 +167,7 @@ fn an_upload_that_breaks_off_leaves_the_old_file_and_nothing_else() {
 }
 
 #[test]
-fn a_large_file_passes_in_both_directions_without_being_held() {
+fn a_large_file_is_transferred_without_being_held_in_memory() {
     let runtime = Runtime::start(&[]);
     let (head, end) = (form_head("file", "large"), form_end());
     let length = head.len() + LARGE + end.len();

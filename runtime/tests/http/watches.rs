@@ -27,7 +27,7 @@ async fn watch(
     watched.map(tonic::Response::into_inner)
 }
 
-/// The events up to this one.
+/// Returns the events up to this one.
 async fn expect(
     events: &mut Streaming<FileEvent>,
     last: (FileEventType, &str),
@@ -46,7 +46,7 @@ async fn expect(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn changes_are_told() {
+async fn changes_are_reported() {
     let runtime = Runtime::start(&[]);
     fs::create_dir_all(runtime.file("top/sub")).unwrap();
     let mut events = watch(&runtime, "/top/.", false).await.unwrap();
@@ -69,7 +69,7 @@ async fn changes_are_told() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn directories_below_are_watched_also_those_that_come_later() {
+async fn directories_below_are_watched_including_later_ones() {
     let runtime = Runtime::start(&[]);
     fs::create_dir_all(runtime.file("old/deep")).unwrap();
     fs::create_dir(runtime.file("../outside")).unwrap();
@@ -81,7 +81,7 @@ async fn directories_below_are_watched_also_those_that_come_later() {
     expect(&mut events, (Create, "new")).await;
     fs::write(runtime.file("new/b"), "").unwrap();
     expect(&mut events, (Create, "new/b")).await;
-    // What was moved is known by its new name.
+    // The moved directory is reported under its new path.
     fs::rename(runtime.file("new"), runtime.file("old/moved")).unwrap();
     expect(&mut events, (Create, "old/moved")).await;
     fs::write(runtime.file("../outside/c"), "").unwrap();
@@ -91,7 +91,7 @@ async fn directories_below_are_watched_also_those_that_come_later() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_end_of_the_directory_ends_the_watch() {
+async fn the_removal_of_the_directory_ends_the_watch() {
     let runtime = Runtime::start(&[]);
     fs::create_dir(runtime.file("top")).unwrap();
     let mut events = watch(&runtime, "top", false).await.unwrap();
@@ -111,7 +111,7 @@ async fn the_end_of_the_directory_ends_the_watch() {
 #[case("out", Code::PermissionDenied)]
 #[case("a\0b", Code::PermissionDenied)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_cannot_be_watched_is_refused(#[case] path: &str, #[case] code: Code) {
+async fn an_invalid_watch_is_refused(#[case] path: &str, #[case] code: Code) {
     let runtime = Runtime::start(&[]);
     fs::write(runtime.file("file"), "").unwrap();
     symlink("/", runtime.file("out")).unwrap();
@@ -120,7 +120,7 @@ async fn what_cannot_be_watched_is_refused(#[case] path: &str, #[case] code: Cod
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn there_are_only_so_many_watches_at_once() {
+async fn the_number_of_watches_is_limited() {
     let runtime = Runtime::start(&["--max-watches=1"]);
     let first = watch(&runtime, "", false).await.unwrap();
     let refused = watch(&runtime, "", false).await.unwrap_err();

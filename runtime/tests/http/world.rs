@@ -1,4 +1,4 @@
-//! The runtime as a process, and a client on a socket.
+//! The runtime as a process, and an HTTP client on a socket.
 
 use std::{
     fs,
@@ -13,14 +13,14 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// How long anything may take before a test fails.
+/// Time limit of each wait.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) const PROGRAM: &str = env!("CARGO_BIN_EXE_sandbox-runtime");
 const BOUNDARY: &str = "b0undary";
 
 pub(crate) struct Runtime {
     pub(crate) process: Child,
-    /// Of the legacy API.
+    /// Address of the legacy API.
     pub(crate) address: SocketAddr,
     pub(crate) rest: SocketAddr,
     pub(crate) grpc: SocketAddr,
@@ -34,19 +34,19 @@ pub(crate) struct Answer {
 }
 
 impl Runtime {
-    /// Starts it on a free port, with the root `app` in a directory of its own.
+    /// Starts the runtime on free ports, with the root `app` in a new directory.
     pub(crate) fn start(flags: &[&str]) -> Self {
         Self::started(Command::new(PROGRAM), flags)
     }
 
-    /// With this variable in its environment.
+    /// Starts the runtime with this environment variable.
     pub(crate) fn start_with(variable: &str, value: &str) -> Self {
         let mut program = Command::new(PROGRAM);
         program.env(variable, value);
         Self::started(program, &[])
     }
 
-    /// By a program that ignores SIGHUP, which the runtime inherits.
+    /// Starts the runtime by nohup, so that it ignores SIGHUP.
     pub(crate) fn start_by_nohup() -> Self {
         let mut nohup = Command::new("nohup");
         nohup.arg(PROGRAM);
@@ -99,7 +99,7 @@ impl Runtime {
         self.world.path().join("app").join(path)
     }
 
-    /// A connection with the head of a request on it.
+    /// Opens a connection and sends the head of a request.
     pub(crate) fn open(&self, head: &str) -> TcpStream {
         open(self.address, head)
     }
@@ -109,7 +109,7 @@ impl Runtime {
         let line = format!("{line} HTTP/1.1\r\nContent-Length: {length}\r\nContent-Type: {kind}");
         let mut stream = self.open(&line);
         stream.write_all(b"\r\n").unwrap();
-        // A refusal may come, and end the connection, before all is sent.
+        // The runtime may refuse and close the connection before all is sent.
         let _sent = stream.write_all(body);
         answer(&mut stream)
     }
@@ -125,7 +125,7 @@ impl Runtime {
         answer.json()
     }
 
-    /// A connection on which a command was sent.
+    /// Sends a command, and returns the connection without reading the answer.
     pub(crate) fn begin(&self, command: &str) -> TcpStream {
         let body = serde_json::json!({"command": command}).to_string();
         let length = body.len();
@@ -141,7 +141,7 @@ impl Runtime {
         self.send("POST /upload", &form_kind(), &body)
     }
 
-    /// The process ids that a command writes to a file, one a line, once there are so many.
+    /// Returns the process ids that a command writes to a file, one a line, once there are `count`.
     pub(crate) fn pids(&self, file: &str, count: usize) -> Vec<u32> {
         let file = self.file(file);
         let mut pids = Vec::new();
@@ -153,7 +153,7 @@ impl Runtime {
         pids
     }
 
-    /// Most memory it ever had, in KiB.
+    /// Returns the peak memory of the process, in KiB.
     pub(crate) fn peak_memory(&self) -> u64 {
         let path = format!("/proc/{}/status", self.process.id());
         let status = fs::read_to_string(path).unwrap();
@@ -163,7 +163,7 @@ impl Runtime {
     }
 }
 
-/// A connection with the head of a request on it.
+/// Opens a connection and sends the head of a request.
 pub(crate) fn open(address: SocketAddr, head: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -205,7 +205,7 @@ pub(crate) fn form_end() -> Vec<u8> {
     format!("\r\n--{BOUNDARY}--\r\n").into_bytes()
 }
 
-/// Reads to the end of the connection. The body has the length that the head says.
+/// Reads an answer to the end of the connection, and checks the length of its body.
 pub(crate) fn answer(stream: &mut TcpStream) -> Answer {
     let mut bytes = Vec::new();
     if let Err(error) = stream.read_to_end(&mut bytes) {
@@ -216,7 +216,7 @@ pub(crate) fn answer(stream: &mut TcpStream) -> Answer {
     let head = String::from_utf8(bytes[..end].to_vec()).unwrap();
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
     let body = bytes.split_off(end + 4);
-    // An answer that never has a body does not say so.
+    // An answer that cannot have a body has no Content-Length.
     let length = head.split("content-length: ").nth(1);
     let length = length.and_then(|rest| rest.lines().next()?.parse().ok());
     let bodiless = matches!(status, 204 | 304);
@@ -224,7 +224,7 @@ pub(crate) fn answer(stream: &mut TcpStream) -> Answer {
     Answer { status, head, body }
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 #[track_caller]
 pub(crate) fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
@@ -234,7 +234,7 @@ pub(crate) fn until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// Waits until a process is gone; a zombie is not.
+/// Waits until a process is gone; a zombie is not gone.
 #[track_caller]
 pub(crate) fn until_gone(pid: u32) {
     let path = format!("/proc/{pid}");

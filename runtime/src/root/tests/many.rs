@@ -1,15 +1,15 @@
-//! Calls that do many things: trees, copies, and what becomes of an archive's entries.
+//! Calls that handle many entries: trees, copies and archives.
 
 use super::*;
 
 fn budget() -> budget::Budget {
-    let (budget, waiting) = budget::Budget::new(1000);
-    // It is waited for to the end.
-    std::mem::forget(waiting);
+    let (budget, guard) = budget::Budget::new(1000);
+    // Dropping the guard would cancel the call.
+    std::mem::forget(guard);
     budget
 }
 
-/// Takes from this thread what lets root write where permissions do not. Each test has its own.
+/// Drops capabilities of this thread that bypass file permissions. Each test has its own thread.
 fn without_privileges() {
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
     let mut sets = capabilities(None).unwrap();
@@ -23,7 +23,7 @@ fn a_tree_names_all_below_and_follows_no_link() {
     let entries = root.tree("/", &mut budget()).unwrap();
     let seen: Vec<_> = entries.iter().filter(|entry| !entry.dangling).collect();
     let names: Vec<_> = seen.iter().map(|entry| entry.name.as_str()).collect();
-    // A link within the root is described, and what it leads to not told twice.
+    // A link within the root is listed, and the entries below its target only once.
     assert_eq!(
         names,
         [
@@ -65,7 +65,7 @@ fn a_tree_that_is_too_deep_is_refused_and_not_cut() {
     assert!(matches!(refused, Err(Error::TooDeep)), "{refused:?}");
     let refused = root.copy("sub", "copy", Existing::Keep, &mut budget());
     assert!(matches!(refused, Err(Error::TooDeep)), "{refused:?}");
-    // Nothing is left of the copy that was begun.
+    // The incomplete copy is removed.
     let mut top = found(&world);
     top.retain(|name| !name.contains('/'));
     let world = [
@@ -81,7 +81,7 @@ fn a_tree_that_is_too_deep_is_refused_and_not_cut() {
 }
 
 #[test]
-fn a_link_that_lies_too_deep_is_not_left_out_in_silence() {
+fn a_link_with_a_path_that_is_too_long_is_an_error() {
     let (world, root) = world();
     let mut path = world.path().join("app/sub/deep");
     for _ in 0..path::MAX_COMPONENTS - 2 {
@@ -95,7 +95,7 @@ fn a_link_that_lies_too_deep_is_not_left_out_in_silence() {
 }
 
 #[test]
-fn a_copy_is_whole_and_follows_no_link_out() {
+fn a_copy_is_complete_and_follows_no_link() {
     let (world, root) = world();
     let app = world.path().join("app");
     let copy = |from, to, existing| root.copy(from, to, existing, &mut budget());
@@ -116,17 +116,12 @@ fn a_copy_is_whole_and_follows_no_link_out() {
         .permissions()
         .mode();
     assert_eq!(mode & 0o7777, 0o500);
-    // The link itself, by which nobody gets out.
+    // The link itself is copied, and does not lead out.
     assert!(app.join("new/sub/out").is_symlink());
     root.read("new/sub/out").unwrap_err();
     let refused = |from, to, existing| copy(from, to, existing).unwrap_err().to_string();
     for (from, to, existing, error) in [
-        (
-            "a.txt",
-            "new/a",
-            Existing::Keep,
-            "something is there already",
-        ),
+        ("a.txt", "new/a", Existing::Keep, "the path exists already"),
         ("sub", "new/sub", Existing::Replace, "directory not empty"),
         ("sub", "a.txt", Existing::Replace, "not a directory"),
         ("a.txt", "sub", Existing::Replace, "is a directory"),
@@ -142,7 +137,7 @@ fn a_copy_is_whole_and_follows_no_link_out() {
             Existing::Keep,
             "a directory cannot be put into itself",
         ),
-        ("a.txt", "", Existing::Replace, "it is the root"),
+        ("a.txt", "", Existing::Replace, "the path is the root"),
         ("missing", "x", Existing::Keep, "no such file or directory"),
         ("out", "x", Existing::Keep, "access denied"),
         ("out-dir", "x", Existing::Keep, "access denied"),
@@ -153,7 +148,7 @@ fn a_copy_is_whole_and_follows_no_link_out() {
         assert_eq!(refused(from, to, existing), error, "{from} {to}");
     }
     copy("a.txt", "new/a", Existing::Replace).unwrap();
-    // The link is replaced, and not its target.
+    // The link is replaced, not its target.
     copy("a.txt", "out", Existing::Replace).unwrap();
     assert!(app.join("out").is_file() && !app.join("out").is_symlink());
     assert_eq!(
@@ -167,7 +162,7 @@ fn a_copy_is_whole_and_follows_no_link_out() {
 }
 
 #[test]
-fn a_copy_that_does_not_end_leaves_nothing() {
+fn an_incomplete_copy_leaves_nothing() {
     let (world, root) = world();
     let app = world.path().join("app");
     fs::write(app.join("sub/large"), vec![0; 1001]).unwrap();
@@ -177,7 +172,7 @@ fn a_copy_that_does_not_end_leaves_nothing() {
         assert!(matches!(refused, Err(Error::TooLarge(1000))), "{refused:?}");
     }
     fs::remove_file(app.join("sub/large")).unwrap();
-    // A file without a block is as large as it says.
+    // The size of a sparse file counts, not its blocks.
     let sparse = fs::File::create(app.join("sub/sparse")).unwrap();
     sparse.set_len(1 << 40).unwrap();
     let refused = root.copy("sub", "copy", Existing::Keep, &mut budget());
@@ -190,9 +185,9 @@ fn a_copy_that_does_not_end_leaves_nothing() {
         let refused = root.copy(from, "copy", Existing::Keep, &mut budget());
         assert!(matches!(refused, Err(Error::Special)), "{refused:?}");
     }
-    let (mut abandoned, waiting) = budget::Budget::new(1000);
-    drop(waiting);
-    let refused = root.copy("a.txt", "copy", Existing::Keep, &mut abandoned);
+    let (mut cancelled, guard) = budget::Budget::new(1000);
+    drop(guard);
+    let refused = root.copy("a.txt", "copy", Existing::Keep, &mut cancelled);
     assert!(
         matches!(refused, Err(Error::Io(Errno::CANCELED))),
         "{refused:?}"
@@ -201,7 +196,7 @@ fn a_copy_that_does_not_end_leaves_nothing() {
 }
 
 #[test]
-fn a_copy_without_the_right_to_write_leaves_nothing_either() {
+fn an_incomplete_copy_without_write_permission_leaves_nothing() {
     let (world, root) = world();
     let app = world.path().join("app");
     let shut = ["sub/shut", "sub/shut/within"].map(|name| app.join(name));
@@ -209,7 +204,7 @@ fn a_copy_without_the_right_to_write_leaves_nothing_either() {
     fs::write(shut[0].join("file"), "1").unwrap();
     fs::write(shut[1].join("file"), "1").unwrap();
     let set_all = |mode| {
-        // Those within first, and first those above where they have to be opened.
+        // Inner directories lose permissions first, outer directories get them back first.
         let mut names = shut.to_vec();
         if mode == 0o555 {
             names.reverse();
@@ -222,11 +217,11 @@ fn a_copy_without_the_right_to_write_leaves_nothing_either() {
     without_privileges();
     fs::write(shut[0].join("new"), "").unwrap_err();
     let before = found(&world);
-    // It fails at its very end.
+    // This copy fails at its last step.
     let refused = root.copy("sub", "a.txt", Existing::Replace, &mut budget());
     assert!(matches!(refused, Err(Error::NotADirectory)), "{refused:?}");
     assert_eq!(found(&world), before);
-    // It fails behind directories that are whole, in whatever order they come.
+    // This copy fails after complete directories, in any order of the entries.
     for name in ["one", "two", "three"] {
         let name = app.join(name);
         fs::create_dir_all(name.join("shut")).unwrap();
@@ -243,7 +238,7 @@ fn a_copy_without_the_right_to_write_leaves_nothing_either() {
         .unwrap();
     let copy = fs::metadata(app.join("copy/within")).unwrap();
     assert_eq!(copy.permissions().mode() & 0o777, 0o555);
-    // So that the test's own directory can be removed.
+    // The removal of the test's directory needs write permissions.
     set_all(0o755);
     for name in ["one", "two", "three"] {
         let mode = fs::Permissions::from_mode(0o755);
@@ -260,7 +255,7 @@ fn names(path: &str) -> Vec<CString> {
 }
 
 #[test]
-fn directories_that_an_entry_needs_are_entries_too() {
+fn parents_of_an_entry_count_as_entries() {
     let (world, root) = world();
     let mut budget = budget();
     for _ in 2..MAX_ENTRIES {
@@ -274,7 +269,7 @@ fn directories_that_an_entry_needs_are_entries_too() {
 }
 
 #[test]
-fn an_archives_directory_has_the_permissions_that_it_says() {
+fn an_archives_directory_has_the_permissions_of_its_entry() {
     let (world, root) = world();
     let mut into = root.unpack("into", budget()).unwrap();
     into.directory(&names("open"), 0o777).unwrap();

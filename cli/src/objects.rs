@@ -1,4 +1,4 @@
-//! One look at what the API has of sandboxes.
+//! Lists of the API objects that concern sandboxes.
 
 use std::fmt::Debug;
 
@@ -13,26 +13,24 @@ use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot};
 use crate::connect::{Cluster, call};
 use crate::error::Error;
 
-/// Objects of one page: the apiserver need not hold all of a large cluster in one answer.
+/// Number of objects a page, so that the answers of a large cluster stay small.
 const PAGE: u32 = 500;
 
-/// What the API has of the sandboxes that were asked for.
+/// Objects of the requested sandboxes.
 #[derive(Clone, Debug, Default)]
-pub struct World {
+pub struct Objects {
     pub sandboxes: Vec<Sandbox>,
     pub pods: Vec<Pod>,
     pub snapshots: Vec<SandboxSnapshot>,
     pub nodes: Vec<SandboxNode>,
-    /// What could not be seen, each with the reason: the rest is shown without it.
+    /// Reasons why objects could not be read; the rest is shown without them.
     pub unseen: Vec<String>,
 }
 
-/// Which Sandboxes.
+/// Namespaces of the requested Sandboxes.
 #[derive(Clone, Copy, Debug)]
 pub enum Scope<'a> {
-    /// All of the cluster.
     Everywhere,
-    /// Those of a namespace.
     Namespace(&'a str),
 }
 
@@ -48,12 +46,14 @@ impl Scope<'_> {
     }
 }
 
-/// The objects of a kind. A schema lets objects through that our types do not (a time with 13 decimals): nobody's shall hide those of
-/// others.
+/// Objects of a kind.
+///
+/// A schema allows objects that the Rust types do not (a time with 13 decimals). Such an object
+/// does not hide the others.
 #[derive(Clone, Debug)]
 pub struct Listed<K> {
     pub items: Vec<K>,
-    /// Those that cannot be read, each with the reason.
+    /// Reasons why objects cannot be parsed, with their names.
     pub unread: Vec<String>,
 }
 
@@ -67,14 +67,14 @@ impl<K> Listed<K> {
                     Some(namespace) => format!("{namespace}/{name}"),
                     None => name,
                 };
-                let unread = format!("of the {what}, {name} cannot be read: {error}");
+                let unread = format!("cannot parse {name} of the {what}: {error}");
                 self.unread.push(unread);
             }
         }
     }
 }
 
-/// All objects of a kind, page by page.
+/// Lists all objects of a kind, page by page.
 pub async fn list<K>(what: &str, api: &Api<DeserializeGuard<K>>) -> Result<Listed<K>, Error>
 where
     K: Resource + Clone + DeserializeOwned + Debug,
@@ -97,9 +97,12 @@ where
     }
 }
 
-impl World {
-    /// Looks. Only the Sandboxes themselves have to be readable: who may not see nodes gets a table without what they say.
-    pub async fn look(cluster: &Cluster, scope: Scope<'_>) -> Result<Self, Error> {
+impl Objects {
+    /// Lists the objects of the scope.
+    ///
+    /// Only a failure to list Sandboxes is an error. A user without the right to list the other
+    /// kinds gets a table without their columns.
+    pub async fn list(cluster: &Cluster, scope: Scope<'_>) -> Result<Self, Error> {
         let client = &cluster.client;
         let sandboxes: Api<DeserializeGuard<Sandbox>> = scope.api(client);
         let pods: Api<DeserializeGuard<Pod>> = scope.api(client);
@@ -113,15 +116,15 @@ impl World {
         );
         let mut unseen = Vec::new();
         Ok(Self {
-            sandboxes: kept(Ok(sandboxes?), &mut unseen),
-            pods: kept(pods, &mut unseen),
-            snapshots: kept(snapshots, &mut unseen),
-            nodes: kept(nodes, &mut unseen),
+            sandboxes: readable(Ok(sandboxes?), &mut unseen),
+            pods: readable(pods, &mut unseen),
+            snapshots: readable(snapshots, &mut unseen),
+            nodes: readable(nodes, &mut unseen),
             unseen,
         })
     }
 
-    /// Keeps the Sandboxes of these names, in their order; all if none is named.
+    /// Keeps the Sandboxes of these names, in the order of the names; all if there are no names.
     pub fn only(mut self, namespace: &str, names: &[String]) -> Result<Self, Error> {
         if names.is_empty() {
             return Ok(self);
@@ -138,14 +141,14 @@ impl World {
     }
 }
 
-fn kept<K>(listed: Result<Listed<K>, Error>, unseen: &mut Vec<String>) -> Vec<K> {
+fn readable<K>(listed: Result<Listed<K>, Error>, unseen: &mut Vec<String>) -> Vec<K> {
     match listed {
         Ok(listed) => {
             unseen.extend(listed.unread);
             listed.items
         }
         Err(error) => {
-            unseen.push(crate::error::words(&error));
+            unseen.push(crate::error::full_message(&error));
             Vec::new()
         }
     }
