@@ -15,9 +15,13 @@ pub(crate) use runsc::RunscArgs;
 
 /// Torpor's agent on a node: hibernates and wakes the pods of the runtime handler it installs.
 #[derive(Debug, Parser)]
-#[command(name = "torpor-agent", version, about)]
+#[command(
+    name = "torpor-agent",
+    version = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("TORPOR_GIT_COMMIT"), ")"),
+    about
+)]
 pub(crate) struct Args {
-    /// Form of the log on standard error
+    /// Format of the log on standard error
     #[arg(
         long,
         global = true,
@@ -34,11 +38,11 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Serve this node until SIGTERM
     Run(RunArgs),
-    /// Put the runtime's binaries on the node and tell containerd of its handler
+    /// Install the runtime's binaries on the node and add its handler to containerd's configuration
     Install(InstallArgs),
-    /// Take back what `install` did
+    /// Undo what `install` did
     Uninstall(UninstallArgs),
-    /// Do nothing until SIGTERM: the container that stays of the installer's Pod
+    /// Wait for SIGTERM: the container that keeps the installer's Pod running
     Wait,
 }
 
@@ -52,13 +56,13 @@ pub(crate) enum LogFormat {
 /// Where Torpor's files lie, in the host's paths.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct NodePaths {
-    /// Binaries and their configuration, on persistent storage that allows execution
+    /// Directory of the binaries and their configuration, on persistent storage that allows execution
     #[arg(long, default_value = "/opt/torpor", value_parser = absolute, env = "TORPOR_INSTALL_DIR")]
     pub(crate) install_dir: PathBuf,
-    /// Records of running pods, on a tmpfs
+    /// Directory of the records of running pods, on a tmpfs
     #[arg(long, default_value = "/run/torpor", value_parser = absolute, env = "TORPOR_STATE_DIR")]
     pub(crate) state_dir: PathBuf,
-    /// Images and ledgers, on persistent storage
+    /// Directory of images and ledgers, on persistent storage
     #[arg(long, default_value = "/var/lib/torpor", value_parser = absolute, env = "TORPOR_STORE_DIR")]
     pub(crate) store_dir: PathBuf,
     /// The kubelet's --root-dir
@@ -80,10 +84,10 @@ pub(crate) struct RunArgs {
     /// Name of this node's Node object
     #[arg(long, env = "NODE_NAME")]
     pub(crate) node_name: String,
-    /// containerd's runtime handler that is Torpor's, as `install` wrote it
+    /// Name of Torpor's runtime handler in containerd's configuration, as `install` wrote it
     #[arg(long, default_value = "torpor", value_parser = handler, env = "TORPOR_RUNTIME_HANDLER")]
     pub(crate) runtime_handler: String,
-    /// Export spans by OTLP over gRPC, of steps, wakes and restores, to where the variables OTEL_EXPORTER_OTLP_* say
+    /// Export spans of steps, wakes and restores by OTLP over gRPC, as the variables OTEL_EXPORTER_OTLP_* configure it
     #[arg(long, env = "TORPOR_ENABLE_TRACING")]
     pub(crate) enable_tracing: bool,
     /// Address of /metrics
@@ -93,26 +97,26 @@ pub(crate) struct RunArgs {
     /// Address of /healthz and /readyz
     #[arg(long, default_value = "[::]:9645", env = "TORPOR_HEALTH_BIND_ADDRESS")]
     pub(crate) health_bind_address: SocketAddr,
-    /// Most sandboxes that are saved at once; default: half of the node's processors, at least 1
+    /// Maximum number of sandboxes that are saved at once. Default: half of the node's processors, at least 1
     #[arg(long, value_parser = at_least_one, env = "TORPOR_SAVES_AT_ONCE")]
     pub(crate) saves_at_once: Option<usize>,
-    /// Bytes a second (200Mi, 1G) of the images' disk that saves of idle sandboxes keep to on average, those that somebody asked for counted in; or off
+    /// Average bytes a second (200Mi, 1G) that saves of idle sandboxes may write to the images' disk, or off. Saves that a user asked for count toward the average
     #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
     pub(crate) save_bandwidth: Bytes,
-    /// Percent of the images' disk that saves leave free, or off: one that would take of it fails as on a full disk, before it writes anything. Default: five more than the kubelet's eviction limits, as far as the installer could read them, and at least 20
+    /// Percent of the images' disk that saves leave free, or off. A save that would use this reserve fails as on a full disk, before it writes anything. Default: five more than the kubelet's eviction limits, as far as the installer could read them, and at least 20
     #[arg(long, env = "TORPOR_STORE_RESERVE")]
     pub(crate) store_reserve: Option<Limit>,
-    /// Seconds that the memory of a sleeping sandbox stays whose Pod was evicted or force-deleted, for a SandboxSnapshot that names the Pod; ends early, oldest first, when the images' disk has less free than half of --store-reserve. 0: none
+    /// Seconds for which the agent keeps the memory of a sleeping sandbox whose Pod was evicted or force-deleted, until a SandboxSnapshot names the Pod. While the images' disk has less free than half of --store-reserve, the agent removes such memory earlier, the oldest first. 0: not at all
     #[arg(long, default_value = "600", value_parser = seconds, env = "TORPOR_UNCLAIMED_IMAGE_GRACE")]
     pub(crate) unclaimed_image_grace: Duration,
-    /// What the images of one namespace may take of their disk: bytes (20Gi), percent of the file system (50%), or off (0). Beyond it hibernation in place and Manual snapshots are refused; a Suspend and an eviction are not
+    /// Limit of the images of one namespace on their disk: bytes (20Gi), percent of the file system (50%), or off (0). Beyond it the agent refuses hibernation in place and Manual snapshots, but not a Suspend or an eviction
     #[arg(long, default_value = "50%", value_parser = per_namespace, env = "TORPOR_STORE_PER_NAMESPACE")]
     pub(crate) store_per_namespace: PerNamespace,
-    /// Where the host's cgroups are mounted: there it is read what sandboxes use, and whether they may swap
+    /// Mount point of the host's cgroups, from which the agent reads what sandboxes use and whether they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,
-    /// Where the host's /proc is mounted: there it is read whether the processes of a sandbox live.
-    /// The default is right where the agent is in the host's PID namespace
+    /// Mount point of the host's /proc, from which the agent reads whether a sandbox's processes run.
+    /// The default is right for an agent in the host's PID namespace
     #[arg(long, default_value = "/proc", value_parser = absolute, env = "TORPOR_PROC_ROOT")]
     pub(crate) proc_root: PathBuf,
     #[command(flatten)]
@@ -123,44 +127,44 @@ pub(crate) struct RunArgs {
     pub(crate) kata: KataArgs,
 }
 
-/// What swap dozing sandboxes may take. One that is awake and would need more does not doze; it hibernates when it is its time.
+/// Limits of the swap of dozing sandboxes. An awake sandbox that would need more does not doze; it hibernates after its time for that.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct SwapArgs {
-    /// Most memory (512Mi, 2Gi) that a sandbox may have that dozes, or off
+    /// Maximum memory (512Mi, 2Gi) of a sandbox that dozes, or off
     #[arg(long, default_value = "off", env = "TORPOR_DOZE_SWAP_PER_SANDBOX")]
     pub(crate) doze_swap_per_sandbox: Bytes,
-    /// Bytes (8Gi) of the node's swap that may be in use, with the memory of those that are about to doze, or off
+    /// Maximum bytes (8Gi) of the node's swap in use, including the memory of sandboxes that are about to doze, or off
     #[arg(long, default_value = "off", env = "TORPOR_DOZE_SWAP_PER_NODE")]
     pub(crate) doze_swap_per_node: Bytes,
 }
 
-/// What is needed for sandboxes that Kata runs. Without a handler the agent has nothing to do with them, and connects to no containerd.
+/// Options for sandboxes that Kata runs. Without a handler the agent ignores them and does not connect to containerd.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct KataArgs {
-    /// containerd's runtime handlers that are Kata's, such as kata-qemu: their sandboxes may doze. Their runtime_type is to be io.containerd.<handler>.v2
+    /// Kata's runtime handlers in containerd's configuration, such as kata-qemu: their sandboxes may doze. Their runtime_type must be io.containerd.<handler>.v2
     #[arg(long, value_delimiter = ',', value_parser = handler, env = "TORPOR_KATA_HANDLERS")]
     pub(crate) kata_handlers: Vec<String>,
-    /// containerd's socket
+    /// Path of containerd's socket
     #[arg(long, default_value = "/run/containerd/containerd.sock", value_parser = absolute, env = "TORPOR_KATA_CONTAINERD_SOCKET")]
     pub(crate) kata_containerd_socket: PathBuf,
 }
 
-/// When the sandboxes that have been idle longest sleep before their time.
+/// Conditions in which the sandboxes that have been idle longest sleep before their time.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct PressureArgs {
-    /// Percent of the node's memory that is to be available, or off: with less, idle sandboxes that may sleep do so early
+    /// Percent of the node's memory that must be available, or off. With less, idle sandboxes that may sleep do so early
     #[arg(long, default_value = "10", env = "TORPOR_MEMORY_PRESSURE_AVAILABLE")]
     pub(crate) memory_pressure_available: Limit,
-    /// Percent of time that programs of the node may wait for memory (PSI, some avg10), or off
+    /// Percent of time for which programs of the node may wait for memory (PSI, some avg10), or off
     #[arg(long, default_value = "20", env = "TORPOR_MEMORY_PRESSURE_STALLED")]
     pub(crate) memory_pressure_stalled: Limit,
-    /// Percent of the node's swap that is to be free, or off: with less, dozing sandboxes hibernate
+    /// Percent of the node's swap that must be free, or off. With less, dozing sandboxes hibernate
     #[arg(long, default_value = "10", env = "TORPOR_SWAP_PRESSURE_FREE")]
     pub(crate) swap_pressure_free: Limit,
-    /// Seconds that a sandbox must have been idle before it is put to sleep for the node's sake
+    /// Seconds for which a sandbox must be idle before a shortage of memory or swap puts it to sleep
     #[arg(long, default_value = "30", value_parser = seconds, env = "TORPOR_PRESSURE_IDLE")]
     pub(crate) pressure_idle: Duration,
-    /// Put sandboxes to sleep for the node's sake that have no annotation about sleep, too
+    /// Let a shortage of memory or swap also put sandboxes to sleep that have no annotation about sleep
     #[arg(long, env = "TORPOR_PRESSURE_ON_ALL")]
     pub(crate) pressure_on_all: bool,
 }
@@ -282,7 +286,7 @@ fn per_namespace(text: &str) -> Result<PerNamespace, String> {
 
 fn at_least_one(text: &str) -> Result<usize, String> {
     let count = text.parse().ok().filter(|count| *count > 0);
-    count.ok_or_else(|| "allowed is 1 and more".to_owned())
+    count.ok_or_else(|| "allowed are whole numbers from 1 on".to_owned())
 }
 
 #[derive(Debug, Clone, clap::Args)]
@@ -291,11 +295,11 @@ pub(crate) struct InstallArgs {
     pub(crate) paths: NodePaths,
     #[command(flatten)]
     pub(crate) containerd: ContainerdArgs,
-    /// How often containerd 2.3 and later measures what each container uses, asleep or awake: whole seconds (10s), or unchanged. A period that its main configuration file names is left
+    /// Period at which containerd 2.3 and later measures what each container uses, asleep or awake: whole seconds (10s), or unchanged. A period in containerd's main configuration file is kept
     // By itself it does so each second, ten times as often as the kubelet asks.
     #[arg(long, default_value = "10s", env = "TORPOR_STATS_PERIOD")]
     pub(crate) stats_period: StatsPeriod,
-    /// Where the host's root directory is mounted
+    /// Mount point of the host's root directory
     #[arg(long, default_value = "/host", value_parser = absolute, env = "TORPOR_HOST_ROOT")]
     pub(crate) host_root: PathBuf,
     /// Directory that holds the torpor-oci and runsc to install
@@ -306,25 +310,25 @@ pub(crate) struct InstallArgs {
     /// gVisor's platform
     #[arg(long, default_value = "systrap", env = "TORPOR_RUNSC_PLATFORM")]
     pub(crate) runsc_platform: String,
-    /// The port of the kubelet's API (KubeletConfiguration's `port`): its probes of a sleeping pod are known by the process that listens there
+    /// Port of the kubelet's API (KubeletConfiguration's `port`). Torpor recognizes its probes of a sleeping pod by the process that listens on this port
     #[arg(long, default_value = "10250", env = "TORPOR_KUBELET_PORT")]
     pub(crate) kubelet_port: u16,
-    /// The kubelet's configuration file: images leave more of the disk free than its eviction limits. Default: config.yaml below --kubelet-root
+    /// Path of the kubelet's configuration file. Images leave more of the disk free than its eviction limits. Default: config.yaml in --kubelet-root
     #[arg(long, value_parser = absolute, env = "TORPOR_KUBELET_CONFIG")]
     pub(crate) kubelet_config: Option<PathBuf>,
-    /// Whether the kernel is set (for the whole node) to expedite RCU grace periods, and for images of 16 MiB and more to give out shared memory in 64 KiB pieces, for the moment of a wake, which halves it
+    /// Whether the kernel (of the whole node) expedites RCU grace periods during a wake and, for images of 16 MiB and more, allocates shared memory in pieces of 64 KiB. This halves the time of a wake
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) expedite_wakes: bool,
-    /// Whether a hibernated sandbox that wakes is begun without runsc's commands, a third faster, where that is known of the release of gVisor
+    /// Whether a wake starts a hibernated sandbox without runsc's commands, a third faster, with the releases of gVisor for which Torpor knows how
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) begin_sandboxes: bool,
-    /// Most hibernated sandboxes that are restored at once; 0: as many as want to. Default: one more than the node's processors
+    /// Maximum number of hibernated sandboxes that are restored at once; 0: no limit. Default: one more than the node's processors
     #[arg(long, env = "TORPOR_WAKES_AT_ONCE")]
     pub(crate) wakes_at_once: Option<u32>,
-    /// Swap for dozing sandboxes that this makes: zram:<percent>% of the node's memory, compressed in memory. Without it the node's own is used, if any
+    /// Swap that the installer creates for dozing sandboxes: zram:<percent>% of the node's memory, compressed in memory. Without it they use the node's own swap, if any
     #[arg(long, value_parser = doze_swap, env = "TORPOR_DOZE_SWAP")]
     pub(crate) doze_swap: Option<ShareOfMemory>,
-    /// Directory on the host for runsc's debug logs; without it there are none
+    /// Directory on the host for runsc's debug logs; without it runsc writes none
     #[arg(long, value_parser = absolute, env = "TORPOR_RUNSC_DEBUG_DIR")]
     pub(crate) runsc_debug_dir: Option<PathBuf>,
 }
@@ -335,16 +339,16 @@ pub(crate) struct UninstallArgs {
     pub(crate) paths: NodePaths,
     #[command(flatten)]
     pub(crate) containerd: ContainerdArgs,
-    /// Where the host's root directory is mounted
+    /// Mount point of the host's root directory
     #[arg(long, default_value = "/host", value_parser = absolute, env = "TORPOR_HOST_ROOT")]
     pub(crate) host_root: PathBuf,
     /// Remove images and ledgers too
     #[arg(long, env = "TORPOR_PURGE")]
     pub(crate) purge: bool,
-    /// Go on although pods of this runtime still run here; they can no longer be stopped cleanly
+    /// Uninstall although pods of this runtime still run on the node; they can no longer be stopped cleanly
     #[arg(long, env = "TORPOR_FORCE")]
     pub(crate) force: bool,
-    /// How long pods of this runtime may take to be gone: the kubelet removes what is left of one some seconds after the apiserver has forgotten it
+    /// Seconds for which to wait until the node's pods of this runtime are removed: the kubelet removes the rest of a pod some seconds after the apiserver has deleted it
     #[arg(
         long,
         value_name = "SECONDS",
@@ -357,23 +361,23 @@ pub(crate) struct UninstallArgs {
 /// The node's containerd, in the host's paths.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct ContainerdArgs {
-    /// containerd's main configuration file
+    /// Path of containerd's main configuration file
     #[arg(long, default_value = "/etc/containerd/config.toml", value_parser = absolute, env = "TORPOR_CONTAINERD_CONFIG")]
     pub(crate) containerd_config: PathBuf,
-    /// Directory for the file that is added to that configuration
+    /// Directory for the file that `install` adds to containerd's configuration
     #[arg(long, default_value = "/etc/containerd/conf.d", value_parser = absolute, env = "TORPOR_CONTAINERD_CONF_DIR")]
     pub(crate) containerd_conf_dir: PathBuf,
-    /// How containerd is restarted: systemd:<unit>, pidfile:<path> (its supervisor starts it again) or none
+    /// Way to restart containerd: systemd:<unit>, pidfile:<path> (its supervisor starts it again) or none
     #[arg(
         long,
         default_value = "systemd:containerd",
         env = "TORPOR_CONTAINERD_RESTART"
     )]
     pub(crate) containerd_restart: ContainerdRestart,
-    /// containerd's socket, which must answer after a restart
+    /// Path of containerd's socket, which must answer after a restart
     #[arg(long, default_value = "/run/containerd/containerd.sock", value_parser = absolute, env = "TORPOR_CONTAINERD_SOCKET")]
     pub(crate) containerd_socket: PathBuf,
-    /// Most seconds for a restart
+    /// Maximum seconds for a restart of containerd
     #[arg(long, default_value = "90", value_parser = seconds, env = "TORPOR_CONTAINERD_RESTART_TIMEOUT")]
     pub(crate) containerd_restart_timeout: Duration,
     /// Name of the runtime handler, as in the RuntimeClass
@@ -475,7 +479,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 fn handler(text: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     if text.is_empty() || text.len() > 63 || !text.chars().all(allowed) {
-        return Err("a handler has 1 to 63 of a-z, 0-9 and -".to_owned());
+        return Err("allowed are 1 to 63 characters of a-z, 0-9 and -".to_owned());
     }
     Ok(text.to_owned())
 }
@@ -648,5 +652,11 @@ mod tests {
             assert!(handler(wrong).is_err(), "{wrong:?} was read");
         }
         assert_eq!(handler("torpor-2"), Ok("torpor-2".to_owned()));
+    }
+
+    #[test]
+    fn reference_of_flags_is_current() {
+        let page = torpor_test_reference::flags(<Args as clap::CommandFactory>::command());
+        torpor_test_reference::assert_page("flags-agent.md", &page);
     }
 }

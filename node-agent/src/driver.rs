@@ -344,9 +344,9 @@ fn untold(pod_uid: &PodUid, error: &publish::Error) {
     let words = crate::observe::words(error);
     if matches!(error, publish::Error::Conflict { .. }) {
         // The watch shows in a moment what there is instead, and the task looks again at once.
-        tracing::debug!(%pod_uid, error = words, "status not written");
+        tracing::debug!(%pod_uid, error = words, "cannot write the status");
     } else {
-        tracing::warn!(%pod_uid, error = words, "status not written");
+        tracing::warn!(%pod_uid, error = words, "cannot write the status");
     }
 }
 
@@ -446,7 +446,7 @@ fn remove_ledger_alone(shared: &Shared, look: &mut Look, failures: &mut Failures
     match Namespace::new("none") {
         Ok(namespace) => run_in(shared, look, &namespace, None, failures),
         Err(error) => {
-            tracing::error!(%error, "a constant name is not a name");
+            tracing::error!(%error, "the constant name of a namespace is not valid");
             0
         }
     }
@@ -513,12 +513,14 @@ fn log(pod: &PodUid, step: &Step, outcome: &Outcome, took: Duration) {
         Outcome::Done | Outcome::Already => {
             tracing::info!(%pod, ?kind, took_ms = took, seq = step.fence.ledger_seq, "step done");
         }
-        Outcome::Stale => tracing::info!(%pod, ?kind, "step was planned for another state"),
+        Outcome::Stale => {
+            tracing::info!(%pod, ?kind, "step not done: it was planned for another state")
+        }
         Outcome::Failed { reason, message } => {
             tracing::error!(%pod, ?kind, reason, message, took_ms = took, "step failed");
         }
         Outcome::Unknown { message } => {
-            tracing::warn!(%pod, ?kind, message, took_ms = took, "step has no known outcome");
+            tracing::warn!(%pod, ?kind, message, took_ms = took, "the outcome of the step is unknown");
         }
     }
 }

@@ -237,7 +237,7 @@ fn is_held_open(context: &Context<'_>) -> bool {
 fn shim_gone(image: &ImageId) -> Outcome {
     Outcome::Failed {
         reason: SHIM_GONE.to_owned(),
-        message: format!("{NOT_HELD_OPEN}, which goes on from image {image}"),
+        message: format!("{NOT_HELD_OPEN}, which then continues from image {image}"),
     }
 }
 
@@ -247,7 +247,7 @@ fn end_broken(context: &Context<'_>, image: &ImageId) -> Outcome {
         Outcome::Done => Outcome::Failed {
             reason: "GoferGone".to_owned(),
             message: format!(
-                "a gofer of the sandbox has ended while it slept: it goes on from image {image}"
+                "a gofer of the sandbox ended while the sandbox slept: the sandbox continues from image {image}"
             ),
         },
         other => other,
@@ -358,7 +358,7 @@ fn note_wake(context: &Context<'_>, sandbox: &SandboxId, took: Duration) {
         stages_end_micros: [("resumed".to_owned(), micros)].into(),
     };
     if let Err(error) = context.node.records.write_wake(sandbox, &note) {
-        tracing::warn!(pod = %context.pod, error = words(&error), "the wake is not noted");
+        tracing::warn!(pod = %context.pod, error = words(&error), "cannot record the wake");
     }
 }
 
@@ -376,7 +376,7 @@ fn give_back(context: &Context<'_>, image: &ImageId) -> Outcome {
     match released {
         Ok(None) if maker.is_ok_and(|state| state.images.contains_key(image)) => Outcome::Failed {
             reason: "ImageMissing".to_owned(),
-            message: format!("image {image}, which is to be given back, is not in the store"),
+            message: format!("cannot give back image {image}: it is not in the store"),
         },
         Ok(None | Some(Removed::Already)) => Outcome::Already,
         Ok(Some(Removed::Done)) => Outcome::Done,
@@ -481,7 +481,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     match partial.size() {
         Ok(bytes) => context.written.set(context.written.get() + bytes),
         Err(error) => {
-            tracing::warn!(pod = %context.pod, error = words(&error), "nobody knows how much was written");
+            tracing::warn!(pod = %context.pod, error = words(&error), "cannot determine how much was written");
         }
     }
     match saved {
@@ -532,7 +532,7 @@ fn tell_keeper(context: &Context<'_>, request: &Request) -> Option<keeper::Error
     let (record, _) = context.sandbox?;
     let dir = context.node.pause_dir(&record.sandbox);
     let error = keeper::ask(&dir, request, &[], CALL_LIMIT).err()?;
-    tracing::warn!(pod = %context.pod, error = words(&error), "the Pod's keeper does not do as asked");
+    tracing::warn!(pod = %context.pod, error = words(&error), "the Pod's keeper did not carry out a request");
     Some(error)
 }
 
@@ -544,7 +544,7 @@ fn unwatched(by_itself: bool, refused: Option<&keeper::Error>) -> Option<Outcome
             Some(Outcome::Failed {
                 reason: reason.clone(),
                 message: format!(
-                    "{message}. It does not fall asleep by itself, and sleeps if it is asked to (torpor.dev/hibernate)"
+                    "{message}. The sandbox does not fall asleep by itself; it sleeps on request (torpor.dev/hibernate)"
                 ),
             })
         }
@@ -599,7 +599,7 @@ fn reclaim(context: &Context<'_>, image: &ImageId) -> Outcome {
         for program in [record.runsc.clone(), record.runsc.with_file_name(OCI)] {
             // Without it the next wake takes longer, and nothing else is wrong.
             if let Err(error) = programs::keep_in_memory(&program) {
-                tracing::warn!(error = words(&error), "a program is not kept in memory");
+                tracing::warn!(error = words(&error), "cannot keep a program in memory");
             }
         }
     }

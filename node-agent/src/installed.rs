@@ -74,7 +74,7 @@ impl Installed {
 pub(crate) fn close(dir: &Path) {
     let closed = std::fs::set_permissions(dir, Permissions::from_mode(0o700));
     if let Err(error) = closed {
-        tracing::warn!(dir = %dir.display(), %error, "cannot close the directory to others");
+        tracing::warn!(dir = %dir.display(), %error, "cannot make the directory private");
     }
 }
 
@@ -82,7 +82,7 @@ fn waits_for(path: &Path, error: &config::Error) -> String {
     match error {
         config::Error::Read { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
             format!(
-                "{} is not there: DaemonSet torpor-installer has not installed the runtime on this node yet",
+                "{} does not exist: DaemonSet torpor-installer has not installed the runtime on this node yet",
                 path.display()
             )
         }
@@ -101,11 +101,13 @@ fn news(own: &Config, now: Result<Config, config::Error>) -> News {
     };
     match now {
         Ok(now) if is_same(&now) => News::None,
-        Ok(_) => News::Other("the installer has put another version or other settings on the node"),
+        Ok(_) => {
+            News::Other("the installer has installed another version or other settings on the node")
+        }
         Err(config::Error::Read { source, .. })
             if source.kind() == std::io::ErrorKind::NotFound =>
         {
-            News::Other("the runtime was taken off the node")
+            News::Other("the runtime was uninstalled from the node")
         }
         Err(error) => News::Unread(crate::observe::words(&error)),
     }

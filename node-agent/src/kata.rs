@@ -38,7 +38,7 @@ mod report;
 use ear::{Ear, Place};
 
 /// Why there is no hibernation (Kata 4.1: docs/Limitations.md; its shims refuse Checkpoint).
-const NO_IMAGES: &str = "Kata has no snapshot of a running sandbox";
+const NO_IMAGES: &str = "Kata cannot snapshot a running sandbox";
 /// A packet that came so short before the sandbox was paused may not have been answered.
 const ANSWER: Duration = Duration::from_secs(1);
 
@@ -154,7 +154,7 @@ impl Kata {
             Ok(Some(seen)) => seen,
             Ok(None) => return None,
             Err(error) => {
-                tracing::warn!(%pod, error = words(&error), "the Pod's sandbox is not known");
+                tracing::warn!(%pod, error = words(&error), "cannot determine the Pod's sandbox");
                 // Of a Pod that was never one of ours nothing is said.
                 self.entries().get(pod)?;
                 observed.live = Live::Unknown;
@@ -248,7 +248,7 @@ impl Kata {
         let is_new = watched.is_of(now);
         if observed.live == Live::Running {
             let Some(cpu) = self.driver.processor_time(&seen.sandbox) else {
-                observed.idle_known = Err("its processor time is not counted".to_owned());
+                observed.idle_known = Err("its processor time cannot be read".to_owned());
                 return Some(watched);
             };
             let up = watched.up();
@@ -270,7 +270,7 @@ impl Kata {
             match self.listen(wish, seen, now) {
                 Ok(ear) => known.ear = Some(ear),
                 Err(why) => {
-                    observed.can_doze = Err(format!("packets would not wake it: {why}"));
+                    observed.can_doze = Err(format!("packets would not wake the sandbox: {why}"));
                     return Some(watched);
                 }
             }
@@ -320,7 +320,7 @@ impl Kata {
         match resumed {
             Ok(Ok(_)) => self.woke(&mut known, cause, began.elapsed()),
             Ok(Err(error)) => {
-                tracing::error!(%pod, error = words(&error), "the sandbox is wanted and could not be resumed; it is tried again");
+                tracing::error!(%pod, error = words(&error), "cannot resume the dozing sandbox; the agent tries again");
             }
             Err(error) => tracing::error!(%pod, %error, "a resume panicked"),
         }
@@ -483,7 +483,7 @@ fn answers_probes(pod: &Pod) -> Result<(), String> {
     for (container, probe) in crate::kubelet::each_probe(pod) {
         if probe.exec.is_some() || probe.http_get.is_some() || probe.grpc.is_some() {
             return Err(format!(
-                "container {} has a probe that its program answers, which stands still while a Kata sandbox dozes (a tcpSocket probe is answered)",
+                "container {} has a probe that its program answers, but a Kata sandbox's programs are paused while it dozes (use a tcpSocket probe, which is answered)",
                 container.name
             ));
         }

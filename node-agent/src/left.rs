@@ -22,11 +22,11 @@ pub(crate) fn look(node: &Node, record: &PodRecord) {
     }
     let looked = names(node, record);
     let left = looked.unwrap_or_else(|why| {
-        tracing::warn!(pod_uid = %record.pod_uid, error = why, "nobody knows what exec has left behind");
+        tracing::warn!(pod_uid = %record.pod_uid, error = why, "cannot determine which processes exec has left behind");
         Vec::new()
     });
     if let Err(error) = node.records.write_left(sandbox, &left) {
-        tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "what exec has left behind is not noted");
+        tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "cannot record the processes that exec has left behind");
     }
 }
 

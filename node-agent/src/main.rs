@@ -80,7 +80,7 @@ fn installed(result: Result<install::Outcome, install::Error>) -> anyhow::Result
         binaries,
         containerd,
         restarted,
-        "done: this is what changed"
+        "done; the fields show what changed"
     );
     Ok(())
 }

@@ -172,12 +172,12 @@ impl Metrics {
         );
         registry.register(
             "sandboxes_watched",
-            "Sandboxes that are watched for idleness, because they may fall asleep by themselves",
+            "Sandboxes that the agent watches for idleness, because they may fall asleep by themselves",
             metrics.watched.clone(),
         );
         registry.register(
             "reported_timestamp_seconds",
-            "When the apiserver last took the agent's report, the SandboxNode, in seconds since 1970; 0: not yet",
+            "Time at which the apiserver last accepted the agent's SandboxNode, in seconds since 1970; 0: not yet",
             metrics.reported_at.clone(),
         );
         registry.register(
@@ -207,17 +207,17 @@ impl Metrics {
         );
         registry.register(
             "namespace_image_bytes",
-            "Bytes of the images of a namespace, of those 32 that have most",
+            "Bytes of a namespace's images, for the 32 namespaces with the most",
             self.namespace_bytes.clone(),
         );
         registry.register(
             "namespaces_limited",
-            "Namespaces of those whose images take all that one may (--store-per-namespace)",
+            "Namespaces, among the 32 with the most, whose images take all that a namespace may (--store-per-namespace)",
             self.namespaces_limited.clone(),
         );
         registry.register(
             "wakes",
-            "Wakes in place that succeeded, by who asked and how deep the sandbox slept",
+            "Wakes in place that succeeded, by their cause and the depth of the sleep",
             self.wakes.clone(),
         );
         registry.register(
@@ -237,12 +237,12 @@ impl Metrics {
         );
         registry.register(
             "memory_held_asleep_bytes",
-            "Working sets of the Pods whose sandboxes sleep now, as they were when they fell asleep",
+            "Working sets of the Pods whose sandboxes sleep now, measured when the sandboxes fell asleep",
             self.held_asleep.clone(),
         );
         registry.register(
             "failures",
-            "Steps that failed or whose outcome is unknown, and wakes by others that failed, by what they were for and why",
+            "Steps that failed or whose outcome is unknown, and failed wakes by other processes, by purpose and reason",
             self.failures.clone(),
         );
         registry.register(
@@ -256,7 +256,7 @@ impl Metrics {
     fn register_capacity(&self, registry: &mut Registry) {
         registry.register(
             "saves_waiting",
-            "Sandboxes that wait for their turn to be saved, by whether somebody asked for it",
+            "Sandboxes that wait for their turn to be saved, by urgency of the save",
             self.saves_waiting.clone(),
         );
         registry.register(
@@ -281,12 +281,12 @@ impl Metrics {
         );
         registry.register(
             "asked_to_sleep",
-            "Sandboxes that were asked to sleep before their time, by what the node was short of",
+            "Sandboxes that the agent asked to sleep before their time, by the resource that the node was short of",
             self.asked_to_sleep.clone(),
         );
         registry.register(
             "images_given_up",
-            "Images that were the memory of Pods that are gone and were removed because no SandboxSnapshot named those, by why they went",
+            "Images of deleted Pods' memory that the agent removed because no SandboxSnapshot named the Pod, by reason",
             self.given_up.clone(),
         );
     }
@@ -510,6 +510,7 @@ mod tests {
         metrics.wrote(4096);
         metrics.pressure(&[(Resource::Swap, String::new())].into());
         metrics.asked_to_sleep(Resource::Memory);
+        metrics.gave_up(false);
         let namespace = |name: &str, bytes, limited| NamespaceStorage {
             bytes,
             limited,
@@ -553,5 +554,12 @@ mod tests {
     #[test]
     fn dashboards_and_alerts_name_metrics_and_labels_that_the_agent_has() {
         torpor_test_monitoring::check("torpor_agent_", &text_with_everything());
+    }
+
+    #[test]
+    fn reference_of_metrics_is_current() {
+        let (text, source) = (text_with_everything(), include_str!("metrics.rs"));
+        let title = "Metrics of the agent";
+        torpor_test_reference::assert_metrics_page("metrics-agent.md", title, &text, source);
     }
 }

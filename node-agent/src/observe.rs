@@ -170,7 +170,7 @@ fn noted(mark: Result<Option<PauseMark>, record::Error>) -> Option<bool> {
 fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
     // What cannot be listed now is missing, as what lies on a disk that is not mounted yet: nothing of it is given up.
     let listed = node.store.list_pod(pod).unwrap_or_else(|error| {
-        tracing::warn!(%pod, error = words(&error), "the Pod's images cannot be listed");
+        tracing::warn!(%pod, error = words(&error), "cannot list the Pod's images");
         Vec::new()
     });
     if listed.is_empty() {
@@ -200,8 +200,8 @@ fn has_gone_on(node: &Node, by: &PodUid, image: &ImageId) -> bool {
 fn capable(node: &Node) -> Result<(), String> {
     match &node.ability {
         Ok(ability) if ability.capabilities.hibernate && ability.capabilities.restore => Ok(()),
-        Ok(_) => Err("this node's runsc cannot save a sandbox and let it run on".to_owned()),
-        Err(why) => Err(format!("this node's runsc could not be probed: {why}")),
+        Ok(_) => Err("this node's runsc cannot save a sandbox and resume it".to_owned()),
+        Err(why) => Err(format!("the agent cannot probe this node's runsc: {why}")),
     }
 }
 

@@ -110,7 +110,7 @@ impl NodePressure {
         }
         if let Some(ask) = &after {
             metrics.asked_to_sleep(ask.short_of);
-            tracing::info!(pod = %ask.pod, short_of = %ask.short_of, doze = ask.doze, "the node is short: a sandbox is to sleep");
+            tracing::info!(pod = %ask.pod, short_of = %ask.short_of, doze = ask.doze, "the node is short of a resource: asking a sandbox to sleep");
         }
         before.into_iter().chain(after).map(|ask| ask.pod).collect()
     }
@@ -135,7 +135,7 @@ pub(crate) async fn watch(
                     driver.poke_if_kept(&pod);
                 }
             }
-            Err(error) => tracing::warn!(%error, "the node's memory is not known"),
+            Err(error) => tracing::warn!(%error, "cannot read the state of the node's memory"),
         }
         // Both arms only wait.
         tokio::select! {

@@ -38,10 +38,10 @@ pub(crate) enum Error {
         #[source]
         source: kube::Error,
     },
-    #[error("the apiserver did not answer in {API_LIMIT:?} to the write of {what}")]
+    #[error("the apiserver did not answer the write of {what} within {API_LIMIT:?}")]
     Timeout { what: String },
     /// What was to be said follows from what was seen, which is so no longer.
-    #[error("somebody else wrote {what} meanwhile")]
+    #[error("another client has changed {what} since the agent read it")]
     Conflict { what: String },
 }
 
@@ -165,14 +165,14 @@ impl Publisher {
         match published.await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::warn!(%error, "cannot write an Event"),
-            Err(_) => tracing::warn!("the apiserver did not answer to the write of an Event"),
+            Err(_) => tracing::warn!("the apiserver did not answer the write of an Event in time"),
         }
     }
 
     /// An Event: the sandbox is put to sleep before its time, because the node is short of something.
     pub(crate) async fn node_pressure(&self, pod: &Pod, words: &str) {
         let note = format!(
-            "{words}: the sandbox has been idle for longest and sleeps before its time (node {})",
+            "{words}: the sandbox has been idle longest and falls asleep before its time (node {})",
             self.node_name
         );
         let event = Event {
@@ -441,12 +441,12 @@ fn consumption(
         (Some(pod), _) => Some((
             Some(pod.to_string()),
             reasons::snapshot::RESUMED,
-            format!("Pod {pod} was restored from it; it is stale"),
+            format!("Pod {pod} was restored from the image, which is therefore stale"),
         )),
         (None, true) => Some((
             None,
             reasons::snapshot::SUPERSEDED,
-            "The sandbox ran on after it was saved; it is stale".to_owned(),
+            "The sandbox ran on after the save; the image is therefore stale".to_owned(),
         )),
         (None, false) => None,
     }

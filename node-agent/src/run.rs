@@ -86,7 +86,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     if let Err(why) = &node.ability {
         tracing::error!(
             why,
-            "runsc could not be probed: nothing will be hibernated on this node"
+            "cannot probe runsc: the agent hibernates no sandbox on this node"
         );
     }
     let exporter = args
@@ -120,7 +120,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         node.kubelet_port,
         metrics.clone(),
     );
-    let kata = kata.context("cannot drive Kata")?;
+    let kata = kata.context("cannot set up the Kata driver")?;
     let report = sandbox_node::report(
         client.clone(),
         args.node_name.clone(),
@@ -241,7 +241,7 @@ impl Ends {
             () = self.signalled() => Ok(()),
             Some(task) = tasks.join_next() => {
                 task??;
-                anyhow::bail!("a task of the agent ended by itself")
+                anyhow::bail!("a task of the agent ended unexpectedly")
             }
         }
     }
@@ -253,11 +253,14 @@ fn is_replaced(installed: &Installed) -> bool {
     match installed.news() {
         News::None => false,
         News::Unread(why) => {
-            tracing::warn!(why, "cannot look what is installed");
+            tracing::warn!(
+                why,
+                "cannot read the configuration of the installed runtime"
+            );
             false
         }
         News::Other(why) => {
-            tracing::info!(why, "the agent ends, to start again with it");
+            tracing::info!(why, "the agent exits to start again");
             true
         }
     }
@@ -364,7 +367,7 @@ async fn watch(
 fn tell_of_problems(class: &RuntimeClass) {
     for problem in sleep::problems(class) {
         let class = class.name_any();
-        tracing::warn!(class, %problem, "what the RuntimeClass says of sleep does not apply");
+        tracing::warn!(class, %problem, "a sleep setting of the RuntimeClass does not apply");
     }
 }
 

@@ -115,7 +115,9 @@ pub(crate) async fn report(
                         written = Some((status, std::time::Instant::now()));
                     }
                     Ok(Err(error)) => tracing::warn!(%error, "cannot write the SandboxNode"),
-                    Err(_) => tracing::warn!("the apiserver did not answer to the SandboxNode"),
+                    Err(_) => tracing::warn!(
+                        "the apiserver did not answer the write of the SandboxNode in time"
+                    ),
                 }
             }
         }
@@ -177,8 +179,10 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
 async fn is_corrected(client: &Client, found: &SandboxNode) -> bool {
     match tokio::time::timeout(API_LIMIT, owner::correct(client, found)).await {
         Ok(Ok(())) => return true,
-        Ok(Err(error)) => tracing::warn!(%error, "cannot name the owner of the SandboxNode"),
-        Err(_) => tracing::warn!("the apiserver did not answer about the SandboxNode's owner"),
+        Ok(Err(error)) => tracing::warn!(%error, "cannot set the owner of the SandboxNode"),
+        Err(_) => tracing::warn!(
+            "the apiserver did not answer the change of the SandboxNode's owner in time"
+        ),
     }
     false
 }

@@ -225,7 +225,7 @@ fn told(node: &Node, record: &PodRecord) -> Option<u64> {
     let asked = connected.and_then(|mut control| control.memory_usage(CALL_LIMIT));
     if let Err(error) = &asked {
         let error = words(error);
-        tracing::warn!(pod_uid = %record.pod_uid, error, "it is not known how large the sandbox' image will be");
+        tracing::warn!(pod_uid = %record.pod_uid, error, "cannot estimate the size of the sandbox's image");
     }
     asked.ok()
 }
@@ -241,7 +241,7 @@ fn filestores(node: &Node, record: &PodRecord, lock: &PodLock) -> Option<u64> {
     let answer = match asked {
         Ok(answer) => answer,
         Err(error) => {
-            tracing::debug!(pod_uid = %record.pod_uid, error = words(&error), "the sandbox' files are not measured");
+            tracing::debug!(pod_uid = %record.pod_uid, error = words(&error), "cannot measure the sandbox's files");
             return None;
         }
     };

@@ -168,7 +168,7 @@ impl SwapLimits {
             return Ok(());
         };
         let Some(memory) = working_set else {
-            return Err("its memory is not counted, and swap is limited".to_owned());
+            return Err("the kernel does not count its memory, and swap is limited".to_owned());
         };
         let mebibytes = |bytes: u64| bytes.div_ceil(1 << 20);
         if let Some(limit) = self.per_sandbox
@@ -185,10 +185,10 @@ impl SwapLimits {
             && memory.saturating_add(taken) > limit.get()
         {
             return Err(format!(
-                "of the {} MiB of the node's swap that may be taken (--doze-swap-per-node) {} MiB are, or are about to be, and its memory is {} MiB",
+                "its memory, {} MiB, does not fit into the {} MiB of the node's swap that may be in use (--doze-swap-per-node): {} MiB are in use or about to be",
+                mebibytes(memory),
                 mebibytes(limit.get()),
-                mebibytes(taken),
-                mebibytes(memory)
+                mebibytes(taken)
             ));
         }
         Ok(())
@@ -269,7 +269,7 @@ mod tests {
                 .contains("its memory, 65 MiB, is more than the 64 MiB")
         );
         assert_eq!(told(limits(0, 500), node(400), 100), "");
-        assert!(told(limits(0, 500), node(400), 101).contains("of the 500 MiB"));
+        assert!(told(limits(0, 500), node(400), 101).contains("into the 500 MiB"));
         assert!(
             limits(64, 500).decide(node(0), 0, Some(None)).is_err(),
             "not counted"
@@ -294,7 +294,7 @@ mod tests {
         assert_eq!(told(promised, "a", Begins, 400), Ok(()));
         assert_eq!(told(promised, "b", Begins, 400), Ok(()));
         let refused = told(promised, "c", Begins, 400).expect_err("no room");
-        assert!(refused.contains("500 MiB are, or are about to be"));
+        assert!(refused.contains("500 MiB are in use or about to be"));
         // Refused is not promised, and who is seen again does not count twice.
         for (name, course) in [("c", Over), ("a", UnderWay), ("b", Unknown)] {
             assert_eq!(told(promised, name, course, 400), Ok(()), "{name}");

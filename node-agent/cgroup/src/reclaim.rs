@@ -93,13 +93,13 @@ pub enum Error {
     NoController,
     #[error(transparent)]
     Forbidden(#[from] Forbidden),
-    #[error("cannot reclaim the memory of {path} (with cgroup v2, Linux 5.19 or later can)")]
+    #[error("cannot reclaim the memory of {path} (cgroup v2 needs Linux 5.19 or later)")]
     Refused {
         path: PathBuf,
         #[source]
         source: cgroup::Error,
     },
-    #[error("{path} holds no number")]
+    #[error("{path} does not hold a number")]
     NoNumber { path: PathBuf },
 }
 

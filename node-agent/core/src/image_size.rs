@@ -34,12 +34,12 @@ impl Figures {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Stop {
     #[error(
-        "the sandbox wrote {} MiB, and an image of it can have {} MiB at most, by the kernel's count of its memory. The sandbox is at fault, and nothing of the image was kept",
+        "the sandbox wrote {} MiB, but its image can have {} MiB at most by the kernel's count of its memory. The sandbox is at fault; no part of the image was kept",
         written / MIB, cap / MIB
     )]
     TooLarge { written: u64, cap: u64 },
     #[error(
-        "no room on the disk that holds the images: {} MiB are left while the image is written, and a save ends at {} MiB, half of what is to stay free (--store-reserve). Delete SandboxSnapshots, or enlarge the disk",
+        "no room on the disk that holds the images: {} MiB are free during the save, and a save is stopped below {} MiB, half of the reserve (--store-reserve). Delete SandboxSnapshots, or enlarge the disk",
         free / MIB, least / MIB
     )]
     DiskShort { free: u64, least: u64 },

@@ -196,14 +196,14 @@ impl Watch {
             (found > until).then_some((found, limit))
         };
         let words = below(available, limits.available, memory)
-            .map(|(found, limit)| format!("{found:.0} % of the node's memory is available; {limit:.0} % are to be"))
+            .map(|(found, limit)| format!("{found:.0} % of the node's memory is available; the limit is {limit:.0} %"))
             .or_else(|| {
                 let (found, limit) = stalled(memory)?;
-                Some(format!("programs of the node waited for memory {found:.0} % of the time; {limit:.0} % is the limit"))
+                Some(format!("programs of the node waited for memory {found:.0} % of the time; the limit is {limit:.0} %"))
             });
         self.set(Resource::Memory, words);
         let words = below(free, limits.swap_free, swap).map(|(found, limit)| {
-            format!("{found:.0} % of the node's swap is free; {limit:.0} % are to be")
+            format!("{found:.0} % of the node's swap is free; the limit is {limit:.0} %")
         });
         self.set(Resource::Swap, words);
     }

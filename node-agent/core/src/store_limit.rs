@@ -35,7 +35,7 @@ impl PerNamespace {
 /// A save that the limit refuses.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the images of namespace {namespace} take {} MiB on this node, this one may take {} MiB, and {} MiB are allowed to one namespace (--store-per-namespace). The sandbox runs on. Delete SandboxSnapshots or sleeping Sandboxes of the namespace, or raise the limit",
+    "the images of namespace {namespace} take {} MiB on this node, the new image may take {} MiB, and the limit of a namespace is {} MiB (--store-per-namespace). The sandbox runs on. Delete SandboxSnapshots or sleeping Sandboxes of the namespace, or raise the limit",
     used / MIB, wanted.div_ceil(MIB), limit / MIB
 )]
 pub struct OverLimit {

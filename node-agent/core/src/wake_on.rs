@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
-/// As `torpor.dev/wake-on` says; that annotation's meaning is told in docs/operations.md.
+/// As `torpor.dev/wake-on` says; that annotation's meaning is told in docs/how-to/wake.md.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum WakeOn {

@@ -68,23 +68,23 @@ impl Hook {
 /// Why the kernel did not take the program.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the kernel makes no map")]
+    #[error("the kernel did not create the BPF map")]
     Map(#[source] std::io::Error),
-    #[error("the kernel does not take the entry into the map")]
+    #[error("the kernel did not add the entry to the BPF map")]
     Insert(#[source] std::io::Error),
-    #[error("the kernel does not show the map (any more)")]
+    #[error("the kernel does not return the BPF map (any more)")]
     Read(#[source] std::io::Error),
-    #[error("the kernel refuses the program{log}")]
+    #[error("the kernel refuses the BPF program{log}")]
     Load {
         #[source]
         source: std::io::Error,
         /// The verifier's words, after a colon; may be empty.
         log: String,
     },
-    #[error("the kernel does not attach the program")]
+    #[error("the kernel did not attach the BPF program")]
     Attach(#[source] std::io::Error),
     /// A link takes one program of this kind.
-    #[error("another program is attached there")]
+    #[error("another BPF program is attached already")]
     Taken,
 }
 

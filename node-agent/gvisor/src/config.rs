@@ -73,8 +73,8 @@ fn is_zero(value: &u32) -> bool {
 /// A build of runsc that the node's operator has revoked (`torpor-agent install --revoked-runsc`).
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the build of runsc {digest} is revoked on this node, so no sandbox begins with it; its images are kept. \
-     Take the digest out of --revoked-runsc (torpor-agent install) to go on from them"
+    "the build of runsc {digest} is revoked on this node, so no sandbox starts with it; its images are kept. \
+     Remove the digest from --revoked-runsc (torpor-agent install) to restore them"
 )]
 pub struct Revoked {
     pub digest: String,

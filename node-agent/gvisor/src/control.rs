@@ -36,14 +36,14 @@ pub enum Error {
         source: std::io::Error,
     },
     /// It may be there, and has heard nothing.
-    #[error("cannot connect to the sandbox by {path}")]
+    #[error("cannot connect to the sandbox at {path}")]
     Unreachable {
         path: PathBuf,
         #[source]
         source: std::io::Error,
     },
     /// It was stopped while it dozed, and would not answer.
-    #[error("cannot let the sandbox of {path} go on")]
+    #[error("cannot resume the sandbox of {path}")]
     Halted {
         path: PathBuf,
         #[source]
@@ -57,20 +57,20 @@ pub enum Error {
     },
     /// The sandbox ended with the call unread: it had no effect, and never will have. (The kernel resets a unix stream whose other end is closed with bytes unread in it; one that
     /// was read ends without an error.)
-    #[error("the sandbox ended before it heard of {method}")]
+    #[error("the sandbox ended before it received {method}")]
     NotHeard {
         method: &'static str,
         #[source]
         source: std::io::Error,
     },
     /// The sandbox ended, or did not answer in time: whether the call took effect is not known.
-    #[error("the sandbox gave no answer to {method}")]
+    #[error("the sandbox did not answer {method}")]
     NoAnswer {
         method: &'static str,
         #[source]
         source: std::io::Error,
     },
-    #[error("the sandbox's answer to {method} is not understood")]
+    #[error("cannot parse the sandbox's answer to {method}")]
     BadAnswer {
         method: &'static str,
         #[source]
@@ -179,7 +179,7 @@ impl Read for Until<'_, '_> {
             if let Some(watch) = &mut self.watch {
                 if !watch() {
                     return Err(std::io::Error::other(
-                        "the wait for the answer was given up",
+                        "the caller stopped waiting for the answer",
                     ));
                 }
                 limit = Some(limit.map_or(LOOK, |left| left.min(LOOK)));

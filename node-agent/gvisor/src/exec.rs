@@ -9,7 +9,7 @@ use crate::spec::{CAP_NET_RAW, adds_net_raw};
 pub enum Error {
     #[error("the OCI process has no args")]
     NoArgs,
-    #[error("the OCI process asks for {0:?}, which is no capability")]
+    #[error("the OCI process names {0:?}, which is not a capability")]
     UnknownCapability(String),
 }
 

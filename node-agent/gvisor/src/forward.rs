@@ -31,7 +31,7 @@ pub enum Error {
         source: std::io::Error,
     },
     #[error(
-        "forwarded connections did not end within {0:?}, and gVisor cannot be saved while one is open"
+        "forwarded connections did not end within {0:?}, and gVisor cannot save a sandbox while one is open"
     )]
     StillOpen(Duration),
 }

@@ -37,7 +37,7 @@ pub enum Error {
     #[error("process {pid} of the sandbox does not stop")]
     GoesOn { pid: i32 },
     /// In another PID namespace the numbers of its processes are those of others.
-    #[error("the sandbox' processes are stopped, and only its pod's keeper can let them go on")]
+    #[error("the sandbox's processes are stopped, and only its pod's keeper can resume them")]
     OutOfReach,
 }
 

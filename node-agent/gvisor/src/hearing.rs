@@ -19,15 +19,15 @@ const MOST: usize = 4096;
 pub enum Error {
     #[error(transparent)]
     Record(#[from] runsc::Error),
-    #[error("process {pid} is not the sandbox any more")]
+    #[error("process {pid} is no longer the sandbox")]
     Ended { pid: i32 },
-    #[error("cannot list the sandbox' descriptors in {path}")]
+    #[error("cannot list the sandbox's descriptors in {path}")]
     List {
         path: PathBuf,
         #[source]
         source: std::io::Error,
     },
-    #[error("cannot copy a descriptor of process {pid} (Linux 5.6 or later can)")]
+    #[error("cannot copy a descriptor of process {pid} (needs Linux 5.6 or later)")]
     Copy {
         pid: i32,
         #[source]

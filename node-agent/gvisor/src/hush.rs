@@ -24,10 +24,10 @@ use crate::net::{self, Pair, within};
 pub enum Error {
     #[error(transparent)]
     Namespace(#[from] net::Error),
-    #[error("cannot drop what the pod's links receive (Linux 5.9 or later can)")]
+    #[error("cannot drop the packets that the pod's links receive (needs Linux 5.9 or later)")]
     Drop(#[source] bpf::Error),
     /// By another process, or by somebody else's XDP program.
-    #[error("the pod's links are silenced already")]
+    #[error("a program on the pod's links drops received packets already")]
     Already,
 }
 

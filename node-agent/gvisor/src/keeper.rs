@@ -33,13 +33,13 @@ pub enum Error {
         #[source]
         source: nix::Error,
     },
-    #[error("cannot talk to the keeper at {path}")]
+    #[error("cannot communicate with the keeper at {path}")]
     Talk {
         path: PathBuf,
         #[source]
         source: nix::Error,
     },
-    #[error("the keeper at {path} gave no answer that is understood")]
+    #[error("cannot parse the answer of the keeper at {path}")]
     BadAnswer { path: PathBuf },
     #[error("{message}")]
     Refused { reason: String, message: String },

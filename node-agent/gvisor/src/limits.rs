@@ -107,7 +107,7 @@ pub enum Error {
     Control(#[from] control::Error),
     #[error(transparent)]
     Inside(#[from] inside::Error),
-    #[error("gVisor does not take a limit: {0}")]
+    #[error("gVisor refused a limit: {0}")]
     Refused(String),
 }
 

@@ -26,7 +26,7 @@ pub enum Error {
     Namespace(#[from] net::Error),
     #[error("cannot listen on the loopback of the pod's network namespace")]
     Listen(#[source] std::io::Error),
-    #[error("cannot steer the loopback's connections (Linux 5.9 or later can)")]
+    #[error("cannot redirect the loopback's connections (needs Linux 5.9 or later)")]
     Steer(#[from] bpf::Error),
 }
 

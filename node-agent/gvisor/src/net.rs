@@ -52,7 +52,7 @@ pub enum Error {
         #[source]
         source: nix::Error,
     },
-    #[error("cannot talk to the kernel's routing socket")]
+    #[error("cannot communicate with the kernel's routing socket")]
     Socket(#[source] std::io::Error),
     #[error("the kernel refused {what}")]
     Refused {
@@ -60,9 +60,9 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    #[error("the kernel's answer is not understood: {0}")]
+    #[error("cannot parse the kernel's answer: {0}")]
     BadAnswer(String),
-    #[error("the recorded address or route is not understood: {0}")]
+    #[error("cannot parse the recorded address or route: {0}")]
     BadRecord(String),
     #[error("the thread that entered the network namespace panicked")]
     Panicked,
@@ -379,7 +379,7 @@ impl Netlink {
             }
         }
         Err(Error::Refused {
-            what: "a dump in which nothing changes".to_owned(),
+            what: "a consistent dump".to_owned(),
             source: std::io::ErrorKind::Interrupted.into(),
         })
     }
@@ -413,7 +413,7 @@ impl Netlink {
     /// One that is gone already is removed.
     pub(crate) fn remove_address(&mut self, address: AddressMessage) -> Result<(), Error> {
         let message = RouteNetlinkMessage::DelAddress(address);
-        match self.change("that the pod's address is taken away", message, 0) {
+        match self.change("the removal of the pod's address", message, 0) {
             Err(Error::Refused { source, .. })
                 if source.kind() == std::io::ErrorKind::AddrNotAvailable =>
             {
@@ -512,7 +512,7 @@ pub(crate) fn attach_to_links(programs: &[(Direction, OwnedFd)]) -> Result<(), E
         discipline.header.parent = TcHandle::CLSACT;
         discipline.attributes = vec![TcAttribute::Kind("clsact".to_owned())];
         let made = netlink.change(
-            "a place for programs on the pod's link",
+            "a clsact qdisc on the pod's link",
             RouteNetlinkMessage::NewQueueDiscipline(discipline),
             NLM_F_CREATE | NLM_F_EXCL,
         );

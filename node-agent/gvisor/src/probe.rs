@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 pub enum Error {
     #[error("cannot read {0}")]
     Read(&'static str, #[source] std::io::Error),
-    #[error("cannot ask runsc what it can do")]
+    #[error("cannot determine runsc's capabilities")]
     Runsc(#[from] runsc::Error),
 }
 

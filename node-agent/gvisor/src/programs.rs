@@ -29,7 +29,7 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    #[error("{} is no program", path.display())]
+    #[error("{} is not a program", path.display())]
     NoProgram {
         path: PathBuf,
         #[source]

@@ -84,7 +84,7 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    #[error("{path} is not understood")]
+    #[error("cannot parse {path}")]
     Parse {
         path: PathBuf,
         #[source]

@@ -21,13 +21,13 @@ use crate::runsc::{self, Runsc};
 pub enum Error {
     #[error(transparent)]
     Pause(#[from] pause::Error),
-    #[error("cannot find out whether the gofers of sandbox {sandbox} live")]
+    #[error("cannot determine whether the gofers of sandbox {sandbox} run")]
     Gofers {
         sandbox: SandboxId,
         #[source]
         source: runsc::Error,
     },
-    #[error("cannot write into the ledger which image is the memory of sandbox {sandbox}")]
+    #[error("cannot write the memory image of sandbox {sandbox} to the ledger")]
     Ledger {
         sandbox: SandboxId,
         #[source]

@@ -2,7 +2,7 @@
 //!
 //! Files of a container come to gVisor from a process beside it, the gofer: three starts of runsc, a network namespace and 12 MB for each container.
 //! The pause container needs none of its files but its program, so where nothing else is mounted in it from the host there is no gofer for it.
-//! See docs/decisions/2026-11-25-pause-without-a-gofer.md.
+//! See docs/decisions/2026-11-25-pause-container-without-gofer.md.
 
 use std::path::PathBuf;
 

@@ -32,14 +32,14 @@ pub enum Error {
     #[error("gVisor cannot save the sandbox")]
     Control(#[source] control::Error),
     #[error(
-        "no room for the sandbox' memory on the disk that holds the images. Delete SandboxSnapshots, or enlarge the disk"
+        "no room for the sandbox's memory on the disk that holds the images. Delete SandboxSnapshots, or enlarge the disk"
     )]
     DiskFull(#[source] control::Error),
-    #[error("container {0} has ended, or has not begun: it would be missing in the image")]
+    #[error("container {0} has ended or has not started: it would be missing in the image")]
     NotRunning(ContainerId),
     #[error("the gofer of container {0} has ended: its files would be missing in the image")]
     GoferGone(ContainerId),
-    #[error("cannot find out whether the gofer of container {container} lives")]
+    #[error("cannot determine whether the gofer of container {container} runs")]
     Gofer {
         container: ContainerId,
         #[source]

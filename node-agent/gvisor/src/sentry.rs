@@ -6,7 +6,7 @@
 //! capabilities are compared with runsc's by the e2e tests (`begun.rs`).
 //!
 //! That is gVisor's inside, so it is done where all is as this module knows it ([`Kept`]), and by runsc everywhere else.
-//! See docs/decisions/2026-11-25-sandboxes-begun-by-torpor.md.
+//! See docs/decisions/2026-11-26-torpor-oci-starts-sandbox-and-gofers.md.
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -64,15 +64,15 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    #[error("cannot talk to the process that is to be the sandbox, or to serve its files")]
+    #[error("cannot communicate with the process that becomes the sandbox or a gofer")]
     Talk(#[source] std::io::Error),
-    #[error("the process that is to be the sandbox, or to serve its files, {0}")]
+    #[error("the process that becomes the sandbox or a gofer failed: {0}")]
     Failed(String),
-    #[error("gVisor's kernel ended as it started: {0}")]
+    #[error("gVisor's kernel ended while it started: {0}")]
     Ended(String),
-    #[error("gVisor's gofer ended as it started: {0}")]
+    #[error("gVisor's gofer ended while it started: {0}")]
     GoferEnded(String),
-    #[error("what container {0} mounts is not where it was")]
+    #[error("a mount source of container {0} is no longer at its path")]
     Moved(String),
     /// It may still start: whoever goes on ends it first.
     #[error("gVisor did not start within {limit:?}: {said}")]

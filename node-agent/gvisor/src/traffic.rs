@@ -45,9 +45,11 @@ const MOST_PORTS: u32 = 64;
 pub enum Error {
     #[error(transparent)]
     Namespace(#[from] net::Error),
-    #[error("the kernel takes no program that watches the pod's link (Linux 5.8 or later does)")]
+    #[error(
+        "the kernel refuses the program that watches the pod's link (needs Linux 5.8 or later)"
+    )]
     Watch(#[from] bpf::Error),
-    #[error("cannot find out the node's address towards the pod's {pod}")]
+    #[error("cannot determine the node's address on the route to the pod's {pod}")]
     NodeAddress {
         pod: IpAddr,
         #[source]

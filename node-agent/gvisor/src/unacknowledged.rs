@@ -2,7 +2,7 @@
 //!
 //! gVisor's network stack forgets in a restore what it was to say again. So two small BPF programs on the pod's link, one for each
 //! direction, keep a map of the connections on which something is on its way: who has restored the sandbox asks those peers where they
-//! are, and their answers remind it (docs/decisions/2026-11-23-told-what-peers-said-last.md). They are attached as those of
+//! are, and their answers remind it (docs/decisions/2026-11-23-tcp-connections-revived-after-restore.md). They are attached as those of
 //! [`crate::traffic`], and beside them; every packet passes. Where the kernel does not take them nothing else is missing.
 //!
 //! - Out, data or the end of a connection makes an entry, or says how far it goes. What begins or resets the connection ends it. A segment
@@ -41,7 +41,7 @@ pub enum Error {
     #[error(transparent)]
     Namespace(#[from] net::Error),
     #[error(
-        "the kernel takes no program that notes what nobody has acknowledged (Linux 5.8 or later does)"
+        "the kernel refuses the program that records unacknowledged data (needs Linux 5.8 or later)"
     )]
     Note(#[from] bpf::Error),
 }

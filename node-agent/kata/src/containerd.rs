@@ -23,7 +23,7 @@ const NAMESPACE: &str = "k8s.io";
 /// Why containerd did not do as asked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("containerd at {socket} knows no {what}")]
+    #[error("containerd at {socket} has no {what}")]
     NotFound { socket: PathBuf, what: String },
     #[error("containerd at {socket} refused to {doing}: {message}")]
     Refused {
@@ -31,13 +31,15 @@ pub enum Error {
         doing: String,
         message: String,
     },
-    #[error("containerd at {socket} did not say within {limit:?} whether it could {doing}")]
+    #[error("containerd at {socket} did not answer the request to {doing} within {limit:?}")]
     NoAnswer {
         socket: PathBuf,
         doing: String,
         limit: Duration,
     },
-    #[error("the connection to containerd at {socket} broke while it was to {doing}: {message}")]
+    #[error(
+        "the connection to containerd at {socket} broke during the request to {doing}: {message}"
+    )]
     Broken {
         socket: PathBuf,
         doing: String,

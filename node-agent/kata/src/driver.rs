@@ -21,10 +21,10 @@ pub enum Error {
     Containerd(#[from] containerd::Error),
     #[error("container {0} is being started")]
     Starting(String),
-    #[error("a container of the sandbox is to be paused first")]
+    #[error("a container of the sandbox must be paused first")]
     NotPaused,
     #[error(
-        "no process of the sandbox is in a cgroup that containerd names (Kata's sandbox_cgroup_only is to be true)"
+        "no process of the sandbox is in a cgroup that containerd names (set Kata's sandbox_cgroup_only to true)"
     )]
     NoCgroup,
     #[error(transparent)]

@@ -6,23 +6,27 @@ use clap::{Args, Parser, Subcommand};
 use torpor_core::ids::{ContainerId, ImageId, SandboxId};
 use torpor_gvisor::record::WakeCause;
 
-/// OCI runtime that runs a Kubernetes pod in one gVisor sandbox and can hibernate it.
+/// OCI runtime that runs a Kubernetes Pod in one gVisor sandbox and can hibernate it.
 #[derive(Debug, Parser)]
-#[command(name = "torpor-oci", version, about)]
+#[command(
+    name = "torpor-oci",
+    version = concat!(env!("CARGO_PKG_VERSION"), " (commit ", env!("TORPOR_GIT_COMMIT"), ")"),
+    about
+)]
 pub(crate) struct Cli {
-    /// Accepted and not used: state lies in the state directory of torpor-oci.json.
+    /// Accepted and ignored: torpor-oci.json names the state directory.
     #[arg(long)]
     root: Option<PathBuf>,
     /// File for the reason of a failure, in JSON lines.
     #[arg(long)]
     pub(crate) log: Option<PathBuf>,
-    /// Accepted: the log is JSON.
+    /// Accepted and ignored: the log is JSON.
     #[arg(long)]
     log_format: Option<String>,
-    /// Accepted: both forms of cgroup paths are understood without it.
+    /// Accepted and ignored: both forms of cgroup paths work without it.
     #[arg(long)]
     systemd_cgroup: bool,
-    /// Accepted and not used.
+    /// Accepted and ignored.
     #[arg(long)]
     debug: bool,
     #[command(subcommand)]
@@ -42,14 +46,14 @@ pub(crate) enum Command {
         id: ContainerId,
         #[arg(default_value = "TERM")]
         signal: String,
-        /// To all of the container's processes
+        /// Send it to all of the container's processes
         #[arg(long, short)]
         all: bool,
     },
     /// Remove a container
     Delete {
         id: ContainerId,
-        /// Kill it first; a container that is not known is a success
+        /// Kill the container first; succeed if it does not exist
         #[arg(long, short)]
         force: bool,
     },
@@ -76,13 +80,13 @@ pub(crate) enum Command {
     },
     /// Print what this runtime supports
     Features,
-    /// Wake a hibernated or dozing sandbox and print a JSON answer (run by a keeper). With an image: for the agent, which keeps the ledger;
+    /// Wake a hibernated or dozing sandbox and print a JSON answer (run by a keeper). With an image: for the agent, which writes the ledger;
     /// standard input holds the pod's lock
     #[command(hide = true)]
     Wake {
         sandbox: SandboxId,
         image: Option<ImageId>,
-        /// Who wants it
+        /// Cause of the wake
         #[arg(long)]
         cause: Option<WakeCause>,
     },
@@ -92,62 +96,62 @@ pub(crate) enum Command {
     /// End the processes of a sandbox whose image is committed, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     End { sandbox: SandboxId, image: ImageId },
-    /// See to a container whose keeper is gone: nobody would learn of its program's end (run by the pause container's keeper)
+    /// Handle a container whose keeper has ended and cannot report the end of its program (run by the pause container's keeper)
     #[command(hide = true)]
     Bereave { id: ContainerId },
     /// End a process that exec started, and whose waiter was killed (run by its container's keeper)
     #[command(hide = true)]
     EndExec {
         id: ContainerId,
-        /// In the sandbox
+        /// Process id in the sandbox
         pid: i32,
     },
-    /// Say when the pod's links last carried a packet, as a JSON answer (run by a keeper; standard input holds the pod's lock)
+    /// Print as a JSON answer when the pod's links last carried a packet (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     Traffic { sandbox: SandboxId },
-    /// Say how large the files are in which gVisor keeps what the containers write, as a JSON answer (run by a keeper; standard input holds the pod's lock)
+    /// Print as a JSON answer the size of the files in which gVisor keeps what the containers write (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     Measure { sandbox: SandboxId },
-    /// End every process of a sandbox that goes on writing an image after its save was stopped, and print a JSON answer (run by a keeper; standard input
+    /// End every process of a sandbox that still writes an image after its save was stopped, and print a JSON answer (run by a keeper; standard input
     /// holds the pod's lock)
     #[command(hide = true)]
     ForceEnd { sandbox: SandboxId },
-    /// Be the process that stands for one that exec started (run by exec)
+    /// Run as the waiter of a process that exec started (run by exec)
     #[command(hide = true)]
     ExecWaiter {
         sandbox: SandboxId,
         id: ContainerId,
-        /// In the sandbox
+        /// Process id in the sandbox
         pid: i32,
-        /// Standard input is its terminal
+        /// Standard input is the process's terminal
         #[arg(long)]
         terminal: bool,
-        /// It is one of the kubelet's probes
+        /// The process is one of the kubelet's probes
         #[arg(long)]
         probe: bool,
         /// Processor time of the sandbox when the probe began
         #[arg(long)]
         used_micros: Option<u64>,
     },
-    /// Be the process that stands for a probe of a sandbox that sleeps, and succeed (run by exec)
+    /// Run as the process of a probe of a sleeping sandbox, and succeed (run by exec)
     #[command(hide = true)]
     ProbeAnswer,
-    /// Be the process that stands for a container (run by create)
+    /// Run as the keeper of a container (run by create)
     #[command(hide = true)]
     Keeper(KeeperArgs),
-    /// Become a sandbox' first process, or the one that serves a container's files (run by a wake; standard input is the connection to it)
+    /// Become a sandbox's first process, or a container's gofer (run by a wake; standard input is the connection to it)
     #[command(hide = true, name = torpor_gvisor::sentry::COMMAND)]
     SandboxProcess {
-        /// The container, for who looks at the machine's processes
+        /// Id of the container, shown in the machine's list of processes
         id: ContainerId,
     },
-    /// Carry one connection to the pod's loopback into the sandbox, which is woken first (run by a keeper; standard input is the connection)
+    /// Wake the sandbox and carry one connection to the pod's loopback into it (run by a keeper; standard input is the connection)
     #[command(hide = true)]
     Forward { sandbox: SandboxId },
-    /// Write the generation of the container that this runs in (run in the sandbox after a restore)
+    /// Write the generation of the container in which this command runs (run in the sandbox after a restore)
     #[command(hide = true)]
     SetGeneration { generation: String },
-    /// The part of forward that runs in the sandbox: connect to the port there and carry its bytes to and from standard input
+    /// Connect to a port in the sandbox and carry its bytes to and from standard input (the part of forward that runs in the sandbox)
     #[command(hide = true)]
     ForwardInside { port: u16 },
 }
@@ -160,10 +164,10 @@ pub(crate) struct CreateArgs {
     pub(crate) pid_file: Option<PathBuf>,
     #[arg(long)]
     pub(crate) console_socket: Option<PathBuf>,
-    /// Accepted and not used: gVisor does not pivot.
+    /// Accepted and ignored: gVisor does not pivot.
     #[arg(long)]
     pub(crate) no_pivot: bool,
-    /// Accepted and not used.
+    /// Accepted and ignored.
     #[arg(long)]
     pub(crate) no_new_keyring: bool,
     pub(crate) id: ContainerId,
@@ -173,27 +177,27 @@ pub(crate) struct CreateArgs {
 #[derive(Debug, Args)]
 pub(crate) struct KeeperArgs {
     pub(crate) id: ContainerId,
-    /// Listens for requests
+    /// Socket that listens for requests
     #[arg(long)]
     pub(crate) socket: i32,
-    /// Listens on the loopback of the pod's network namespace
+    /// Socket that listens on the loopback of the pod's network namespace
     #[arg(long, requires = "loopback_link")]
     pub(crate) loopback: Option<i32>,
-    /// Keeps that loopback's connections coming
+    /// BPF link that brings that loopback's connections to the socket
     #[arg(long, requires = "loopback")]
     pub(crate) loopback_link: Option<i32>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ExecArgs {
-    /// The OCI process to run
+    /// File of the OCI process to run
     #[arg(long, short)]
     pub(crate) process: PathBuf,
     #[arg(long)]
     pub(crate) pid_file: Option<PathBuf>,
     #[arg(long)]
     pub(crate) console_socket: Option<PathBuf>,
-    /// Return when the process runs. The shim always asks for it.
+    /// Return when the process runs. The shim always sets it.
     #[arg(long, short)]
     pub(crate) detach: bool,
     pub(crate) id: ContainerId,

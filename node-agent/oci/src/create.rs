@@ -154,7 +154,7 @@ fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Resu
             if *image.pod() == pod.pod_uid && restore::is_new(node, pod, &image, record)? =>
         {
             bail!(
-                "the sandbox is being restored, and container {} is not part of it: try again when it runs",
+                "the sandbox is being restored, and container {} is not part of it: try again when the sandbox runs",
                 record.name
             );
         }
@@ -219,7 +219,7 @@ fn note_unacknowledged(node: &Node, pod: &PodRecord) -> anyhow::Result<Option<an
     let noted = match unacknowledged::begin(namespace) {
         Ok(noted) => noted,
         Err(error) => {
-            let lost = "what is lost on its way as the sandbox falls asleep may not be said again";
+            let lost = "data that is lost while the sandbox falls asleep may not be sent again";
             return Ok(Some(anyhow::Error::new(error).context(lost)));
         }
     };

@@ -30,7 +30,7 @@ pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow:
     };
     ensure!(
         restore::memory_image(node, sandbox)?.as_ref() == Some(image),
-        "image {image} is not the sandbox' memory"
+        "image {image} is not the sandbox's memory"
     );
     let pod = node.records.pod(sandbox)?;
     collect_garbage(control);
@@ -73,9 +73,7 @@ fn halt(node: &Node, sandbox: &SandboxId) {
     if let Err(error) = halted {
         // It speaks for itself.
         let _ = keeper::ask(&pause, &Request::GoOn, &[], CALL_LIMIT);
-        eprintln!(
-            "torpor-oci: the processes of the sandbox, which dozes, are not stopped: {error:#}"
-        );
+        eprintln!("torpor-oci: cannot stop the processes of the dozing sandbox: {error:#}");
     }
 }
 
@@ -153,7 +151,7 @@ fn resume(node: &Node, sandbox: &SandboxId, stages: &mut Stages) -> anyhow::Resu
             node.records.note_call(sandbox)?;
         }
         Resumed::RanAlready => {
-            bail!("the sandbox was resumed by somebody who did not hold its lock")
+            bail!("another process resumed the sandbox without holding its lock")
         }
         Resumed::GoferGone => {}
     }

@@ -41,7 +41,7 @@ const END_LIMIT: Duration = Duration::from_secs(3);
 pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     ensure!(
         args.detach,
-        "exec without --detach is not supported: the shim always asks for it"
+        "exec without --detach is not supported: the shim always sets it"
     );
     let process = read_oci_json(&args.process, "process")?;
     let record = node.container(&args.id)?;
@@ -209,7 +209,7 @@ fn wake_up(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result
         SandboxState::Running => refuse_frozen(node, sandbox),
         SandboxState::Hibernated { .. } => restore::wake_locked(node, sandbox, cause),
         SandboxState::Restoring { .. } => {
-            bail!("the sandbox is being restored: not all of its containers are there yet")
+            bail!("the sandbox is being restored: not all of its containers run yet")
         }
     }
 }
@@ -296,7 +296,7 @@ pub(crate) fn wait(
     let mut control = node.runsc.connect(sandbox)?;
     control.begin_wait_pid(container.as_str(), pid)?;
     if terminal {
-        rustix::process::setsid().context("cannot begin a session")?;
+        rustix::process::setsid().context("cannot start a session")?;
         rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")?;
         let (root, sandbox) = (node.runsc.root_of(sandbox), sandbox.clone());
         let container = container.clone();

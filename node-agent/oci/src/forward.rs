@@ -34,7 +34,7 @@ pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     let client: TcpStream = std::io::stdin().as_fd().try_clone_to_owned()?.into();
     let port = client
         .local_addr()
-        .context("standard input is no connection")?
+        .context("standard input is not a connection")?
         .port();
     // Before it is awake nothing may end this program: a wake should not be cut off.
     let lock = awake(node, sandbox, WakeCause::Forward)?;
@@ -78,7 +78,7 @@ fn serve(client: &TcpStream, stream: &UnixStream, open: &Forward) -> anyhow::Res
     }
     let mut answer = [0];
     if rustix::io::read(stream, &mut answer)? == 0 || answer != inside::CONNECTED {
-        bail!("nothing in the sandbox takes connections to this port");
+        bail!("no process in the sandbox accepts connections to this port");
     }
     carry(client.as_fd(), stream.as_fd(), Some(open.as_fd()), None)
 }

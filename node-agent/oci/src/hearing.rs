@@ -13,6 +13,6 @@ pub(crate) fn narrow(node: &Node, sandbox: &SandboxId) {
         Ok(sockets.iter().try_for_each(leave_out_for_routers)?)
     };
     if let Err(error) = narrowed() {
-        eprintln!("torpor-oci: the sandbox hears what is for routers: {error:#}");
+        eprintln!("torpor-oci: the sandbox receives packets that are for routers: {error:#}");
     }
 }

@@ -118,7 +118,7 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
 fn inherited(socket: i32) -> anyhow::Result<OwnedFd> {
     anyhow::ensure!(
         socket > 2,
-        "what the keeper inherits may not be a standard stream"
+        "a descriptor that the keeper inherits must not be a standard stream"
     );
     // SAFETY: create passes this descriptor to the keeper alone, for one use, and nothing here has opened one by that
     // number.
@@ -375,7 +375,7 @@ impl Keeper<'_> {
                 true
             }
             Err(error) => {
-                eprintln!("torpor-oci: {who} wants the sandbox, which cannot be woken: {error}");
+                eprintln!("torpor-oci: cannot wake the sandbox for {who}: {error}");
                 false
             }
         }

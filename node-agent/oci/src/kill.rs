@@ -80,7 +80,7 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
 fn way(signal: Number, prepared: anyhow::Result<Way>) -> anyhow::Result<Way> {
     match prepared {
         Err(error) if signal == Signal::SIGKILL => {
-            eprintln!("torpor-oci: the sandbox is ended as a whole: {error:#}");
+            eprintln!("torpor-oci: ending the whole sandbox: {error:#}");
             Ok(Way::ByForce)
         }
         other => other,
@@ -101,7 +101,9 @@ fn prepare(node: &Node, record: &ContainerRecord, signal: Number) -> anyhow::Res
             restore::wake_locked(node, sandbox, WakeCause::Signal)?;
             Ok(Way::ToProgram)
         }
-        SandboxState::Restoring { .. } => bail!("the sandbox is being restored: nothing runs yet"),
+        SandboxState::Restoring { .. } => {
+            bail!("the sandbox is being restored: none of its processes runs yet")
+        }
         SandboxState::Running if is_end && is_saved_and_paused(node, record)? => Ok(Way::ToKeeper),
         // Nobody may wake it, and nobody brings back what it has lost: who ends it must not wait for that.
         SandboxState::Running

@@ -175,9 +175,9 @@ fn report_cold_start(
     }
     let message = match goes_back {
         true => {
-            "The sandbox ended while it was awake, and its Pod has made no image that it could go back to: it started anew."
+            "The sandbox ended while it was awake, and its Pod has made no image to roll back to: the sandbox started cold."
         }
-        false => "The sandbox ended while it was awake: it started anew, as Kubernetes starts it.",
+        false => "The sandbox ended while it was awake: it started cold, as Kubernetes starts it.",
     };
     let report = RestoreReport::ColdStarted {
         image: None,
@@ -224,7 +224,7 @@ fn is_given_back(
         return Err(Refusal {
             reason: "RestoreFailed",
             message: format!(
-                "Pod {other} was to go on from image {image} and never ran; the node's agent gives the image back once that Pod is gone, and this one is tried again"
+                "Pod {other} has taken image {image} and never ran; the node's agent gives the image back once that Pod is gone, and the restore of this Pod is then tried again"
             ),
         });
     }
@@ -247,8 +247,8 @@ fn admit(
         return Err(Refusal {
             reason: "ImageStale",
             message: format!(
-                "image {image_id} was resumed by Pod {other} before, and a sandbox does not go back in time by itself; \
-                 annotate the Sandbox with torpor.dev/restore-from to start from it all the same"
+                "image {image_id} is stale, because Pod {other} was restored from it before; \
+                 to start from it anyway, annotate the Sandbox with torpor.dev/restore-from"
             ),
         });
     }
@@ -291,8 +291,8 @@ fn refuse_outdated(
         return Err(Refusal {
             reason: "ImageStale",
             message: format!(
-                "Pod {} ran on after image {image} was made, and a sandbox does not go back in time by itself; \
-                 annotate the Sandbox with torpor.dev/restore-from to start from it all the same",
+                "image {image} is stale, because Pod {} ran on after the image was made; \
+                 to start from it anyway, annotate the Sandbox with torpor.dev/restore-from",
                 image.pod()
             ),
         });
@@ -388,7 +388,7 @@ fn fail(
     // A keeper that is gone has ended the sandbox already.
     let _ = keeper::ask(&pause, &Request::Exit { code: 137 }, &[], CALL_LIMIT);
     Ok(anyhow::anyhow!(
-        "the Pod starts cold, its memory could not be restored: {message}"
+        "the Pod starts cold, because its memory could not be restored: {message}"
     ))
 }
 
@@ -447,7 +447,7 @@ pub(crate) fn arrive(
             let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
             let refusal = Refusal {
                 reason: reason_of(&error),
-                message: format!("{error:#}; it is tried again"),
+                message: format!("{error:#}; the restore is tried again"),
             };
             Err(fail(node, pod, image, refusal)?)
         }
@@ -539,7 +539,7 @@ fn parts_of(
     let mut parts = node.records.containers_of(sandbox)?;
     parts.retain(|part| part.completed.is_none());
     if !is_complete(image.manifest(), &parts) {
-        bail!("not all containers of the image are there; the kubelet is bringing them back");
+        bail!("not all containers of the image exist; the kubelet is recreating them");
     }
     Ok(parts)
 }

@@ -44,7 +44,7 @@ pub(crate) fn start(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
         }
         SandboxState::Hibernated { .. } => {
             anyhow::bail!(
-                "the sandbox is hibernated, and container {} not part of it",
+                "the sandbox is hibernated, and container {} is not part of it",
                 record.name
             )
         }

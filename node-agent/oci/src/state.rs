@@ -88,7 +88,7 @@ pub(crate) fn traffic(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer
 pub(crate) fn refuse_frozen(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     if stands_still(node, sandbox) {
         bail!(
-            "the sandbox is frozen (suspension-strategy Freeze, or a pause by hand): set operatingMode to Running first"
+            "the sandbox is frozen (suspension-strategy Freeze, or a manual pause): set operatingMode to Running first"
         );
     }
     Ok(())

@@ -25,14 +25,14 @@ const MAX_FILE: usize = 16 << 20;
 /// Why a ledger could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the ledger {} cannot be trusted, so the memory of its Pod is neither saved nor woken nor removed; delete the Pod to start it anew", path.display())]
+    #[error("the ledger {} cannot be trusted, so the memory of its Pod is neither saved nor woken nor removed; delete the Pod to start cold", path.display())]
     Corrupt {
         path: PathBuf,
         source: ledger::Error,
     },
-    #[error("the ledger {} has {found} bytes, more than any real one", path.display())]
+    #[error("the ledger {} has {found} bytes, more than a valid ledger can have", path.display())]
     TooLarge { path: PathBuf, found: u64 },
-    #[error("the ledger {} went on meanwhile: planned for record {expected}, it has {found}", path.display())]
+    #[error("the ledger {} has changed: the step was planned for record {expected}, the ledger is at record {found}", path.display())]
     Fenced {
         path: PathBuf,
         expected: u64,

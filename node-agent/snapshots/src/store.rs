@@ -49,7 +49,7 @@ pub enum SaveError {
         source: io::Error,
     },
     #[error(
-        "no room on the disk that holds the images: this one may take {} MiB, and of the {} MiB that are free at {}, {} MiB are to stay free (--store-reserve). Delete SandboxSnapshots, or enlarge the disk",
+        "no room on the disk that holds the images: the new image may take {} MiB, and of the {} MiB that are free at {}, {} MiB must stay free (--store-reserve). Delete SandboxSnapshots, or enlarge the disk",
         wanted.div_ceil(MIB), free / MIB, path.display(), kept.div_ceil(MIB)
     )]
     NoRoom {
@@ -61,13 +61,13 @@ pub enum SaveError {
     },
     #[error("image {image} has no files")]
     Empty { image: ImageId },
-    #[error("{name:?} in image {image} is not a plain file that may be there")]
+    #[error("{name:?} in image {image} is not a plain file that an image may have")]
     NotAFile { image: ImageId, name: String },
     #[error("the file {name} of image {image} changed while it was hashed")]
     Changed { image: ImageId, name: String },
     #[error("cannot write the manifest of image {image}")]
     Manifest { image: ImageId, source: DecodeError },
-    #[error("image {image}, committed before, is not good")]
+    #[error("image {image}, committed before, is not valid")]
     NotGood {
         image: ImageId,
         source: Box<ImageError>,

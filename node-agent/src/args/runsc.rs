@@ -5,16 +5,16 @@ use std::str::FromStr;
 
 use super::absolute;
 
-/// Which builds of runsc begin sandboxes.
+/// Builds of runsc that start sandboxes.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct RunscArgs {
-    /// A runsc on the host that is installed in place of the shipped one, such as Google's release binary
+    /// Path of a runsc on the host to install instead of the shipped one, such as Google's release binary
     #[arg(long, value_parser = absolute, env = "TORPOR_RUNSC")]
     pub(crate) runsc: Option<PathBuf>,
-    /// The SHA-256 (64 hex digits) or SHA-512 (128) that this runsc must have; Google publishes the latter beside each release
+    /// SHA-256 (64 hex digits) or SHA-512 (128) digest that this runsc must have; Google publishes the SHA-512 beside each release
     #[arg(long, requires = "runsc", env = "TORPOR_RUNSC_DIGEST")]
     pub(crate) runsc_digest: Option<ShaDigest>,
-    /// Builds of runsc that begin no sandbox on this node, by the digests (blake3:<64 hex digits>) that SandboxNodes and SandboxSnapshots show as runscDigest. Their images are kept
+    /// Builds of runsc that start no sandbox on this node, by the digests (blake3:<64 hex digits>) that SandboxNodes and SandboxSnapshots show as runscDigest. Their images are kept
     #[arg(long, value_delimiter = ',', value_parser = blake3_digest, env = "TORPOR_REVOKED_RUNSC")]
     pub(crate) revoked_runsc: Vec<String>,
 }

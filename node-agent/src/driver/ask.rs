@@ -37,7 +37,7 @@ pub(super) enum Error {
         source: kube::Error,
     },
     #[error(
-        "the apiserver did not answer in {API_LIMIT:?} to a list of {what} of namespace {namespace}"
+        "the apiserver did not answer the list of {what} of namespace {namespace} within {API_LIMIT:?}"
     )]
     Timeout {
         what: &'static str,
@@ -204,7 +204,7 @@ impl Driver {
             }
             Err(error) => {
                 let error = crate::observe::words(&error);
-                tracing::warn!(%pod, error, "nobody knows whether the images of a Pod that is gone are wanted: they stay");
+                tracing::warn!(%pod, error, "cannot determine whether the images of a deleted Pod are still needed: they are kept");
                 Turn::Wait(RETRY)
             }
         }

@@ -31,12 +31,12 @@ pub(super) fn end_containers_without(node: &Node, record: &PodRecord, observed: 
         }
         match end(node, &container) {
             Ok(true) => {
-                tracing::warn!(pod_uid = %record.pod_uid, container = container.name, "the container was ended: its gofer has ended");
+                tracing::warn!(pod_uid = %record.pod_uid, container = container.name, "ended a container, because its gofer has ended");
             }
             // Until containerd deletes it, an ended container is still on record.
             Ok(false) => {}
             Err(error) => {
-                tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "a container without its gofer is not ended");
+                tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "cannot end a container whose gofer has ended");
             }
         }
     }

@@ -114,14 +114,14 @@ impl GivenUp {
             ..
         } = self;
         let why = match disk_short {
-            true => "the images' disk is short of room, and this image was the oldest of those that no SandboxSnapshot named".to_owned(),
+            true => "the images' disk is short of room, and this image was the oldest that no SandboxSnapshot named".to_owned(),
             false => format!(
                 "no SandboxSnapshot has named the Pod within {} s (--unclaimed-image-grace)",
                 grace.as_secs()
             ),
         };
         format!(
-            "The memory of Pod {pod_name:?}, which is gone, was removed from node {node:?} (image {image}): {why}. The Sandbox' next Pod starts without it"
+            "The memory of the deleted Pod {pod_name:?} was removed from node {node:?} (image {image}): {why}. The Sandbox's next Pod starts without it"
         )
     }
 }
@@ -243,7 +243,7 @@ impl Driver {
                     tracing::warn!(
                         snapshot = snapshot.name_any(),
                         error,
-                        "finalizer not written"
+                        "cannot write the finalizer"
                     );
                     result = Err(RETRY);
                 }

@@ -37,7 +37,7 @@ pub(super) fn tell(
         return told;
     }
     if let Err(error) = write(node, &now) {
-        tracing::warn!(pod_uid = %record.pod_uid, error, "the programs of the Pod see its old limits until it can be told others");
+        tracing::warn!(pod_uid = %record.pod_uid, error, "the Pod's programs see its old limits until the agent can update them");
         return told;
     }
     Some(now)
@@ -59,7 +59,7 @@ fn write(node: &Node, (sandbox, limits): &ToldLimits) -> Result<(), String> {
         Err(error) if error.is_refusal() => {
             tracing::warn!(
                 error = words(&error),
-                "the programs of the Pod see its old limits"
+                "the Pod's programs see its old limits"
             );
             Ok(())
         }

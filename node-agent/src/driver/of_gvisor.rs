@@ -43,7 +43,7 @@ pub(super) fn look(
     if let Some(rules) = &rules
         && let Err(error) = node.records.note_suspends(&pod_uid, rules.suspends)
     {
-        tracing::warn!(%pod_uid, error = words(&error), "it is not noted whether the Pod is being suspended");
+        tracing::warn!(%pod_uid, error = words(&error), "cannot record whether the Pod is being suspended");
     }
     let failures = &remembered.failures;
     let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
@@ -82,7 +82,7 @@ pub(super) fn look(
             if let Some(probes) = &probes
                 && let Err(error) = node.records.write_probes(&record.sandbox, probes)
             {
-                tracing::warn!(%pod_uid, error = words(&error), "the Pod's probes are not noted");
+                tracing::warn!(%pod_uid, error = words(&error), "cannot record the Pod's probes");
             }
             let sandbox = idle::Sandbox {
                 node,

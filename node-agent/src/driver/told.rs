@@ -49,7 +49,7 @@ pub(super) fn tell_rules(
         Err(keeper::Error::Gone { .. }) => None,
         Err(error) => {
             let error = crate::observe::words(&error);
-            tracing::warn!(pod_uid = %pod.pod_uid, error, "the Pod's keeper goes by its old rules until the sandbox falls asleep again");
+            tracing::warn!(pod_uid = %pod.pod_uid, error, "the Pod's keeper follows its old rules until the sandbox falls asleep again");
             Some(new)
         }
     }
@@ -72,7 +72,7 @@ pub(super) fn tell_of_doze(node: &Node, pod: &PodRecord, rules: &Rules) -> Resul
         Err(keeper::Error::Refused { reason, message }) if reason == NOT_WATCHED => Err(message),
         Err(error) => {
             let error = crate::observe::words(&error);
-            tracing::warn!(pod_uid = %pod.pod_uid, error, "the Pod dozes, and its keeper is not told");
+            tracing::warn!(pod_uid = %pod.pod_uid, error, "cannot notify the Pod's keeper of the doze");
             Ok(())
         }
     }

@@ -79,10 +79,10 @@ pub(super) fn force_end(context: &Context<'_>) {
         .ask_keeper(sandbox, lock, Verb::ForceEnd, None, None, WAKE_LIMIT);
     match asked {
         Ok(_) => {
-            tracing::error!(pod = %context.pod, "the sandbox was ended: it went on writing an image after the save was stopped");
+            tracing::error!(pod = %context.pod, "ended the sandbox, because it continued to write an image after the save was stopped");
         }
         Err(error) => {
-            tracing::error!(pod = %context.pod, error = words(&error), "the sandbox goes on writing an image after the save was stopped, and could not be ended");
+            tracing::error!(pod = %context.pod, error = words(&error), "cannot end the sandbox, which continues to write an image after the save was stopped");
         }
     }
 }

@@ -152,11 +152,11 @@ impl Node {
                 Change::Keep => {}
                 Change::Remove => {
                     host::remove_file(path)?;
-                    info!(path = %path.display(), "removed from containerd's configuration");
+                    info!(path = %path.display(), "removed a file of containerd's configuration");
                 }
                 Change::Write(text) => {
                     host::replace(path, Mode::Kept(0o644), &mut text.as_bytes())?;
-                    info!(path = %path.display(), "wrote containerd's configuration");
+                    info!(path = %path.display(), "wrote a file of containerd's configuration");
                 }
             }
         }
@@ -166,12 +166,14 @@ impl Node {
     /// Restarts containerd if the plan says so. Returns whether it was seen to come back.
     fn restart(&self, plan: &Plan, containerd: &ContainerdArgs) -> Result<bool, Error> {
         let Some(why) = plan.restart else {
-            info!("containerd's configuration is as it should be: no restart");
+            info!("containerd's configuration is up to date: no restart");
             return Ok(false);
         };
         let why = match why {
             Restart::Changed => "its configuration changed",
-            Restart::Pending => "its configuration changed earlier and no restart was seen since",
+            Restart::Pending => {
+                "its configuration changed earlier and no restart has been observed since"
+            }
         };
         info!(why, "restarting containerd");
         if !restart::restart(&self.root, containerd)? {
@@ -179,7 +181,7 @@ impl Node {
             return Ok(false);
         }
         host::remove_file(&self.pending_file())?;
-        info!("containerd is back");
+        info!("containerd has restarted");
         Ok(true)
     }
 }
@@ -272,7 +274,7 @@ fn provide_swap(
                 take_back(node, record, &zram, device);
                 return Err(error);
             }
-            info!(device, "made swap in compressed memory");
+            info!(device, "created swap in compressed memory");
         }
     }
     node.write_record(record)
@@ -285,12 +287,12 @@ fn take_back(node: &Node, record: &mut Record, zram: &Zram, device: u32) {
         node.write_record(record)
     });
     if let Err(error) = removed {
-        warn!(device, %error, "a zram device that is of no use is left");
+        warn!(device, %error, "cannot remove an unused zram device");
     }
 }
 
 /// One more than the node's processors: a restore waits for the disk now and then, and more that run beside one another take longer for all of it
-/// (docs/performance.md: of 50 at once on two processors, two, three, four and six in turns).
+/// (docs/history/performance.md: of 50 at once on two processors, two, three, four and six in turns).
 fn default_wakes() -> u32 {
     // Of the machine, not of the installer's own limits.
     let online = nix::unistd::sysconf(nix::unistd::SysconfVar::_NPROCESSORS_ONLN);
@@ -337,7 +339,7 @@ fn eviction_percent(node: &Node, args: &InstallArgs) -> Option<u8> {
         let error: &dyn std::error::Error = &error;
         warn!(
             error,
-            "the agent's default reserve goes by Kubernetes' defaults"
+            "cannot read the kubelet's eviction limits: the agent's default reserve follows Kubernetes' defaults"
         );
         None
     })
@@ -456,7 +458,10 @@ fn refuse_while_pods_run(pods: &Path, force: bool, limit: Duration) -> Result<()
     let deadline = Instant::now() + limit;
     let mut running = running_pods(pods)?;
     if !running.is_empty() && !force {
-        info!(pods = running.join(", "), "waiting for pods to be gone");
+        info!(
+            pods = running.join(", "),
+            "waiting until the pods are removed"
+        );
     }
     while !running.is_empty() && !force && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(200));

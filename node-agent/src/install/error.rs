@@ -24,25 +24,23 @@ pub(crate) enum Error {
         #[source]
         source: io::Error,
     },
-    #[error(
-        "cannot read {path}, which is to be installed: does --payload-dir name the right directory?"
-    )]
+    #[error("cannot read {path} to install it: does --payload-dir name the right directory?")]
     Payload {
         path: PathBuf,
         #[source]
         source: io::Error,
     },
     #[error(
-        "{path}, which --runsc names, is not to be installed as runsc: {why}; nothing was installed"
+        "{path}, which --runsc names, cannot be installed as runsc: {why}; nothing was installed"
     )]
     Runsc { path: PathBuf, why: String },
     #[error("{path} changed while it was installed; try again")]
     Changed { path: PathBuf },
     #[error(
-        "{path} makes no zram device: load the kernel module zram on this node, or leave --doze-swap out"
+        "{path} cannot create a zram device: load the kernel module zram on this node, or omit --doze-swap"
     )]
     NoZram { path: PathBuf },
-    #[error("cannot change what of {path} is swap")]
+    #[error("cannot turn swap on {path} on or off")]
     Swap {
         path: PathBuf,
         #[source]
@@ -51,11 +49,11 @@ pub(crate) enum Error {
     #[error("{path} leads through too many symbolic links")]
     SymlinkLoop { path: PathBuf },
     #[error(
-        "another torpor-agent install or uninstall works on this node (it holds {path}); try again when it is done"
+        "another torpor-agent install or uninstall runs on this node (it holds {path}); try again when it has ended"
     )]
     Busy { path: PathBuf },
     #[error(
-        "{path} is not the record that torpor-agent install wrote; move it away to go on without it"
+        "{path} is not the record that torpor-agent install wrote; move it away to continue without it"
     )]
     Record {
         path: PathBuf,
@@ -81,8 +79,8 @@ pub(crate) enum Error {
         expected: &'static str,
     },
     #[error(
-        "{path} leaves no room for the runtime handler {handler} ({message}): it is defined there already, or its parents are \
-         inline tables; remove it or rewrite them as [sections], then try again: nothing was changed"
+        "{path} cannot take the runtime handler {handler} ({message}): the file defines the handler already, or its parents are \
+         inline tables; remove the handler or rewrite the parents as [sections], then try again: nothing was changed"
     )]
     NoRoom {
         path: PathBuf,
@@ -107,7 +105,9 @@ pub(crate) enum Error {
         #[source]
         source: io::Error,
     },
-    #[error("{what} within {seconds} s; the restart may still come, and is tried again next time")]
+    #[error(
+        "{what} within {seconds} s; the restart may still happen, and the next run tries it again"
+    )]
     RestartUnknown { what: String, seconds: u64 },
 }
 

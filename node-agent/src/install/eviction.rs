@@ -101,7 +101,7 @@ fn limit(limits: &BTreeMap<String, String>, signal: &str, capacity: u64) -> Resu
     let bytes = bytes.bytes().map_or(0, NonZeroU64::get);
     if bytes > capacity / 2 {
         return Err(format!(
-            "{signal} is {text:?}, more than half of the kubelet's file system: it is of another disk"
+            "{signal} is {text:?}, more than half of the kubelet's file system: the limit must be that of another disk"
         ));
     }
     let percent = bytes.saturating_mul(100).div_ceil(capacity.max(1));

@@ -43,7 +43,7 @@ impl Build {
         if args.revoked_runsc.contains(&digest) {
             warn!(
                 digest,
-                "the runsc that is installed is revoked: no sandbox starts with it"
+                "the runsc to install is revoked: no sandbox starts with it"
             );
         }
         Ok(build)
@@ -64,7 +64,7 @@ impl Build {
         let unreadable = |error: io::Error| refused(error.to_string());
         let found = fs::metadata(path).map_err(unreadable)?;
         if !found.is_file() || found.permissions().mode() & 0o111 == 0 {
-            return Err(refused("it is no executable file".to_owned()));
+            return Err(refused("it is not an executable file".to_owned()));
         }
         if found.len() > MAX_BYTES {
             return Err(refused(format!("it has more than {MAX_BYTES} bytes")));
@@ -83,7 +83,7 @@ impl Build {
             let found = hex(sum.finish().as_ref());
             if found != wanted.hex() {
                 return Err(refused(format!(
-                    "its digest is {found}, and --runsc-digest says {}",
+                    "its digest is {found}, but --runsc-digest is {}",
                     wanted.hex()
                 )));
             }
@@ -97,11 +97,11 @@ impl Build {
                 "`--version` does not print `runsc version` and a release".to_owned(),
             ));
         };
-        info!(path = %path.display(), version, "a runsc of the host is installed");
+        info!(path = %path.display(), version, "installing a runsc of the host");
         if !is_known_release(&version) {
             warn!(
                 version,
-                "Torpor does not know this release of gVisor: wakes are begun by runsc's own commands and take longer"
+                "Torpor does not know this release of gVisor: wakes use runsc's own commands and take longer"
             );
         }
         Ok(Self {
@@ -195,15 +195,15 @@ mod tests {
         let other = "0".repeat(64);
         for (path, digest, words) in [
             ("/nowhere/runsc", None, "No such file"),
-            ("/usr", None, "no executable file"),
+            ("/usr", None, "not an executable file"),
             (
                 concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
                 None,
-                "no executable file",
+                "not an executable file",
             ),
             ("/bin/true", None, "does not print"),
             ("/bin/false", None, "ended with"),
-            (RELEASED, Some(other.as_str()), "--runsc-digest says 000"),
+            (RELEASED, Some(other.as_str()), "--runsc-digest is 000"),
         ] {
             let refused = chosen(path, digest).expect_err("refused");
             assert_eq!(refused.reason(), "RunscRefused", "{path}");

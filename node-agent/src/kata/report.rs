@@ -39,7 +39,7 @@ impl Kata {
     /// One entry for each handler.
     fn runtimes(&self, can_doze: &Result<(), String>) -> Vec<NodeRuntime> {
         let message = match can_doze {
-            Ok(()) => format!("cannot hibernate: {NO_IMAGES}; a sandbox that dozes is in no image"),
+            Ok(()) => format!("cannot hibernate: {NO_IMAGES}; a dozing sandbox has no image"),
             Err(why) => format!("cannot hibernate: {NO_IMAGES}; cannot doze: {why}"),
         };
         let of = |handler: &String| NodeRuntime {

@@ -110,7 +110,7 @@ async fn a_restored_pod_is_told_everything_by_one_write_that_leaves_the_kubelets
     let draft = ConditionDraft::new(
         torpor_core::status::Truth::True,
         core::RESTORED,
-        "The Pod goes on from image i.",
+        "The Pod continues from image i.",
     );
     let status = StatusDraft {
         phase: torpor_core::status::Phase::Running,
@@ -145,8 +145,8 @@ async fn a_restored_pod_is_told_everything_by_one_write_that_leaves_the_kubelets
 fn every_reason_of_the_planner_is_one_of_the_api() {
     let known: BTreeSet<&str> = api::hibernated::ALL
         .iter()
-        .chain(&api::restored::ALL)
-        .chain(&api::snapshot::ALL)
+        .chain(api::restored::ALL)
+        .chain(api::snapshot::ALL)
         .copied()
         .collect();
     for reason in [

@@ -27,7 +27,10 @@ pub(super) fn of_restore(
         told.push((POD_RESTORED, of_pod_snapshot(pod, snapshot, restored)));
     }
     if is_gated(pod) && is_settled(restored) {
-        let words = format!("{} says how the restore went", conditions::POD_RESTORED);
+        let words = format!(
+            "Condition {} shows the outcome of the restore",
+            conditions::POD_RESTORED
+        );
         let draft = ConditionDraft::new(Truth::True, &restored.reason, words);
         told.push((POD_RESTORE_SETTLED, draft));
     }
@@ -61,7 +64,7 @@ fn of_pod_snapshot(pod: &Pod, snapshot: &str, restored: &ConditionDraft) -> Cond
     if let Some(chosen) = pod.annotations().get(pod_snapshot::NAME) {
         let chosen: String = chosen.chars().take(LONGEST_NAME).collect();
         return no(format!(
-            "A sandbox goes on from its newest memory, not from PodSnapshot {chosen:?}; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot {chosen:?}"
+            "A sandbox continues from its newest memory, not from PodSnapshot {chosen:?}; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot {chosen:?}"
         ));
     }
     if restored.status != Truth::True {
@@ -69,7 +72,7 @@ fn of_pod_snapshot(pod: &Pod, snapshot: &str, restored: &ConditionDraft) -> Cond
     }
     let is_copy = pod.annotations().contains_key(annotations::RESTORE_COPY);
     if is_copy || restored.reason == reasons::ROLLED_BACK {
-        return no("It was not restored with the memory of its suspension".to_owned());
+        return no("The Pod was not restored with the memory of its suspension".to_owned());
     }
     let words = format!(
         "Restored with the memory that was saved when it was suspended, after PodSnapshot {snapshot:?}"
@@ -131,8 +134,8 @@ mod tests {
 
     #[test]
     fn what_was_not_restored_from_it_says_so() {
-        let another = "A sandbox goes on from its newest memory, not from PodSnapshot \"t\"; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot \"t\"";
-        let elsewhere = "It was not restored with the memory of its suspension";
+        let another = "A sandbox continues from its newest memory, not from PodSnapshot \"t\"; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot \"t\"";
+        let elsewhere = "The Pod was not restored with the memory of its suspension";
         let (yes, no) = (Truth::True, Truth::False);
         let chosen = json!({BY_SDK: "t", "podsnapshot.gke.io/ps-name": "t"});
         let copy = json!({BY_SDK: "t", "torpor.dev/restore-copy": "true"});

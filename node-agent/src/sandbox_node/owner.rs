@@ -25,7 +25,7 @@ pub(super) async fn find(
 pub(super) async fn correct(client: &Client, found: &SandboxNode) -> Result<(), kube::Error> {
     let name = found.metadata.name.as_deref().unwrap_or_default();
     let Some(node) = find(client, name).await? else {
-        tracing::warn!("the Node cannot be read: the SandboxNode will not go with it");
+        tracing::warn!("cannot read the Node: the SandboxNode will not be deleted with it");
         return Ok(());
     };
     let owners = found.metadata.owner_references.as_deref();
@@ -42,7 +42,10 @@ pub(super) async fn correct(client: &Client, found: &SandboxNode) -> Result<(), 
     match api.patch(name, &parameters, &Patch::Merge(patch)).await {
         Err(kube::Error::Api(answer)) if answer.is_forbidden() => {
             let why = &answer.message;
-            tracing::warn!(why, "the SandboxNode will not go with its Node");
+            tracing::warn!(
+                why,
+                "cannot set the owner: the SandboxNode will not be deleted with its Node"
+            );
             Ok(())
         }
         other => other.map(drop),

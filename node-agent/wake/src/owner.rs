@@ -25,11 +25,11 @@ const DATAGRAM: usize = 64 << 10;
 /// Why the kernel did not say.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot ask the kernel about sockets")]
+    #[error("cannot query the kernel's sockets")]
     Ask(#[source] io::Error),
-    #[error("the kernel's answer about sockets is not understood: {0}")]
+    #[error("cannot parse the kernel's answer about sockets: {0}")]
     BadAnswer(String),
-    #[error("cannot look through the processes of this machine")]
+    #[error("cannot list the processes of this machine")]
     Processes(#[source] io::Error),
 }
 

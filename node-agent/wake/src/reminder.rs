@@ -3,7 +3,7 @@
 //! gVisor's network stack forgets the timers of its connections in a restore. What it has said and nobody has acknowledged it
 //! says again only once something has come that belongs to the connection as it stands: with the number that it expects. A
 //! peer whose question was heard and whose answer was lost repeats the question, which has an earlier number: gVisor
-//! acknowledges it, drops it, and the answer is not said again (docs/decisions/2026-11-23-told-what-peers-said-last.md).
+//! acknowledges it, drops it, and the answer is not said again (docs/decisions/2026-11-23-tcp-connections-revived-after-restore.md).
 //!
 //! So after the question itself the sandbox gets an acknowledgement of that peer, with the number that follows, and with what
 //! the peer has acknowledged and has room for by its own last word. Nothing in it is new, and gVisor answers nothing to it.

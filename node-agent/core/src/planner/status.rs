@@ -219,12 +219,12 @@ impl Telling<'_> {
 
     /// A sandbox that dozes by itself, or because its runtime knows nothing deeper: then nobody is to believe that its memory is safe.
     fn dozing(&self, image: Option<&ImageId>) -> Option<ConditionDraft> {
-        const NO_IMAGE: &str = "There is no image of it: its memory is lost when its Pod, its processes or the node end";
+        const NO_IMAGE: &str = "The sandbox has no image: its memory is lost when its Pod, its processes or the node end";
         let (reason, text) = match (image, &self.view.observed.capable) {
             (Some(image), _) => (
                 reasons::DOZING,
                 format!(
-                    "The sandbox was idle and dozes until it is needed; image {image} is its memory too."
+                    "The sandbox was idle and dozes until it is needed; image {image} holds its memory, too."
                 ),
             ),
             (None, Err(why)) if self.view.shallow && !self.view.by_itself => (
@@ -246,8 +246,8 @@ impl Telling<'_> {
         let observed = self.view.observed;
         match (&observed.can_doze, observed.dozes_unsaved) {
             (_, false) => String::new(),
-            (Ok(()), true) => "; when it is idle it dozes instead, without an image".to_owned(),
-            (Err(why), true) => format!("; nor does it doze: {why}"),
+            (Ok(()), true) => "; an idle sandbox dozes instead, without an image".to_owned(),
+            (Err(why), true) => format!("; the sandbox cannot doze either: {why}"),
         }
     }
 
@@ -258,12 +258,14 @@ impl Telling<'_> {
         };
         let held = match self.left_by_exec() {
             Some(left) => {
-                format!("{held} Processes that kubectl exec left behind end with it: {left}.")
+                format!(
+                    "{held} Hibernation ends the processes that kubectl exec left behind: {left}."
+                )
             }
             None => held,
         };
         let held = match &self.view.observed.not_watched {
-            Some(why) => format!("{held} Only the API or an exec wakes it: {why}."),
+            Some(why) => format!("{held} Only the API or an exec wakes the sandbox: {why}."),
             None => held,
         };
         match (&self.view.observed.failures.wake, &self.view.ledger.memory) {
@@ -290,11 +292,11 @@ impl Telling<'_> {
             self.view.desired.sleep.first(),
         ) {
             return format!(
-                "The sandbox is awake and does not fall asleep by itself: whether it is idle is not known: {why}"
+                "The sandbox is awake and does not fall asleep by itself, because the agent cannot determine whether it is idle: {why}"
             );
         }
         if self.why.contains(&Reason::NotReady) {
-            return "The sandbox is awake and does not fall asleep by itself before it is ready: while it sleeps, the kubelet's probes are answered for it.".to_owned();
+            return "The sandbox is awake and does not fall asleep by itself before it is ready: while a sandbox sleeps, Torpor answers the kubelet's probes in its place.".to_owned();
         }
         if let (Err(why), Some(_)) = (&self.view.observed.can_doze, self.view.desired.sleep.doze) {
             return format!("The sandbox is awake and does not doze: {why}");
@@ -308,7 +310,7 @@ impl Telling<'_> {
             return "The sandbox is awake.".to_owned();
         }
         match self.view.observed.sessions {
-            0 => "The sandbox is awake: somebody used it a moment ago.".to_owned(),
+            0 => "The sandbox is awake: it was used a moment ago.".to_owned(),
             n => format!("The sandbox is awake: {n} sessions are open."),
         }
     }
@@ -376,7 +378,7 @@ impl Telling<'_> {
                 image,
                 rolled_back: None,
             } => {
-                let message = format!("The Pod goes on from image {image}.");
+                let message = format!("The Pod continues from image {image}.");
                 Some(draft(Truth::True, reasons::RESTORED, message))
             }
             Restore::Done {
@@ -385,8 +387,8 @@ impl Telling<'_> {
             } => {
                 let age = age.as_secs();
                 let message = format!(
-                    "The sandbox ended while it was awake and went back to its last image {image}, made {made:.0}, {age} s before: \
-                     what it did since is lost."
+                    "The sandbox ended while it was awake and was rolled back to its last image {image}, made {made:.0}, {age} s before: \
+                     its work since then is lost."
                 );
                 Some(draft(Truth::True, reasons::ROLLED_BACK, message))
             }
@@ -455,7 +457,7 @@ impl Telling<'_> {
             return SnapshotState::Saving;
         }
         if view.desired.pod != PodPresence::Present && self.may_be_in_image() {
-            let message = "The Pod ends; its image is about to be kept.";
+            let message = "The Pod is ending; the agent is about to keep its image.";
             return SnapshotState::Pending {
                 message: message.to_owned(),
             };
@@ -529,21 +531,19 @@ impl Telling<'_> {
             return format!("The sandbox {}.", not_saved_beside(container));
         }
         match (self.view.observed.live, self.view.awaited_container()) {
-            (Live::None, _) => "Waiting for the sandbox to be there.".to_owned(),
-            (Live::Unknown, _) => "Waiting to find out what the sandbox does.".to_owned(),
+            (Live::None, _) => "Waiting for the sandbox to start.".to_owned(),
+            (Live::Unknown, _) => "Waiting for the state of the sandbox to be known.".to_owned(),
             (Live::Running, Some(container)) => {
-                format!(
-                    "Waiting to be saved until container \"{container}\" has been started again."
-                )
+                format!("The save waits until container \"{container}\" has been started again.")
             }
-            (Live::Running | Live::Paused, _) => "Waiting to be saved.".to_owned(),
+            (Live::Running | Live::Paused, _) => "The sandbox waits to be saved.".to_owned(),
         }
     }
 }
 
 fn not_saved_beside(container: &ContainerName) -> String {
     format!(
-        "is not saved while container \"{container}\" runs, which is none of the Pod's own (kubectl debug adds such): whoever goes on from the image would lack it. End its program"
+        "is not saved while container \"{container}\" runs: the container was added to the Pod (as by kubectl debug), and a sandbox restored from the image would lack it. End its program"
     )
 }
 

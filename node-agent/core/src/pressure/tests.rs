@@ -125,7 +125,7 @@ fn the_words_are_those_of_the_moment_in_which_it_began() {
     watch.read(&readings(50, 900), &LIMITS);
     assert_eq!(
         watch.short()[&Resource::Memory],
-        "4 % of the node's memory is available; 10 % are to be"
+        "4 % of the node's memory is available; the limit is 10 %"
     );
 }
 

@@ -121,7 +121,7 @@ pub enum WakeCause {
 
 /// No cause of a wake has this name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no cause of a wake")]
+#[error("{0:?} is not a cause of a wake")]
 pub struct UnknownCause(String);
 
 impl WakeCause {
@@ -201,7 +201,7 @@ impl SleepNote {
 }
 
 /// Why a pod is not woken that is not held open ([`Records::is_held_open`]).
-pub const NOT_HELD_OPEN: &str = "containerd's shim of the Pod has died, or the keeper of one of its containers: the kubelet brings the sandbox back";
+pub const NOT_HELD_OPEN: &str = "containerd's shim of the Pod or the keeper of one of its containers has ended: the kubelet recreates the sandbox";
 
 impl Records {
     /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.

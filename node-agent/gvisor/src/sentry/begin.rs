@@ -51,7 +51,7 @@ impl Beginning<'_> {
             .current_dir("/")
             .env_clear()
             .spawn()
-            .map_err(prepare("begin a process"))?;
+            .map_err(prepare("start a process"))?;
         let begun = self.converse(&ours, &child, until);
         if begun.is_err() {
             // It may wait for a word that will not come.
@@ -66,7 +66,7 @@ impl Beginning<'_> {
         let (mut pid, mut filestores) = (None, Vec::new());
         loop {
             if !can_be_read(with, until.end).map_err(Error::Talk)? {
-                return Err(until.is_over("it has not begun"));
+                return Err(until.is_over("its process has not started"));
             }
             match hear(with).map_err(Error::Talk)? {
                 Some((Word::Unshared, _)) => {
@@ -78,7 +78,7 @@ impl Beginning<'_> {
                 Some((Word::Failed { message }, _)) => return Err(Error::Failed(message)),
                 Some((Word::Boot(_) | Word::Serve(_) | Word::Mapped, _)) => {}
                 None => {
-                    let silent = || Error::Failed("ended without a word".to_owned());
+                    let silent = || Error::Failed("it ended without an error message".to_owned());
                     let pid = pid.ok_or_else(silent)?;
                     return Ok(Begun { pid, filestores });
                 }

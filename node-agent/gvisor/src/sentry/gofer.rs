@@ -145,7 +145,9 @@ impl<'a> ContainerStart<'a> {
             match fchown(stream, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid))) {
                 // Of a file system where nothing changes hands.
                 Ok(()) | Err(Errno::EINVAL | Errno::EPERM | Errno::EROFS) => {}
-                Err(errno) => return Err(prepare("give the streams away")(errno)),
+                Err(errno) => {
+                    return Err(prepare("change the owner of the standard streams")(errno));
+                }
             }
         }
         Ok(())
@@ -196,7 +198,7 @@ impl Gofer {
         }
         .begin(until)?;
         if begun.filestores.len() != plan.filestores() {
-            return Err(Error::Failed("ended before it served".to_owned()));
+            return Err(Error::Failed("it ended before it served files".to_owned()));
         }
         Ok(Self {
             pid: begun.pid,
@@ -269,7 +271,7 @@ fn set_oom_score(pid: i32, score: Option<i64>) -> Result<(), Error> {
     let Some(score) = score else {
         return Ok(());
     };
-    let failed = prepare("say which process is to end first for want of memory");
+    let failed = prepare("set the OOM score");
     match std::fs::write(format!("/proc/{pid}/oom_score_adj"), score.to_string()) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),

@@ -98,13 +98,13 @@ pub fn become_process() -> std::io::Result<()> {
 }
 
 fn become_it(wake: &OwnedFd) -> Step<()> {
-    let heard = cannot("hear what to execute");
+    let heard = cannot("receive what to execute");
     let silence = || heard(std::io::ErrorKind::UnexpectedEof.into());
     let Some((word, files)) = hear(wake).map_err(heard)? else {
         return Err(silence());
     };
     // runsc's has those of who ran runsc. Afterwards nobody may, in its user namespace.
-    setgroups(&[]).map_err(cannot("leave its groups"))?;
+    setgroups(&[]).map_err(cannot("drop its groups"))?;
     match word {
         Word::Boot(args) => {
             let (files, file_systems) = files.split_first_chunk().ok_or_else(silence)?;
@@ -146,22 +146,22 @@ pub(super) fn is_in_own_namespaces(wake: &OwnedFd, also: CloneFlags) -> Step<boo
         | CloneFlags::CLONE_NEWUTS
         | CloneFlags::CLONE_NEWPID;
     unshare(own | also).map_err(cannot("make its namespaces"))?;
-    let told = cannot("talk to who began it");
+    let told = cannot("communicate with the process that started it");
     say(wake, &Word::Unshared, &[]).map_err(told)?;
     let Some((Word::Mapped, _)) = hear(wake).map_err(told)? else {
         return Err(told(std::io::ErrorKind::UnexpectedEof.into()));
     };
     // SAFETY: this program has one thread.
-    match unsafe { fork() }.map_err(cannot("make the first process of its PID namespace"))? {
+    match unsafe { fork() }.map_err(cannot("create the first process of its PID namespace"))? {
         ForkResult::Parent { child } => {
             let pid = child.as_raw();
             say(wake, &Word::Forked { pid }, &[]).map_err(told)?;
             Ok(false)
         }
         ForkResult::Child => {
-            setsid().map_err(cannot("begin a session"))?;
-            setgid(Gid::from_raw(0)).map_err(cannot("be its group"))?;
-            setuid(Uid::from_raw(0)).map_err(cannot("be its user"))?;
+            setsid().map_err(cannot("start a session"))?;
+            setgid(Gid::from_raw(0)).map_err(cannot("set its group"))?;
+            setuid(Uid::from_raw(0)).map_err(cannot("set its user"))?;
             Ok(true)
         }
     }
@@ -196,7 +196,7 @@ fn run(
 /// They are open in the program that is executed.
 pub(super) fn hand_on<'a>(files: impl IntoIterator<Item = &'a OwnedFd>) -> Step<()> {
     let mut files = files.into_iter();
-    files.try_for_each(|fd| fcntl_setfd(fd, FdFlags::empty()).map_err(cannot("hand a file on")))
+    files.try_for_each(|fd| fcntl_setfd(fd, FdFlags::empty()).map_err(cannot("pass a file on")))
 }
 
 pub(super) fn execute(program: &str, name: &str, words: Vec<String>) -> Step<Infallible> {
@@ -219,7 +219,7 @@ fn no_stdio() -> Step<[OwnedFd; 3]> {
 pub(super) fn unmounter() -> Step<OwnedFd> {
     let (told, tell) = std::io::pipe().map_err(cannot("make a pipe"))?;
     // SAFETY: this program has one thread.
-    match unsafe { fork() }.map_err(cannot("make the process that unmounts /proc"))? {
+    match unsafe { fork() }.map_err(cannot("create the process that unmounts /proc"))? {
         ForkResult::Parent { .. } => Ok(tell.into()),
         ForkResult::Child => {
             let done = dup2_stdin(&told).is_ok() && close_from(3).is_ok() && unmounts();
@@ -236,7 +236,7 @@ fn unmounts() -> bool {
 
 /// Gives all capabilities up but these, of which it passes some on to programs whatever their files say (capabilities(7): inheritable and ambient).
 pub(super) fn keep_capabilities(kept: CapabilitySet, passed_on: CapabilitySet) -> Step<()> {
-    let failed = cannot("give capabilities up");
+    let failed = cannot("drop capabilities");
     let mut all = (0..64).map(|number| CapabilitySet::from_bits_retain(1 << number));
     let stays = |one: &CapabilitySet| kept.contains(*one);
     for one in all.clone().filter(|one| !stays(one)) {

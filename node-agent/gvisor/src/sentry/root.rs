@@ -29,11 +29,11 @@ pub(super) fn enter(program: i32) -> Step<()> {
     let place = Path::new(PLACE);
     // What is mounted on a link is mounted on where it leads.
     let is_dir = std::fs::symlink_metadata(place)
-        .map_err(cannot("look at /tmp"))?
+        .map_err(cannot("examine /tmp"))?
         .is_dir();
     if !is_dir {
         return Err((
-            "use /tmp, which is no directory",
+            "use /tmp, which is not a directory",
             Error::from(std::io::ErrorKind::NotADirectory),
         ));
     }
@@ -51,14 +51,14 @@ pub(super) fn enter(program: i32) -> Step<()> {
 /// What is mounted from now on is seen by nobody else.
 pub(super) fn keep_mounts() -> Step<()> {
     let (slave, nothing) = (MsFlags::MS_SLAVE | MsFlags::MS_REC, None::<&str>);
-    mount(nothing, "/", nothing, slave, nothing).map_err(cannot("keep its mounts to itself"))
+    mount(nothing, "/", nothing, slave, nothing).map_err(cannot("make its mounts private"))
 }
 
 /// What is mounted at `place` is the process' root; the host's is gone.
 pub(super) fn leave_hosts(place: &Path) -> Step<()> {
     chdir(place).map_err(cannot("enter its root"))?;
     pivot_root(".", ".").map_err(cannot("change its root"))?;
-    umount2(".", MntFlags::MNT_DETACH).map_err(cannot("leave the host's root"))?;
+    umount2(".", MntFlags::MNT_DETACH).map_err(cannot("unmount the host's root"))?;
     chdir("/").map_err(cannot("enter its root"))
 }
 
@@ -112,5 +112,5 @@ fn proc(place: &Path, program: i32, plain: MsFlags) -> Step<()> {
         symlink(format!("{whole}/{to}"), proc.join(name)).map_err(cannot("make a link"))?;
     }
     let passable = std::fs::Permissions::from_mode(0o111);
-    std::fs::set_permissions(&proc, passable).map_err(cannot("close /proc"))
+    std::fs::set_permissions(&proc, passable).map_err(cannot("restrict access to /proc"))
 }

@@ -13,7 +13,7 @@ const CHUNK: usize = 4096;
 /// Makes the keeper's standard input its controlling terminal, so that the kernel tells it of new window sizes.
 pub(super) fn own_terminal() -> anyhow::Result<()> {
     // Only the leader of a session may have one.
-    rustix::process::setsid().context("cannot begin a session")?;
+    rustix::process::setsid().context("cannot start a session")?;
     rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")
 }
 

@@ -130,7 +130,9 @@ impl Keeper<'_> {
             Request::Halt => {
                 let halted = match &mut self.watch {
                     Some(watch) => watch.halt(),
-                    None => Err(anyhow::anyhow!("the Pod's packets are not held")),
+                    None => Err(anyhow::anyhow!(
+                        "the keeper does not hold the Pod's packets"
+                    )),
                 };
                 match halted {
                     Ok(next) => {
@@ -161,7 +163,9 @@ impl Keeper<'_> {
             Request::Mute => {
                 let muted = match &mut self.watch {
                     Some(watch) => watch.mute().map(|()| watch.barriers()),
-                    None => Err(anyhow::anyhow!("the Pod's packets are not held")),
+                    None => Err(anyhow::anyhow!(
+                        "the keeper does not hold the Pod's packets"
+                    )),
                 };
                 match muted {
                     Ok(barriers) => answer(&peer, &done, &barriers),

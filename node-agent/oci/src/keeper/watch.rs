@@ -614,8 +614,8 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
     );
     ensure!(
         !pairs.iter().any(|pair| pair.is_bypassed),
-        "packets reach the pod without passing the host's end of its link, where they are watched: let them pass it \
-         (Cilium: bpf.hostLegacyRouting=true; Calico: bpfRedirectToPeer: Disabled), and make the pod anew"
+        "packets reach the pod without passing the host's end of its link, where Torpor watches them: let the CNI plugin pass them through it \
+         (Cilium: bpf.hostLegacyRouting=true; Calico: bpfRedirectToPeer: Disabled), and recreate the pod"
     );
     let links = pairs.into_iter().map(|pair| {
         let mut probes = Responder::new(own, Instant::now());

@@ -16,7 +16,7 @@ pub(super) const SECOND_TRY_LIMIT: Duration = Duration::from_secs(20);
 
 /// A restore failed of a sandbox that runsc has not begun, which may know better.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot restore a sandbox that Torpor has begun by itself")]
+#[error("cannot restore a sandbox that Torpor started without runsc")]
 pub(super) struct BegunByUs;
 
 /// What the sandbox is begun from that runsc does not begin. That it cannot be read is no reason not to wake: runsc needs none of it.
@@ -51,7 +51,7 @@ pub(super) fn keep(node: &Node, pod: &PodRecord) {
         }
     };
     if let Err(error) = keep() {
-        eprintln!("torpor-oci: runsc begins the sandbox the next time: {error:#}");
+        eprintln!("torpor-oci: runsc starts the sandbox the next time: {error:#}");
         forget(node, pod);
     }
 }

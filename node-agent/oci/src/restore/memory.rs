@@ -55,7 +55,7 @@ pub(crate) fn sleep_on(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool>
 pub(super) fn ensure_held_open(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     ensure!(
         node.records.is_held_open(sandbox)?,
-        "{NOT_HELD_OPEN}, which goes on from its image; try again in a moment"
+        "{NOT_HELD_OPEN}, which then continues from its image; try again in a moment"
     );
     Ok(())
 }
@@ -126,7 +126,9 @@ pub(crate) fn run_on(
         Resumed::RanAlready => Ok(false),
         Resumed::GoferGone if restored(node, sandbox, cause)? => Ok(true),
         Resumed::GoferGone => {
-            bail!("the sandbox has lost a gofer, and its image cannot be read: it stands still")
+            bail!(
+                "the sandbox has lost a gofer, and its image cannot be read: the sandbox stays paused"
+            )
         }
     }
 }

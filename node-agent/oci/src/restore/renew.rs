@@ -39,7 +39,7 @@ pub(super) fn renew(
         // A read-only root file system has that of its new container.
         if let Err(error) = set_generation(node, part, &generation) {
             eprintln!(
-                "torpor-oci: container {} keeps its generation: {error:#}",
+                "torpor-oci: cannot set the generation of container {}: {error:#}",
                 part.name
             );
         }
@@ -86,7 +86,7 @@ fn run_hook(
     command: &str,
 ) -> anyhow::Result<()> {
     let words: Vec<String> =
-        serde_json::from_str(command).context("it is no JSON array of words")?;
+        serde_json::from_str(command).context("it is not a JSON array of words")?;
     let name = pause
         .annotation(ON_RESTORE_EXEC_CONTAINER)
         .unwrap_or_default();

@@ -10,7 +10,7 @@ use crate::node::Node;
 /// Makes room. That it fails is no reason not to try to wake: most sandboxes need none.
 pub(super) fn make(node: &Node, pod: &PodRecord) {
     if let Err(error) = try_make(node, pod) {
-        eprintln!("torpor-oci: there is no more room in the pod's limit of memory: {error:#}");
+        eprintln!("torpor-oci: cannot raise the pod's limit of memory for a wake: {error:#}");
     }
 }
 
@@ -58,7 +58,7 @@ pub(crate) fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
     }
     match end_if_exceeded(node, sandbox) {
         Ok(true) => eprintln!(
-            "torpor-oci: the sandbox is ended: a minute after its wake it uses more memory than its Pod's limit"
+            "torpor-oci: ended the sandbox: a minute after its wake it used more memory than its Pod's limit"
         ),
         Ok(false) => {}
         Err(error) => {
@@ -86,7 +86,7 @@ type End = fn(&Room) -> Result<bool, torpor_cgroup::Error>;
 
 fn end_rooms(node: &Node, sandbox: &SandboxId, end: End) -> bool {
     try_end_rooms(node, sandbox, end).unwrap_or_else(|error| {
-        eprintln!("torpor-oci: the pod's limit of memory is not back: {error:#}");
+        eprintln!("torpor-oci: cannot restore the pod's limit of memory: {error:#}");
         false
     })
 }

@@ -85,7 +85,7 @@ pub(super) fn restore(
             if began.elapsed() > SECOND_TRY_LIMIT {
                 return Err(error);
             }
-            eprintln!("torpor-oci: {error:#}; runsc begins it");
+            eprintln!("torpor-oci: {error:#}; runsc starts it");
             attempt(None)
         }
         result => result,
@@ -138,7 +138,7 @@ pub(crate) fn put_quotas_back(node: &Node, sandbox: &SandboxId) {
         Ok(node.records.forget_quotas(sandbox)?)
     };
     if let Err(error) = put_back() {
-        eprintln!("torpor-oci: the pod's limit of processor time is not back: {error:#}");
+        eprintln!("torpor-oci: cannot restore the pod's limit of processor time: {error:#}");
     }
 }
 
@@ -322,7 +322,10 @@ pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
     match keeper::ask(pause, &Request::Hold(Rules::default()), &[], CALL_LIMIT) {
         Ok((answer, _)) if answer.ok => {}
         // The resume is worth more.
-        Ok((answer, _)) => eprintln!("torpor-oci: packets are not held: {}", answer.message),
+        Ok((answer, _)) => eprintln!(
+            "torpor-oci: the keeper does not hold packets: {}",
+            answer.message
+        ),
         Err(error) => eprintln!("torpor-oci: {:#}", anyhow::Error::new(error)),
     }
 }

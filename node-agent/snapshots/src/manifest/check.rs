@@ -78,7 +78,7 @@ impl Fingerprint {
         }
         if cpu_features.is_empty() || node.cpu_features.is_empty() {
             let missing = format!(
-                "the same set of features ({cpu_features_digest}, here {})",
+                "the image's set of features (digest {cpu_features_digest}, here {})",
                 node.cpu_features_digest
             );
             return Err(Mismatch::CpuFeatures { missing });

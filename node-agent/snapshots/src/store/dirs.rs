@@ -142,7 +142,7 @@ pub(super) fn make_fresh_dir(
 
 /// Makes what was done in a directory durable.
 pub(super) fn sync_dir(dir: BorrowedFd<'_>, path: &Path) -> Result<(), PathError> {
-    rustix::fs::fsync(dir).map_err(|e| PathError::new("make durable what was done in", path, e))
+    rustix::fs::fsync(dir).map_err(|e| PathError::new("make durable the changes in", path, e))
 }
 
 /// Opens a directory of ours.

@@ -370,12 +370,12 @@ fn a_main_file_that_cannot_be_understood_is_refused_and_says_where() {
         (
             "version = 2\nplugins = {}\n",
             "RuntimeHandlerTaken",
-            "no room for the runtime handler torpor",
+            "cannot take the runtime handler torpor",
         ),
         (
             "version = 2\n[plugins.\"io.containerd.grpc.v1.cri\".containerd.runtimes.torpor]\n",
             "RuntimeHandlerTaken",
-            "no room for the runtime handler torpor",
+            "cannot take the runtime handler torpor",
         ),
     ];
     for (main, reason, words) in cases {

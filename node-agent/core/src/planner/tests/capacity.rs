@@ -458,7 +458,7 @@ fn a_sandbox_that_went_back_to_its_last_image_says_so() {
     );
     assert_eq!(
         told.message,
-        "The sandbox ended while it was awake and went back to its last image pod-a.1, made 1970-01-01T00:01:40Z, 60 s before: \
-         what it did since is lost."
+        "The sandbox ended while it was awake and was rolled back to its last image pod-a.1, made 1970-01-01T00:01:40Z, 60 s before: \
+         its work since then is lost."
     );
 }

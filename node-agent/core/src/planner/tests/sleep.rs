@@ -351,7 +351,7 @@ fn one_that_was_asked_to_sleep_and_that_no_packet_wakes_says_so() {
     let told = planned(&desired(Power::Asleep), &asleep).status.hibernated;
     assert_eq!(
         told.unwrap().message,
-        "The sandbox sleeps in image pod-a.1. Only the API or an exec wakes it: no veth pair."
+        "The sandbox sleeps in image pod-a.1. Only the API or an exec wakes the sandbox: no veth pair."
     );
 }
 
@@ -373,7 +373,7 @@ fn whoever_cannot_see_packets_does_not_fall_asleep_and_says_so() {
     let told = planned(&sleepy(), &running).status.hibernated.unwrap();
     assert_eq!(told.reason, "Awake");
     assert!(
-        told.message.ends_with("is not known: no BPF"),
+        told.message.ends_with("whether it is idle: no BPF"),
         "{}",
         told.message
     );
@@ -413,6 +413,6 @@ fn what_exec_has_left_behind_keeps_a_sandbox_from_hibernating_by_itself_but_not_
         .unwrap();
     assert_eq!(
         told.message,
-        "The sandbox sleeps in image pod-a.1. Processes that kubectl exec left behind end with it: server, a, b, c, d and 1 more."
+        "The sandbox sleeps in image pod-a.1. Hibernation ends the processes that kubectl exec left behind: server, a, b, c, d and 1 more."
     );
 }

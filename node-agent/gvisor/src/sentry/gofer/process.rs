@@ -40,11 +40,11 @@ pub(in crate::sentry) fn become_gofer(
 fn run(wake: &OwnedFd, args: &ServeArgs, files: &[OwnedFd]) -> Step<Infallible> {
     let Some(([program, inherited @ ..], connections)) = files.split_first_chunk::<FILES>() else {
         let silence = std::io::ErrorKind::UnexpectedEof.into();
-        return Err(("hear what to serve", silence));
+        return Err(("receive what to serve", silence));
     };
     let filestores = root::enter(args, program.as_raw_fd())?;
     let borrowed: Vec<BorrowedFd<'_>> = filestores.iter().map(AsFd::as_fd).collect();
-    let told = cannot("hand the files on");
+    let told = cannot("pass the files on");
     say(wake, &Word::Filestores, &borrowed).map_err(told)?;
     let proc_sync = unmounter()?;
     let [log, spec, mounts, rpc] = inherited.each_ref().map(AsRawFd::as_raw_fd);

@@ -39,7 +39,7 @@ pub(super) fn enter(args: &ServeArgs, program: i32) -> Step<Vec<OwnedFd>> {
         .map_err(cannot("mount its root"))?;
     // It is mounted in what is about to be mounted in it.
     mount(NOTHING, place, NOTHING, MsFlags::MS_UNBINDABLE, NOTHING)
-        .map_err(cannot("keep its root to itself"))?;
+        .map_err(cannot("make its root unbindable"))?;
     for name in ["proc", "root"] {
         std::fs::create_dir(place.join(name)).map_err(cannot("make a directory"))?;
     }
@@ -62,7 +62,7 @@ pub(super) fn enter(args: &ServeArgs, program: i32) -> Step<Vec<OwnedFd>> {
 
 /// A new file there.
 fn make(dir: &Path, name: &str) -> Step<OwnedFd> {
-    let failed = cannot("make a file for what is written");
+    let failed = cannot("create a filestore");
     let path_only = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
     let dir = rustix::fs::open(dir, path_only, Mode::empty()).map_err(failed)?;
     let new = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -112,12 +112,12 @@ fn mount_in(root: BorrowedFd<'_>, bind: &Bind) -> Step<OwnedFd> {
     if bind.flags().contains(MsFlags::MS_REC) {
         clone |= OpenTreeFlags::AT_RECURSIVE;
     }
-    let mounted =
-        open_tree(CWD, &bind.source, clone).map_err(cannot("open what a container mounts"))?;
+    let mounted = open_tree(CWD, &bind.source, clone)
+        .map_err(cannot("open a mount source of the container"))?;
     let within = ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS;
     let path_only = OFlags::PATH | OFlags::CLOEXEC;
     let place = openat2(root, &bind.destination, path_only, Mode::empty(), within)
-        .map_err(cannot("find a place in the container"))?;
+        .map_err(cannot("open a mount point in the container"))?;
     let by_descriptor =
         MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
     move_mount(&mounted, "", &place, "", by_descriptor)
@@ -130,7 +130,7 @@ fn mount_in(root: BorrowedFd<'_>, bind: &Bind) -> Step<OwnedFd> {
             propagation,
             NOTHING,
         )
-        .map_err(cannot("keep a container's mount to itself"))?;
+        .map_err(cannot("set the propagation of a container's mount"))?;
     }
     Ok(mounted)
 }
