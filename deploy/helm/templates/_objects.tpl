@@ -1,6 +1,6 @@
 {{/*
 The chart has no objects of its own: crds/ and files/ are links to the kustomize base, and the templates
-change in its objects what the values say. What is added to the base is in the chart by that.
+change its objects according to the values. Additions to the base are therefore in the chart, too.
 
 torpor.objects: the objects of `files`, as a JSON list, with the images and the namespace of the values.
 */}}
@@ -35,8 +35,9 @@ torpor.objects: the objects of `files`, as a JSON list, with the images and the 
 {{- end -}}
 
 {{/*
-torpor.image: reference of one of the images, by digest where one is given. Without a tag of its own an image has the controller's: enough for a registry
-that has one tag for all four. The base names a registry that cannot exist (RFC 2606), so that nobody's image is pulled where none is named.
+torpor.image: reference of one of the images, by digest if one is given. An image without its own tag has the
+controller's, which suits a registry with one tag for all four. The base names a registry that cannot exist
+(RFC 2606), so a missing value never pulls a foreign image.
 */}}
 {{- define "torpor.image" -}}
 {{- $values := .root.Values -}}
@@ -48,7 +49,7 @@ that has one tag for all four. The base names a registry that cannot exist (RFC 
 {{- $repository := $image.repository -}}
 {{- if hasPrefix "torpor.invalid/" $repository -}}
   {{- if not $values.image.registry -}}
-    {{- fail (printf "image.registry is missing: which registry has Torpor's images? (`hack/release` makes them and says how to push them; or set %s.repository)" $value) -}}
+    {{- fail (printf "image.registry is missing: set it to the registry of Torpor's images, or set %s.repository (`hack/release` makes the images and prints how to push them)" $value) -}}
   {{- end -}}
   {{- $repository = printf "%s/%s" (trimSuffix "/" $values.image.registry) (base $repository) -}}
 {{- end -}}
@@ -58,11 +59,11 @@ that has one tag for all four. The base names a registry that cannot exist (RFC 
 {{- else if $tag -}}
   {{- printf "%s:%s" $repository $tag -}}
 {{- else -}}
-  {{- fail (printf "%s.digest is missing, and so is image.tag: which build of Torpor? (`hack/release` and `hack/cluster build-torpor` make images)" $value) -}}
+  {{- fail (printf "%s.digest is missing: set it or image.tag (`hack/release` and `hack/cluster build-torpor` make images)" $value) -}}
 {{- end -}}
 {{- end -}}
 
-{{/* torpor.pod: puts into a Pod's spec what values of one component say about it. What is not set stays as the base has it. */}}
+{{/* torpor.pod: sets the values of one component in a Pod's spec. Unset values keep those of the base. */}}
 {{- define "torpor.pod" -}}
 {{- $pod := .pod -}}
 {{- $values := .values -}}
@@ -95,7 +96,7 @@ that has one tag for all four. The base names a registry that cannot exist (RFC 
 
 {{/*
 torpor.flags: `args` with the flags that `values` set, as a JSON list. A value's name is its flag's in camel case.
-A flag that is there already gets the value; the others follow in alphabetical order.
+An existing flag gets the value; the others follow in alphabetical order.
 */}}
 {{- define "torpor.flags" -}}
 {{- $flags := dict -}}
@@ -122,7 +123,7 @@ A flag that is there already gets the value; the others follow in alphabetical o
 {{- toJson $args -}}
 {{- end -}}
 
-{{/* torpor.rules: those of `rules` that are about kinds of the cluster, or the others, as a JSON list. */}}
+{{/* torpor.rules: the rules about cluster-scoped kinds, or the others, as a JSON list. */}}
 {{- define "torpor.rules" -}}
 {{- $ofCluster := list "nodes" "runtimeclasses" "sandboxnodes" "snapshotclasses" -}}
 {{- $rules := list -}}
@@ -134,7 +135,7 @@ A flag that is there already gets the value; the others follow in alphabetical o
     {{- end -}}
   {{- end -}}
   {{- if and $count (ne (int $count) (len $rule.resources)) -}}
-    {{- fail (printf "a rule of the controller mixes kinds of the cluster with others: %v" $rule.resources) -}}
+    {{- fail (printf "a rule of the controller mixes cluster-scoped and namespaced kinds: %v" $rule.resources) -}}
   {{- end -}}
   {{- if eq (gt (int $count) 0) $.cluster -}}
     {{- $rules = append $rules $rule -}}
@@ -143,7 +144,10 @@ A flag that is there already gets the value; the others follow in alphabetical o
 {{- toJson $rules -}}
 {{- end -}}
 
-{{/* torpor.inNamespace: what a ClusterRole or ClusterRoleBinding of the controller becomes in a namespace. The name is not that of the Role for the lease. */}}
+{{/*
+torpor.inNamespace: the Role or RoleBinding that replaces a ClusterRole or ClusterRoleBinding of the controller in a
+namespace. Its name differs from that of the Role for the lease.
+*/}}
 {{- define "torpor.inNamespace" -}}
 {{- $name := printf "%s-sandboxes" .object.metadata.name -}}
 {{- $object := dict "apiVersion" .object.apiVersion "kind" (trimPrefix "Cluster" .object.kind) "metadata" (dict "name" $name "namespace" .namespace) -}}
