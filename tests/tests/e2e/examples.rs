@@ -1,0 +1,307 @@
+//! The examples of `examples/`: each is applied and used as its README says, in a namespace of its
+//! own.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use torpor_api::SandboxWarmPool;
+use torpor_api::annotations::{HIBERNATE, HIBERNATE_AFTER, NEXT_WAKEUP};
+use torpor_api::conditions::POD_HIBERNATED;
+use torpor_api::reasons::hibernated::AWAKE;
+use torpor_tests::accounts::token;
+use torpor_tests::case::{Case, case, condition};
+use torpor_tests::http::{self, Request};
+use torpor_tests::sandboxes::LIMIT;
+use torpor_tests::witness::address;
+use torpor_tests::{sdk, wait};
+
+/// Path of an example, or of a file in it.
+fn example(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../examples")
+        .join(path)
+}
+
+/// Applies an example as its README says.
+async fn apply(case: &Case, name: &str) -> anyhow::Result<()> {
+    let path = example(name);
+    let path = path.to_str().context("path of the repository")?;
+    case.kubectl.ok(&["apply", "-k", path]).await.map(drop)
+}
+
+/// Number that a container wrote to a file.
+async fn number(case: &Case, pod: &str, container: &str, file: &str) -> anyhow::Result<u64> {
+    let text = case.written(pod, container, file).await?;
+    text.trim().parse().with_context(|| format!("{text:?}"))
+}
+
+/// Header lines by which the router finds a Sandbox.
+fn to_sandbox(case: &Case, sandbox: &str, port: u16) -> String {
+    format!(
+        "X-Sandbox-ID: {sandbox}\r\nX-Sandbox-Namespace: {}\r\nX-Sandbox-Port: {port}\r\n",
+        case.namespace
+    )
+}
+
+#[tokio::test]
+async fn example_hello_hibernates_and_continues_after_an_exec() -> anyhow::Result<()> {
+    case("ex-hello", async |case| {
+        apply(case, "hello").await?;
+        case.sandbox_ready("hello").await?;
+        let before = number(case, "hello", "main", "/tmp/count").await?;
+        let hibernate = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
+        case.patch("hello", hibernate).await?;
+        case.asleep("hello").await?;
+        let text = case.sh("hello", "main", "cat /tmp/count").await?;
+        let after: u64 = text.trim().parse()?;
+        ensure!(
+            after >= before,
+            "the count went back from {before} to {after}"
+        );
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn example_notebook_hibernates_when_idle_and_keeps_its_variables() -> anyhow::Result<()> {
+    case("ex-notebook", async |case| {
+        apply(case, "notebook").await?;
+        let pod = case.sandbox_ready("notebook").await?;
+        let run = async |cell: &str| {
+            let request = Request {
+                method: "POST",
+                path: "/run",
+                body: cell,
+                ..Request::default()
+            };
+            http::ask(&address(&pod)?, 8888, request).await
+        };
+        ensure!(run("x = 6 * 7").await? == (200, String::new()));
+        let sooner = json!({ "metadata": { "annotations": { HIBERNATE_AFTER: "10s" } } });
+        case.patch("notebook", sooner).await?;
+        case.asleep("notebook").await?;
+        let answer = run("print(x)").await?;
+        ensure!(answer == (200, "42\n".to_owned()), "{answer:?}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn example_code_interpreter_runs_its_sdk_program_in_a_warm_sandbox() -> anyhow::Result<()> {
+    sdk::python().await?;
+    case("ex-interpreter", async |case| {
+        apply(case, "code-interpreter").await?;
+        let pools = case.api::<SandboxWarmPool>();
+        wait::object(pools, "python", "the pool is ready", LIMIT, |found| {
+            let status = found.and_then(|pool| pool.status).unwrap_or_default();
+            let ready = status.ready_replicas == Some(1);
+            ready.then_some(()).ok_or_else(|| format!("{status:?}"))
+        })
+        .await?;
+        let program = example("code-interpreter/interpret.py").canonicalize()?;
+        let program = program.to_str().context("path of the repository")?;
+        case.with_sdk(program).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn example_ide_is_resumed_by_a_request_with_its_unsaved_buffer() -> anyhow::Result<()> {
+    case("ex-ide", async |case| {
+        apply(case, "ide").await?;
+        case.sandbox_ready("ide").await?;
+        let (router, headers) = (case.router().await?, to_sandbox(case, "ide", 8888));
+        let request = Request {
+            method: "PUT",
+            path: "/buffer",
+            headers: &headers,
+            body: "unsaved text",
+        };
+        let put = http::ask(&router, 8080, request).await?;
+        ensure!(put.0 == 200, "{put:?}");
+        case.suspend("ide").await?;
+        let request = Request {
+            headers: &headers,
+            ..Request::get("/buffer")
+        };
+        let answer = http::ask(&router, 8080, request).await?;
+        ensure!(answer == (200, "unsaved text".to_owned()), "{answer:?}");
+        Ok(())
+    })
+    .await
+}
+
+/// Opens a WebSocket to the example's server.
+async fn open_websocket(pod: &Pod) -> anyhow::Result<TcpStream> {
+    let mut stream = TcpStream::connect((address(pod)?.as_str(), 8080)).await?;
+    let request = "GET / HTTP/1.1\r\nHost: s\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\
+                   Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
+    stream.write_all(request.as_bytes()).await?;
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await?);
+    }
+    let head = String::from_utf8(head)?;
+    // The key and its answer are those of RFC 6455, section 1.3.
+    ensure!(head.contains("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="), "{head}");
+    Ok(stream)
+}
+
+/// Sends a text over a WebSocket and returns the text of the answer.
+async fn exchange(stream: &mut TcpStream, text: &str) -> anyhow::Result<String> {
+    let length = u8::try_from(text.len())?;
+    // A mask of zeros leaves the text as it is.
+    let mut frame = vec![0x81, 0x80 | length, 0, 0, 0, 0];
+    frame.extend(text.as_bytes());
+    stream.write_all(&frame).await?;
+    let answer = async {
+        let mut head = [0; 2];
+        stream.read_exact(&mut head).await?;
+        let mut text = vec![0; usize::from(head[1])];
+        stream.read_exact(&mut text).await?;
+        Ok(String::from_utf8(text)?)
+    };
+    tokio::time::timeout(wait::scaled(LIMIT), answer).await?
+}
+
+#[tokio::test]
+async fn example_websocket_stays_open_while_its_sandbox_hibernates() -> anyhow::Result<()> {
+    case("ex-websocket", async |case| {
+        apply(case, "websocket").await?;
+        let pod = case.sandbox_ready("websocket").await?;
+        let mut stream = open_websocket(&pod).await?;
+        ensure!(exchange(&mut stream, "before").await? == "1 before");
+        let hibernate = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
+        case.patch("websocket", hibernate).await?;
+        case.asleep("websocket").await?;
+        ensure!(exchange(&mut stream, "after").await? == "2 after");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn example_scheduled_wake_is_awake_at_its_time() -> anyhow::Result<()> {
+    case("ex-scheduled", async |case| {
+        apply(case, "scheduled-wake").await?;
+        case.sandbox_ready("scheduled").await?;
+        let time = Timestamp::now().checked_add(wait::scaled(Duration::from_secs(40)))?;
+        let wake = json!({ "metadata": { "annotations": { NEXT_WAKEUP: time.to_string() } } });
+        case.patch("scheduled", wake).await?;
+        case.asleep("scheduled").await?;
+        let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == AWAKE;
+        case.pod_until("scheduled", "it is awake", LIMIT, awake)
+            .await?;
+        ensure!(Timestamp::now() >= time, "awake before its time");
+        let gaps = case.written("scheduled", "main", "/tmp/gaps").await?;
+        ensure!(gaps.contains("asleep for"), "{gaps}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn example_fork_starts_copies_that_share_the_origins_memory() -> anyhow::Result<()> {
+    case("ex-fork", async |case| {
+        apply(case, "fork").await?;
+        case.sandbox_ready("origin").await?;
+        let origin = case.written("origin", "main", "/tmp/secret").await?;
+        let snapshot = example("fork/snapshot.yaml");
+        let snapshot = snapshot.to_str().context("path of the repository")?;
+        case.kubectl.ok(&["apply", "-f", snapshot]).await?;
+        let committed = ["wait", "--for=condition=Committed", "--timeout=30s"];
+        let committed = [&committed[..], &["sandboxsnapshot/origin"]].concat();
+        case.kubectl.ok(&committed).await?;
+        apply(case, "fork/copies").await?;
+        let mut generations = BTreeSet::new();
+        for copy in ["copy-1", "copy-2"] {
+            case.sandbox_ready(copy).await?;
+            // The program writes the file again each second, from its memory.
+            case.sh(copy, "main", "rm /tmp/secret").await?;
+            let secret = case.written(copy, "main", "/tmp/secret").await?;
+            ensure!(secret == origin, "{copy} has {secret}, the origin {origin}");
+            let generation = case.sh(copy, "main", "cat /run/torpor/generation").await?;
+            ensure!(
+                generations.insert(generation),
+                "{copy} has the other's generation"
+            );
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn example_multi_tenant_keeps_its_quota_and_opens_to_its_client_alone() -> anyhow::Result<()>
+{
+    case("ex-tenant", async |case| {
+        let enforce = "pod-security.kubernetes.io/enforce=restricted";
+        case.kubectl
+            .ok(&["label", "namespace", &case.namespace, enforce])
+            .await?;
+        apply(case, "multi-tenant").await?;
+        case.sandbox_ready("agent").await?;
+        let may = async |account: &str| {
+            let account = format!("--as=system:serviceaccount:{}:{account}", case.namespace);
+            let ask = [
+                "auth",
+                "can-i",
+                "connect",
+                "sandboxes.agents.x-k8s.io/proxy",
+            ];
+            case.kubectl.run(&[&ask[..], &[&account]].concat()).await
+        };
+        ensure!(may("client").await?.code == 0, "its client may not connect");
+        ensure!(
+            may("default").await?.code == 1,
+            "another account may connect"
+        );
+        // Tokens of the account exist, as the README uses them.
+        token(case.client(), &case.namespace, "client", None).await?;
+        let manifest = case
+            .kubectl
+            .ok(&["get", "sandbox", "agent", "-o", "json"])
+            .await?;
+        let spec = serde_json::from_str::<serde_json::Value>(&manifest)?["spec"].take();
+        let another = |name: &str| {
+            json!({
+                "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+                "metadata": { "name": name }, "spec": spec,
+            })
+        };
+        case.create(another("second")).await?;
+        let refused = case.create(another("third")).await;
+        let words = format!("{:#}", refused.err().context("the quota admits a third")?);
+        ensure!(words.contains("exceeded quota: tenant"), "{words}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn example_kata_and_monitoring_are_valid_where_their_kinds_are_missing() -> anyhow::Result<()>
+{
+    case("ex-dry", async |case| {
+        let kata = example("kata");
+        let kata = kata.to_str().context("path of the repository")?;
+        let dry = ["apply", "--dry-run=server", "-k", kata];
+        case.kubectl.ok(&dry).await?;
+        let monitoring = example("monitoring");
+        let monitoring = monitoring.to_str().context("path of the repository")?;
+        let built = case.kubectl.ok(&["kustomize", monitoring]).await?;
+        for kind in ["PodMonitor", "PrometheusRule", "ConfigMap"] {
+            ensure!(built.contains(&format!("kind: {kind}")), "no {kind}");
+        }
+        Ok(())
+    })
+    .await
+}
