@@ -1,4 +1,4 @@
-//! Tokens of ServiceAccounts, and clients that show nothing else.
+//! Tokens of ServiceAccounts, and clients that authenticate with a token only.
 
 use anyhow::Context;
 use k8s_openapi::api::authentication::v1::TokenRequest;
@@ -7,7 +7,9 @@ use kube::api::{ListParams, PostParams};
 use kube::{Api, Client, Config, ResourceExt};
 use serde_json::json;
 
-/// A token of the account, as the kubelet gets one for the Pod, or bound to nothing.
+/// Requests a token of the ServiceAccount.
+///
+/// The token is bound to the Pod, as the kubelet's are, or to no object.
 pub async fn token(
     client: Client,
     namespace: &str,
@@ -29,14 +31,14 @@ pub async fn token(
     token.context("no token in the answer")
 }
 
-/// A client of the cluster of KUBECONFIG that is known by this token alone.
+/// Returns a client of KUBECONFIG's cluster that authenticates with this token only.
 pub async fn client(token: &str) -> anyhow::Result<Client> {
     let mut config = Config::infer().await?;
     config.auth_info = serde_json::from_value(json!({ "token": token }))?;
     Ok(Client::try_from(config)?)
 }
 
-/// A Pod with this label that runs.
+/// Returns a running Pod with this label.
 pub async fn running(client: Client, namespace: &str, label: &str) -> anyhow::Result<Pod> {
     let pods: Api<Pod> = Api::namespaced(client, namespace);
     let found = pods.list(&ListParams::default().labels(label)).await?;

@@ -1,4 +1,4 @@
-//! The agent as a process that can die.
+//! The agent's process and its DaemonSet: kills, restarts, patches.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -16,24 +16,28 @@ use crate::kubectl::Kubectl;
 use crate::machine::{self, Process};
 use crate::wait;
 
-/// Where the agent's DaemonSet is.
+/// Namespace of the agent's DaemonSet.
 pub const NAMESPACE: &str = "agent-sandbox-system";
 const DAEMON_SET: &str = "torpor-agent";
 const INSTALLER: &str = "torpor-installer";
 const COMEBACK_LIMIT: Duration = Duration::from_secs(60);
-/// While containerd is killed again and again, too: each time it dies in the start of the agent's Pod costs the kubelet's next look.
+/// Time for the next agent's Pod to start, also while containerd is killed repeatedly.
+///
+/// If containerd dies while it starts the Pod, the kubelet tries again at its next sync.
 const REPLACEMENT_LIMIT: Duration = Duration::from_secs(180);
-/// An agent that ended because something else was installed is started again by the kubelet, the second time after a while.
+/// Time for a rollout of a DaemonSet.
+///
+/// The kubelet restarts an agent that exited after an install, the second time with a back-off.
 const ROLLOUT_LIMIT: Duration = Duration::from_secs(90);
 
-/// The agent that runs on this machine.
+/// The agent's process on this machine.
 #[derive(Debug)]
 pub struct Agent {
     pub process: Process,
 }
 
 impl Agent {
-    /// Finds it among the processes, in its container or beside it.
+    /// Finds the agent among the processes, in its container or outside of one.
     pub fn find() -> anyhow::Result<Self> {
         let process = machine::processes().into_iter().find(|process| {
             let mut words = process.command.split(' ');
@@ -47,31 +51,33 @@ impl Agent {
         })
     }
 
-    /// UID of the Pod that it runs in, when it is not a developer who runs it by hand.
+    /// Returns the UID of the agent's Pod; `None` if a developer runs the agent by hand.
     fn pod(&self) -> Option<String> {
         let cgroups = std::fs::read_to_string(format!("/proc/{}/cgroup", self.process.pid)).ok()?;
         let (_, rest) = cgroups.split_once("/pod")?;
         rest.split(['/', '.']).next().map(str::to_owned)
     }
 
-    /// Kills it with SIGKILL and sees that another one is there: the DaemonSet's next Pod (the kubelet would wait longer
-    /// and longer before it started the same Pod's container again), or, where a developer runs it by hand, the same
-    /// command.
+    /// Kills the agent with SIGKILL and waits for another one.
+    ///
+    /// The other agent runs in the DaemonSet's next Pod: the kubelet would restart the container of
+    /// the same Pod with a growing back-off. Where a developer runs the agent by hand, the same
+    /// command is started again.
     pub async fn kill_and_replace(self, client: Client) -> anyhow::Result<Self> {
         let pod = self.pod();
         if pod.is_some() {
             self.process.kill()?;
             delete_pods(client).await?;
         } else {
-            let again = Again::read(&self.process)?;
+            let again = Restart::read(&self.process)?;
             self.process.kill()?;
             again.run()?;
         }
         let old = self.process;
         wait::until("another agent", COMEBACK_LIMIT, async || {
             Ok(match Self::find() {
-                // The kubelet may start the old Pod's container once more before it hears of the deletion; and who is ending is in
-                // no Pod's cgroup any more.
+                // The kubelet may restart the old Pod's container before it sees the deletion. A
+                // process that is exiting is in no Pod's cgroup any more.
                 Ok(agent) if pod.is_some() => match agent.pod() {
                     Some(now) if Some(&now) != pod.as_ref() => Ok(agent),
                     now => Err(format!("that of Pod {now:?}")),
@@ -84,7 +90,7 @@ impl Agent {
         .await
     }
 
-    /// After the agent of the DaemonSet was killed: sees that its next Pod's is there.
+    /// Replaces the DaemonSet's agent after it was killed: deletes its Pod and waits for the next.
     pub async fn replace(client: Client) -> anyhow::Result<()> {
         let old = Self::find().ok().and_then(|agent| agent.pod());
         delete_pods(client).await?;
@@ -95,15 +101,17 @@ impl Agent {
         .await
     }
 
-    /// Replaces the agent as an upgrade does, and waits until the new one is ready.
+    /// Replaces the agent as an upgrade does and waits until the new one is ready.
     pub async fn roll(case: &Case) -> anyhow::Result<()> {
         let sets: Api<DaemonSet> = Api::namespaced(case.client(), NAMESPACE);
         sets.restart(DAEMON_SET).await?;
         rolled_out(case.client(), DAEMON_SET).await
     }
 
-    /// Waits until the DaemonSet's agent is the one that it is to be: a test that changed it does not wait for the way back. One that runs
-    /// by hand is left as it is.
+    /// Waits until the DaemonSet's agent has its usual spec.
+    ///
+    /// A test that changes the DaemonSet does not wait until its change is undone. An agent that
+    /// runs by hand is left as it is.
     pub async fn settled(case: &Case) -> anyhow::Result<()> {
         if Self::find().is_ok_and(|agent| agent.pod().is_none()) {
             return Ok(());
@@ -111,8 +119,10 @@ impl Agent {
         rolled_out(case.client(), DAEMON_SET).await
     }
 
-    /// Runs the body while the agent has these variables in its environment, which the agent of the DaemonSet has not otherwise. It is
-    /// replaced by the usual one afterwards, which the next test that has the machine to itself waits for ([`Self::settled`]).
+    /// Runs the body while the agent has these environment variables.
+    ///
+    /// The DaemonSet's agent must not have these variables otherwise. Afterwards the usual agent
+    /// replaces this one; the next test that runs alone waits for that ([`Self::settled`]).
     pub async fn with_environment(
         case: &Case,
         variables: &[(&str, &str)],
@@ -133,8 +143,9 @@ impl Agent {
         done
     }
 
-    /// Runs the body while the DaemonSet is patched: a strategic merge patch, in YAML or JSON. It is taken back as
-    /// [`Self::with_environment`] does.
+    /// Runs the body while the DaemonSet is patched with a strategic merge patch, in YAML or JSON.
+    ///
+    /// The patch is undone as in [`Self::with_environment`].
     pub async fn with_patch(
         case: &Case,
         patch: &str,
@@ -143,7 +154,10 @@ impl Agent {
         with_patch_of(case, DAEMON_SET, patch, body).await
     }
 
-    /// The same for the installer's DaemonSet. The agent starts again when something else is installed: the body waits for what it needs of that.
+    /// Runs the body while the installer's DaemonSet is patched.
+    ///
+    /// The agent restarts when something else is installed; the body waits for that where it needs
+    /// it.
     pub async fn with_installer_patch(
         case: &Case,
         patch: &str,
@@ -154,14 +168,14 @@ impl Agent {
         done
     }
 
-    /// The end of its log, when it runs by hand and logs to a file.
+    /// Returns the path of the agent's log, if the agent runs by hand and logs to a file.
     pub fn log_file(&self) -> Option<PathBuf> {
         let path = std::fs::read_link(format!("/proc/{}/fd/2", self.process.pid)).ok()?;
         path.is_file().then_some(path)
     }
 }
 
-/// The DaemonSet makes others.
+/// Deletes the agent's Pods at once; the DaemonSet makes new ones.
 async fn delete_pods(client: Client) -> anyhow::Result<()> {
     let pods: Api<Pod> = Api::namespaced(client, NAMESPACE);
     let at_once = DeleteParams {
@@ -173,7 +187,7 @@ async fn delete_pods(client: Client) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Merges variables into those of the agent's container, by their names.
+/// Merges environment variables into those of the agent's container, by name.
 async fn change_environment(client: Client, variables: Vec<Value>) -> anyhow::Result<()> {
     let sets: Api<DaemonSet> = Api::namespaced(client, NAMESPACE);
     let agent = json!({ "name": "agent", "env": variables });
@@ -198,7 +212,7 @@ async fn with_patch_of(
     done
 }
 
-/// One kubectl command on a DaemonSet.
+/// Runs one kubectl command on a DaemonSet.
 async fn daemon_set(
     kubectl: &Kubectl,
     set: &str,
@@ -226,7 +240,7 @@ async fn rolled_out(client: Client, set: &str) -> anyhow::Result<()> {
     .await
 }
 
-/// What `kubectl rollout status` waits for.
+/// Checks the conditions that `kubectl rollout status` waits for; an error says which is missing.
 fn is_rolled_out(set: &DaemonSet) -> Result<(), String> {
     let status = set.status.clone().unwrap_or_default();
     let wanted = status.desired_number_scheduled;
@@ -243,22 +257,22 @@ fn is_rolled_out(set: &DaemonSet) -> Result<(), String> {
     }
 }
 
-/// What it takes to start a process once more.
-struct Again {
+/// Command line, environment and log of a process, to start it again.
+struct Restart {
     program: PathBuf,
     arguments: Vec<String>,
     environment: Vec<(String, String)>,
     log: Option<PathBuf>,
 }
 
-impl Again {
+impl Restart {
     fn read(process: &Process) -> anyhow::Result<Self> {
         let proc = PathBuf::from(format!("/proc/{}", process.pid));
         let environment = std::fs::read_to_string(proc.join("environ"))?;
         let pairs = environment
             .split('\0')
             .filter_map(|pair| pair.split_once('='));
-        // The binary may have been replaced since; then the new one is started.
+        // If the binary has been replaced, the new one is started.
         let program = std::fs::read_link(proc.join("exe"))?
             .to_string_lossy()
             .replace(" (deleted)", "");
@@ -291,7 +305,7 @@ impl Again {
             .env_clear()
             .envs(self.environment)
             .current_dir("/");
-        // It outlives the test; an interrupt of the test is not meant for it.
+        // The process outlives the test and must not get the test's SIGINT.
         command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -310,7 +324,7 @@ mod tests {
 
     use super::*;
 
-    /// A DaemonSet of one node, at its second generation.
+    /// Returns a DaemonSet of one node at its second generation.
     fn set(observed: i64, updated: i32, available: i32) -> DaemonSet {
         let status = json!({
             "currentNumberScheduled": 1, "desiredNumberScheduled": 1, "numberMisscheduled": 0, "numberReady": available,

@@ -11,7 +11,7 @@ use crate::case::Case;
 use crate::pods::{shell, with};
 use crate::wait;
 
-/// Spec of a Pod that says each line again that comes to its standard input, which is a pipe.
+/// Returns the spec of a Pod that echoes each line of its standard input, which is a pipe.
 pub fn echoes() -> serde_json::Value {
     let line = "while read line; do echo got $line; done";
     let container = with(shell("a", line), json!({ "stdin": true }));
@@ -27,7 +27,7 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// A client of the Pod `p`.
+    /// Attaches to the Pod `p`.
     pub fn to(case: &Case) -> anyhow::Result<Self> {
         let mut client = case.kubectl.spawn(&["attach", "-i", "p"], true)?;
         let stdin = client.stdin.take().context("no input")?;
@@ -39,7 +39,7 @@ impl Attached {
         })
     }
 
-    /// Writes a line and reads what the program makes of it.
+    /// Writes a line and checks the program's answer.
     pub async fn answers(&mut self, word: &str) -> anyhow::Result<()> {
         self.stdin.write_all(format!("{word}\n").as_bytes()).await?;
         let line = self.lines.next_line();

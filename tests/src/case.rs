@@ -1,4 +1,5 @@
-//! One test: a namespace of its own, a time limit, an explanation when it fails, and nothing left afterwards.
+//! Runs one test: in its own namespace, with a time limit, an explanation of a failure and a
+//! cleanup.
 
 use std::panic::AssertUnwindSafe;
 use std::time::Duration;
@@ -23,19 +24,19 @@ use crate::kubectl::Kubectl;
 use crate::node::Node;
 use crate::{explain, wait};
 
-/// No test may take longer.
+/// Time limit of a test.
 const LIMIT: Duration = Duration::from_secs(150);
-/// Pods of the tests have grace periods of a few seconds.
+/// Time for the removal of a test's Pods, whose grace periods are a few seconds.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(60);
-/// A Pod needs a second or two; on a machine where four tests start theirs, longer.
+/// Time for a Pod to become ready: a second or two, more where four tests start Pods at once.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
-/// What a program has said is read from a file of the node.
+/// Time to read a container's log, which is a file of the node.
 const LOG_LIMIT: Duration = Duration::from_secs(40);
 
-/// Tests that kill what others stand on (the agent, containerd) have the machine to themselves.
+/// Lock of the machine: a test that kills shared processes (the agent, containerd) runs alone.
 static MACHINE: RwLock<()> = RwLock::const_new(());
 
-/// What a test works with.
+/// Cluster, node and namespace of a test.
 #[derive(Debug)]
 pub struct Case {
     pub cluster: Cluster,
@@ -53,7 +54,7 @@ pub async fn case(
     run(LIMIT, name, body).await
 }
 
-/// Runs a test that disturbs the node: alone.
+/// Runs a test that disturbs the node, alone.
 pub async fn case_alone(
     name: &str,
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
@@ -61,7 +62,7 @@ pub async fn case_alone(
     alone_within(LIMIT, name, body).await
 }
 
-/// The same, with a limit of its own.
+/// Runs a test alone, with its own time limit.
 pub async fn alone_within(
     limit: Duration,
     name: &str,
@@ -123,7 +124,10 @@ impl Case {
         Ok(case)
     }
 
-    /// A Pod is refused before its namespace has this. Kubernetes makes it a moment after the namespace, and is content with ours.
+    /// Creates the namespace's default ServiceAccount.
+    ///
+    /// The API server refuses Pods until it exists. Kubernetes creates it a moment after the
+    /// namespace and accepts one that exists.
     async fn default_service_account(&self) -> anyhow::Result<()> {
         let accounts: Api<ServiceAccount> = self.api();
         let wanted = serde_json::from_value(json!({ "metadata": { "name": "default" } }))?;
@@ -133,8 +137,11 @@ impl Case {
         }
     }
 
-    /// The namespace goes in the background; that its Pods can be deleted belongs to every test. Kubernetes would ask for that five seconds
-    /// later, until which they would go on running, and then look at the namespace again and again until they are gone.
+    /// Deletes the namespace in the background, and its Pods.
+    ///
+    /// Every test checks that its Pods can be deleted. Kubernetes would delete the Pods five
+    /// seconds later, until which they would run, and would then poll the namespace until they are
+    /// gone.
     async fn end(&self) -> anyhow::Result<()> {
         let namespaces: Api<Namespace> = Api::all(self.client());
         let (background, all) = (DeleteParams::background(), ListParams::default());
@@ -148,7 +155,7 @@ impl Case {
         self.cluster.client.clone()
     }
 
-    /// Objects of one kind in the test's namespace.
+    /// Returns the API of one kind in the test's namespace.
     pub fn api<K>(&self) -> Api<K>
     where
         K: kube::Resource<Scope = kube::core::NamespaceResourceScope>,
@@ -169,7 +176,7 @@ impl Case {
         self.api()
     }
 
-    /// Creates an object of any kind, written as a manifest would have it.
+    /// Creates an object of any kind from its manifest.
     pub async fn create(&self, manifest: Value) -> anyhow::Result<()> {
         let text = |key: &str| {
             manifest
@@ -201,7 +208,7 @@ impl Case {
         self.ready(&name).await
     }
 
-    /// The Pod, once all its containers are ready.
+    /// Returns the Pod once all its containers are ready.
     pub async fn ready(&self, pod: &str) -> anyhow::Result<Pod> {
         self.pod_until(pod, "it is ready", START_LIMIT, |pod| {
             condition(pod, "Ready").0 == "True"
@@ -209,7 +216,7 @@ impl Case {
         .await
     }
 
-    /// The Pod, once the predicate holds for it.
+    /// Returns the Pod once the predicate holds for it.
     pub async fn pod_until(
         &self,
         pod: &str,
@@ -226,7 +233,7 @@ impl Case {
         .await
     }
 
-    /// The predicate holds for the Pod for so long.
+    /// Checks that the predicate holds for the Pod during this time.
     pub async fn pod_stays(
         &self,
         pod: &str,
@@ -243,7 +250,7 @@ impl Case {
         .await
     }
 
-    /// What a container has written to its log, without the white space around it.
+    /// Returns a container's log without the white space around it.
     pub async fn log(&self, pod: &str, container: &str) -> anyhow::Result<String> {
         let words = || format!("the log of {pod}/{container}");
         let of = LogParams {
@@ -256,7 +263,7 @@ impl Case {
         Ok(log.trim().to_owned())
     }
 
-    /// Writes an annotation on a Pod; `None` takes it away.
+    /// Sets an annotation of a Pod; `None` removes it.
     pub async fn annotate(&self, pod: &str, key: &str, value: Option<&str>) -> anyhow::Result<()> {
         let patch = Patch::Merge(json!({ "metadata": { "annotations": { key: value } } }));
         self.pods()
@@ -265,7 +272,7 @@ impl Case {
         Ok(())
     }
 
-    /// Asks for the Pod's deletion and waits until it is gone.
+    /// Deletes the Pod and waits until it is gone.
     pub async fn delete_pod(&self, pod: &str, limit: Duration) -> anyhow::Result<()> {
         let pods = self.pods();
         pods.delete(pod, &DeleteParams::default()).await?;
@@ -275,14 +282,14 @@ impl Case {
         })
         .await
     }
-    /// Asks for the Pod's deletion and waits for nothing.
+    /// Deletes the Pod without waiting.
     pub async fn delete_pod_at_once(&self, pod: &str) -> anyhow::Result<()> {
         self.pods().delete(pod, &DeleteParams::default()).await?;
         Ok(())
     }
 }
 
-/// Status, reason and message of a Pod's condition; empty where there is none.
+/// Returns status, reason and message of a Pod's condition; empty strings where there is none.
 pub fn condition<'a>(pod: &'a Pod, kind: &str) -> (&'a str, &'a str, &'a str) {
     let conditions = pod
         .status
@@ -302,7 +309,7 @@ pub fn condition<'a>(pod: &'a Pod, kind: &str) -> (&'a str, &'a str, &'a str) {
     })
 }
 
-/// Phase, conditions and containers of a Pod in a line.
+/// Describes phase, conditions and containers of a Pod in a line.
 fn summary(pod: &Pod) -> String {
     let status = pod.status.clone().unwrap_or_default();
     let conditions = status
@@ -327,7 +334,7 @@ fn summary(pod: &Pod) -> String {
     )
 }
 
-/// UID of an object that the API has.
+/// Returns the UID of an object from the API.
 pub fn uid(object: &impl ResourceExt) -> String {
     object.uid().unwrap_or_default()
 }

@@ -1,16 +1,17 @@
-//! The kill test: sandboxes sleep and wake under load while what they stand on is killed, and a client of each checks that
-//! its program is never seen in an older state.
+//! The kill test: kills the processes below sandboxes that sleep and wake under load.
+//!
+//! A client of each sandbox checks that it never sees an older state of the sandbox's program.
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`schedule`] | what happens in which cycle: a pure function of a seed |
-//! | [`counting`] | what a client knows, and what an answer tells it (pure) |
-//! | [`strike`] | kills, and whether one may cost memory |
-//! | [`commands`] | those that run for a moment, by their command lines |
-//! | [`client`] | asking |
-//! | [`lane`] | one sandbox after another, cycle by cycle |
-//! | [`trouble`] | what may happen in a cycle, and what may not |
-//! | [`tally`] | what came of all of it |
+//! | [`schedule`] | events of each cycle: a pure function of a seed |
+//! | [`counting`] | state of a client, and its check of an answer (pure) |
+//! | [`strike`] | kills, and whether a kill may cost memory |
+//! | [`commands`] | commands of short duration, found by their command lines |
+//! | [`client`] | requests to a sandbox |
+//! | [`lane`] | a sequence of sandboxes, cycle by cycle |
+//! | [`trouble`] | results and faults of a cycle |
+//! | [`tally`] | results of a run |
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -37,18 +38,18 @@ use lane::{Common, Lane};
 use schedule::{Cycle, Strike, Victim};
 use tally::Tally;
 
-/// A run.
+/// Parameters of a run.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub seed: u64,
     /// Number of the first cycle.
     pub from: u64,
     pub cycles: u64,
-    /// Sandboxes at the same time.
+    /// Number of sandboxes at the same time.
     pub lanes: usize,
-    /// No cycle begins later.
+    /// Time after which no cycle begins.
     pub time: Option<Duration>,
-    /// Who is never killed. What the others do stays what the seed says.
+    /// Victims that are never killed. All else stays as the seed determines it.
     pub spared: Vec<Victim>,
 }
 
@@ -61,9 +62,10 @@ impl Plan {
     }
 }
 
-/// Runs the plan's cycles, `lanes` at a time, and tells of each when it is over. An error is one of the test itself: what
-/// the sandboxes did wrong is in the tally.
-pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Result<Tally> {
+/// Runs the plan's cycles, `lanes` at a time, and passes a line about each to `report`.
+///
+/// An error is a fault of the test itself. Faults of the sandboxes are in the tally.
+pub async fn run(case: &Case, plan: &Plan, report: impl Fn(&str)) -> anyhow::Result<Tally> {
     let _swap = Swap::on()?;
     let began = Instant::now();
     let in_time = || plan.time.is_none_or(|time| began.elapsed() < time);
@@ -72,7 +74,8 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
     let common = Common::default();
     let lane = async |number: usize| -> anyhow::Result<()> {
         let mut lane = Lane::begin(case, number, &common).await?;
-        // Taken in a statement of its own: a guard in the loop's head would be held for the whole cycle.
+        // The guard is taken in its own statement: in the loop's head it would be held for the
+        // cycle.
         let next = async || {
             let number = left.lock().await.pop_front();
             number.filter(|_| in_time())
@@ -86,7 +89,7 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
                 Ok(done) => format!("{done}"),
                 Err(trouble) => trouble.to_string(),
             };
-            tell(&format!(
+            report(&format!(
                 "{number:>5} {:>5.1} s  {:<12} {cycle}: {words}",
                 took.as_secs_f64(),
                 lane.name()
@@ -94,12 +97,12 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
             let bad = outcome.is_err();
             tally.lock().await.add(number, &cycle, outcome, took);
             if bad {
-                tell(&explain::explain(case).await);
+                report(&explain::explain(case).await);
                 lane.start_over().await?;
             }
         }
         if let Err(trouble) = lane.end().await {
-            tell(&format!("{trouble}"));
+            report(&format!("{trouble}"));
             tally.lock().await.left_over(trouble);
         }
         Ok(())
@@ -109,14 +112,16 @@ pub async fn run(case: &Case, plan: &Plan, tell: impl Fn(&str)) -> anyhow::Resul
         done = lanes => done.map(drop)?,
         failed = keep_agent(case, &common.agent_killed) => failed?,
     }
-    // The last one that was killed may still be missing.
+    // The last agent that was killed may still be missing.
     let _ = common.agent_killed.notified().now_or_never();
     Agent::replace(case.client()).await?;
     Ok(tally.into_inner())
 }
 
-/// The kubelet would wait longer and longer before it starts an agent again that is killed over and over: the test is about
-/// what happens then, not about that. Ends only with an error.
+/// Replaces the agent after each kill; ends only with an error.
+///
+/// The kubelet would restart an agent that is killed repeatedly with a growing back-off, which is
+/// not a subject of the test.
 async fn keep_agent(case: &Case, killed: &Notify) -> anyhow::Result<()> {
     loop {
         killed.notified().await;
@@ -129,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_spared_changes_nothing_else() {
+    fn a_spared_victim_changes_nothing_else() {
         let (seed, from, cycles, lanes, time) = (3, 0, 500, 1, None);
         let spared = vec![Victim::Containerd];
         let plan = Plan {

@@ -5,23 +5,26 @@ use std::path::PathBuf;
 use anyhow::Context;
 use kube::Client;
 
-/// Environment: where the administrator's kubeconfig is.
+/// Environment variable: path of the administrator's kubeconfig.
 const KUBECONFIG: &str = "KUBECONFIG";
-/// Environment: the driver of a development cluster (`hack/cluster`), for the logs of its programs.
+/// Environment variable: driver of a development cluster (`hack/cluster`), for its logs.
 const TORPOR_DEV: &str = "TORPOR_DEV";
 
-/// A way to the cluster.
+/// Connection to the cluster.
 #[derive(Clone)]
 pub struct Cluster {
     pub client: Client,
     /// kubectl of the cluster's version where there is one, else the one in PATH.
     pub kubectl: PathBuf,
-    /// `hack/cluster`, when the cluster is a development cluster.
+    /// `hack/cluster`, if the cluster is a development cluster.
     pub driver: Option<PathBuf>,
 }
 
 impl Cluster {
-    /// Connects. Without KUBECONFIG this is an error: tests that were not run must not look like tests that passed.
+    /// Connects to the cluster.
+    ///
+    /// A missing KUBECONFIG is an error: tests that were not run must not look like tests that
+    /// passed.
     pub async fn from_env() -> anyhow::Result<Self> {
         let kubeconfig = std::env::var_os(KUBECONFIG).filter(|path| !path.is_empty()).context(
             "KUBECONFIG is not set: the end-to-end tests need a cluster (hack/cluster up; export KUBECONFIG=$(hack/cluster kubeconfig))",

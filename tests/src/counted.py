@@ -1,7 +1,8 @@
 """Sends counted bytes on each of its connections and checks those that it gets, both at once.
 
-Connections come in on port 8090. Environment: BLOCKS to send on each, of BYTES each, one every PACE seconds; DIAL as many connections to HOST:PORT. On
-port 8091 each connection gets, at once, a line of JSON: what became of the others.
+The program accepts connections on port 8090 and makes DIAL connections to HOST:PORT. On each it
+sends BLOCKS blocks of BYTES bytes, one every PACE seconds. A connection to port 8091 gets a line of
+JSON at once: the results of the other connections.
 """
 
 import json
@@ -20,7 +21,7 @@ names = iter(range(1 << 30))
 
 
 def block(number):
-    """The block of this number: its number, again and again."""
+    """Returns the block of this number: the number, repeated."""
     return number.to_bytes(8, "big") * (BYTES // 8)
 
 
@@ -81,7 +82,7 @@ def dial():
     exchange(socket.create_connection((os.environ["HOST"], int(os.environ["PORT"]))))
 
 
-# Who has been dialled may dial back at once.
+# A peer that was dialled may dial back at once.
 server = Server(("", 8090), Exchange)
 threading.Thread(target=Server(("", 8091), Report).serve_forever, daemon=True).start()
 for _ in range(int(os.environ["DIAL"])):

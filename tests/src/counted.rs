@@ -1,4 +1,5 @@
-//! Talking to `counted.py`, the program in a sandbox that misses no byte of its connections and gets none twice.
+//! Client of `counted.py`, the program in a sandbox that checks that its connections lose no byte
+//! and get none twice.
 
 use std::time::Duration;
 
@@ -12,13 +13,15 @@ use tokio::net::{TcpListener, TcpStream};
 use crate::pods::{python, with};
 use crate::witness;
 
-/// Where it exchanges, and where it tells what became of that.
+/// Port of the exchange.
 pub const PORT: u16 = 8090;
+/// Port of the report.
 const REPORT: u16 = 8091;
-/// A connection that is silent for so long is as good as lost: longer than a save and a wake on a busy machine.
+/// Time of silence after which a connection counts as lost: longer than a save and a wake on a busy
+/// machine.
 const SILENCE: Duration = Duration::from_secs(90);
 
-/// What is said in each direction of each connection.
+/// Data that is sent in each direction of each connection.
 #[derive(Debug, Clone, Copy)]
 pub struct Plan {
     pub blocks: u64,
@@ -28,7 +31,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// The program's container, which makes `dial` connections to this port of its node.
+    /// Returns the program's container, which makes `dial` connections to this port of its node.
     pub fn container(&self, dial: usize, port: u16) -> Value {
         let host = json!({ "fieldRef": { "fieldPath": "status.hostIP" } });
         let text = |name, value: String| json!({ "name": name, "value": value });
@@ -51,7 +54,7 @@ impl Plan {
         number.to_be_bytes().repeat(self.bytes / 8)
     }
 
-    /// The whole exchange on one connection.
+    /// Runs the whole exchange on one connection.
     pub async fn exchange(&self, stream: TcpStream) -> anyhow::Result<()> {
         let (mut from, mut to) = stream.into_split();
         let send = async {
@@ -83,7 +86,7 @@ impl Plan {
     }
 }
 
-/// What became of one of the program's connections; nothing as long as it goes on.
+/// Result of one of the program's connections; a direction that is still open has none.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Fate {
     /// `whole`, or the error's name in Python.
@@ -93,19 +96,19 @@ pub struct Fate {
 }
 
 impl Fate {
-    /// Nothing was lost in either direction.
+    /// Reports whether nothing was lost in either direction.
     pub fn is_whole(&self) -> bool {
         let whole = |part: &Option<String>| part.as_deref() == Some("whole");
         whole(&self.sent) && whole(&self.received)
     }
 }
 
-/// A connection to the program.
+/// Opens a connection to the program.
 pub async fn open(pod: &Pod) -> anyhow::Result<TcpStream> {
     connect(pod, PORT).await
 }
 
-/// What became of the program's connections, in the order in which they began.
+/// Returns the results of the program's connections, in the order in which they began.
 pub async fn fates(pod: &Pod) -> anyhow::Result<Vec<Fate>> {
     let mut stream = BufReader::new(connect(pod, REPORT).await?);
     let mut line = String::new();
@@ -121,14 +124,14 @@ async fn connect(pod: &Pod, port: u16) -> anyhow::Result<TcpStream> {
     stream.with_context(|| format!("no connection to {address}:{port}"))
 }
 
-/// Where the program's own connections arrive.
+/// Listens for the program's own connections; returns the listener and its port.
 pub async fn listen() -> anyhow::Result<(TcpListener, u16)> {
     let listener = TcpListener::bind("0.0.0.0:0").await?;
     let port = listener.local_addr()?.port();
     Ok((listener, port))
 }
 
-/// So many of them.
+/// Accepts `count` connections.
 pub async fn accept(listener: &TcpListener, count: usize) -> anyhow::Result<Vec<TcpStream>> {
     let mut streams = Vec::new();
     while streams.len() < count {

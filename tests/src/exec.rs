@@ -1,6 +1,8 @@
-//! Commands in containers, as a means: containerd runs them as it runs those of `kubectl exec`, and is asked by CRI ExecSync, in this process. A kubectl takes a
-//! tenth of a second of a processor to start, and three servers more to get there. What `kubectl exec` does itself is asked of
-//! [`crate::kubectl::Kubectl::exec`].
+//! Commands in containers, run by CRI ExecSync from this process.
+//!
+//! containerd runs them as it runs those of `kubectl exec`. A kubectl takes a tenth of a second of
+//! a processor to start, and its request passes three more servers. Tests of `kubectl exec` itself
+//! use [`crate::kubectl::Kubectl::exec`].
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -21,15 +23,17 @@ use crate::kubectl::Ran;
 use crate::node::containerd_socket;
 use crate::wait;
 
-/// An exec that wakes a sandbox takes a second on a loaded machine.
+/// Time for a command: an exec that wakes a sandbox takes a second on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(40);
-/// The exit code of kubectl where the command was not run.
+/// Exit code of kubectl if the command was not run.
 const REFUSED: i32 = 1;
 /// `CONTAINER_RUNNING`.
 const RUNNING: i32 = 1;
 
 impl Case {
-    /// Runs a command in a container to its end, whatever the exit code. One that is refused has kubectl's, and containerd's words.
+    /// Runs a command in a container to its end, whatever the exit code.
+    ///
+    /// A refused command has kubectl's exit code, and containerd's message as its error output.
     pub async fn exec(&self, pod: &str, container: &str, command: &[&str]) -> anyhow::Result<Ran> {
         let socket = containerd_socket()?;
         let asked = Box::pin(run(&socket, &self.namespace, pod, container, command));
@@ -38,14 +42,15 @@ impl Case {
         Ok(ran(answer.with_context(words)?))
     }
 
-    /// Runs a shell line that must succeed; answers what it printed.
+    /// Runs a shell line that must succeed; returns its output.
     pub async fn sh(&self, pod: &str, container: &str, line: &str) -> anyhow::Result<String> {
         let ran = self.exec(pod, container, &["sh", "-c", line]).await?;
         ran.ok()
             .with_context(|| format!("in {pod}/{container}: {line}"))
     }
 
-    /// What a container's program writes into the file, once it has: a container is Ready before that.
+    /// Returns a file's content once the container's program has written it, which may be after the
+    /// container is Ready.
     pub async fn written(&self, pod: &str, container: &str, file: &str) -> anyhow::Result<String> {
         let line = format!("until [ -s {file} ]; do sleep 0.1; done; cat {file}");
         self.sh(pod, container, &line).await
@@ -75,7 +80,7 @@ async fn run(
     container: &str,
     command: &[&str],
 ) -> Result<Output, String> {
-    // For each command another: it may be another containerd by now.
+    // Each command connects anew: another containerd may run by now.
     let channel = connect(socket).await?;
     let question = ExecSync {
         container_id: running(&channel, namespace, pod, container).await?,
@@ -90,13 +95,13 @@ async fn connect(socket: &Path) -> Result<Channel, String> {
         let path = path.clone();
         async move { UnixStream::connect(path).await.map(TokioIo::new) }
     });
-    // The name goes nowhere: the connector knows the way.
+    // The connector ignores the name.
     let endpoint = Endpoint::from_static("http://containerd");
     let connected = endpoint.connect_with_connector(connector).await;
     connected.map_err(|error| format!("no connection to {}: {error:?}", socket.display()))
 }
 
-/// Id of the container of that name, the newest one that runs.
+/// Returns the id of the newest running container of that name.
 async fn running(
     channel: &Channel,
     namespace: &str,
@@ -179,7 +184,7 @@ struct Container {
     created_at: i64,
 }
 
-/// `ExecSyncRequest`. Without its timeout: whoever goes away before the end ends the command.
+/// `ExecSyncRequest`, without its timeout: the command ends when its client disconnects.
 #[derive(Clone, PartialEq, Eq, Message)]
 struct ExecSync {
     #[prost(string, tag = "1")]
@@ -204,13 +209,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_that_was_not_run_is_told_as_kubectl_tells_it_and_another_by_its_own_code() {
+    fn a_refused_command_has_kubectls_exit_code_and_another_its_own() {
         let refused = ran(Err("container not found".to_owned()));
         assert_eq!(
             (refused.code, refused.err.as_str()),
             (1, "container not found")
         );
-        // As containerd writes it: fields 1 and 2 by their lengths, field 3 a number.
+        // Encoding by containerd: fields 1 and 2 with their lengths, field 3 a number.
         let bytes = b"\x0a\x04out\n\x12\x04err\n\x18\x07";
         let output = Output::decode(&bytes[..]).expect("an ExecSyncResponse");
         let (code, out, err) = (7, "out\n".to_owned(), "err\n".to_owned());
@@ -218,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn questions_are_as_containerd_reads_them() {
+    fn requests_are_encoded_as_containerd_reads_them() {
         let command = ExecSync {
             container_id: "id".to_owned(),
             cmd: vec!["a".to_owned(), "b".to_owned()],

@@ -1,4 +1,4 @@
-//! What a person would look up after a test failed.
+//! Report about a failed test's namespace and node.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::wait;
 
 const LINES: usize = 60;
 
-/// Objects, Events, logs, records and ledgers of the test's namespace.
+/// Collects objects, Events, logs, records and ledgers of the test's namespace.
 pub async fn explain(case: &Case) -> String {
     let mut text = format!(
         "=== namespace {} at the time of the failure\n",
@@ -79,7 +79,7 @@ async fn section(text: &mut String, kubectl: &Kubectl, args: &[&str]) {
     add(text, &format!("kubectl {}", args.join(" ")), &body);
 }
 
-/// Records, ledgers and images of the namespace's Pods on this node.
+/// Adds records, ledgers and images of the namespace's Pods on this node.
 fn node(text: &mut String, case: &Case) {
     for pod in case.node.records.pods().unwrap_or_default() {
         if pod.namespace.as_str() != case.namespace {
@@ -115,7 +115,7 @@ fn node(text: &mut String, case: &Case) {
     }
 }
 
-/// Lines about the namespace in a program's log.
+/// Adds the lines about the namespace in a program's log.
 async fn program_log(text: &mut String, case: &Case, program: &str) {
     let Some(driver) = &case.cluster.driver else {
         return;

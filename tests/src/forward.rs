@@ -1,4 +1,4 @@
-//! A `kubectl port-forward` that runs, and connections through it.
+//! A running `kubectl port-forward`, and connections through it.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use tokio::process::{Child, ChildStderr, ChildStdout};
 use crate::kubectl::Kubectl;
 use crate::wait;
 
-/// Connecting may wake a sandbox first.
+/// Time for a connection, which may wake a sandbox first.
 const LIMIT: Duration = Duration::from_secs(40);
 
-/// kubectl's own port on this machine, and the Pod's port behind it. It ends when this is dropped.
+/// A running `kubectl port-forward` and its port on this machine; it ends on drop.
 #[derive(Debug)]
 pub struct Forward {
     _child: Child,
@@ -24,7 +24,7 @@ pub struct Forward {
 }
 
 impl Forward {
-    /// Starts it; the answer listens.
+    /// Starts the port-forward and waits until it listens.
     pub async fn open(kubectl: &Kubectl, pod: &str, port: u16) -> anyhow::Result<Self> {
         let (pod, ports) = (format!("pod/{pod}"), format!(":{port}"));
         let args = ["port-forward", "--address=127.0.0.1", &pod, &ports];
@@ -47,7 +47,7 @@ impl Forward {
         })
     }
 
-    /// A connection to kubectl, which is to carry it on.
+    /// Opens a connection to kubectl's port.
     pub async fn connect(&self) -> anyhow::Result<TcpStream> {
         Ok(TcpStream::connect(("127.0.0.1", self.port)).await?)
     }
@@ -65,10 +65,10 @@ impl Forward {
         answer.context("no answer in time")?
     }
 
-    /// What kubectl says of a connection that failed.
+    /// Returns kubectl's message about a connection that failed.
     pub async fn complaint(&mut self) -> anyhow::Result<String> {
         let line = tokio::time::timeout(wait::scaled(LIMIT), self.err.next_line()).await;
-        let line = line.context("kubectl says nothing")??;
-        line.context("kubectl ended without a word")
+        let line = line.context("kubectl prints no error")??;
+        line.context("kubectl ended without an error message")
     }
 }

@@ -1,4 +1,4 @@
-//! A disk that is full, for the agent and one namespace's images only.
+//! A full disk for the agent and one namespace's images only.
 
 use std::path::PathBuf;
 
@@ -8,8 +8,10 @@ use nix::sched::{CloneFlags, setns, unshare};
 
 use crate::agent::Agent;
 
-/// A small file system over a namespace's folder of images, in the agent's mount namespace: nobody else sees it. It is
-/// taken away when this is dropped, or ends with the agent.
+/// A small file system over a namespace's folder of images, visible only in the agent's mount
+/// namespace.
+///
+/// It is unmounted on drop, or ends with the agent.
 #[derive(Debug)]
 pub struct FullDisk {
     agent: Agent,
@@ -17,7 +19,7 @@ pub struct FullDisk {
 }
 
 impl FullDisk {
-    /// Leaves `bytes` for the images in the folder.
+    /// Mounts a file system that leaves `bytes` for the images in the folder.
     pub fn over(path: PathBuf, bytes: u64) -> anyhow::Result<Self> {
         let agent = Agent::find()?;
         let target = path.clone();
@@ -35,7 +37,7 @@ impl FullDisk {
         Ok(Self { agent, path })
     }
 
-    /// What the agent sees in the folder.
+    /// Returns the names of the files that the agent sees in the folder.
     pub fn content(&self) -> anyhow::Result<Vec<String>> {
         let root = PathBuf::from(format!("/proc/{}/root", self.agent.process.pid));
         let relative = self.path.strip_prefix("/")?;
@@ -54,14 +56,15 @@ impl Drop for FullDisk {
     }
 }
 
-/// Runs on a thread of its own, which ends in the agent's mount namespace.
+/// Runs `call` on a thread of its own in the agent's mount namespace.
 fn in_mounts_of(
     agent: &Agent,
     call: impl FnOnce() -> nix::Result<()> + Send + 'static,
 ) -> anyhow::Result<()> {
     let namespace = std::fs::File::open(format!("/proc/{}/ns/mnt", agent.process.pid))?;
     let thread = std::thread::spawn(move || -> nix::Result<()> {
-        // A thread that shares its working directory with others may not change its mount namespace.
+        // A thread that shares its working directory with others must not change its mount
+        // namespace.
         unshare(CloneFlags::CLONE_FS)?;
         setns(&namespace, CloneFlags::CLONE_NEWNS)?;
         call()

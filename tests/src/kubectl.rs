@@ -1,4 +1,4 @@
-//! kubectl, with a time limit for every call: an exec or a delete that hangs is a finding, not a reason to hang with it.
+//! kubectl with a time limit for every call, because an exec or a delete may hang.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -10,14 +10,14 @@ use tokio::process::{Child, Command};
 
 use crate::wait;
 
-/// An exec that wakes a sandbox takes a second on a loaded machine.
+/// Time for a command: an exec that wakes a sandbox takes a second on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(40);
 
-/// Environment of a kubectl: it ends long before it has to collect garbage (a quarter of its time), and has nothing to do on a second
-/// processor.
+/// Environment of a kubectl: it ends long before a garbage collection is needed (a quarter of its
+/// time), and has no work for a second processor.
 pub(crate) const LIGHT: [(&str, &str); 2] = [("GOGC", "off"), ("GOMAXPROCS", "1")];
 
-/// kubectl without arguments.
+/// Returns kubectl without arguments.
 pub(crate) fn command(program: &Path) -> Command {
     let mut command = Command::new(program);
     command.envs(LIGHT);
@@ -31,17 +31,18 @@ pub struct Kubectl {
     pub namespace: String,
 }
 
-/// What a command left behind.
+/// Result of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ran {
-    /// Exit code; -1 when a signal ended it.
+    /// Exit code; -1 if a signal ended the command.
     pub code: i32,
     pub out: String,
     pub err: String,
 }
 
 impl Ran {
-    /// Standard output without the white space around it; an error unless the command succeeded.
+    /// Returns standard output without the white space around it; an error unless the command
+    /// succeeded.
     pub fn ok(self) -> anyhow::Result<String> {
         anyhow::ensure!(
             self.code == 0,
@@ -55,25 +56,25 @@ impl Ran {
 }
 
 impl Kubectl {
-    /// Runs to the end, whatever the exit code.
+    /// Runs kubectl to its end, whatever the exit code.
     pub async fn run(&self, args: &[&str]) -> anyhow::Result<Ran> {
         self.run_with(args, None).await
     }
 
-    /// Runs to the end with `input` as standard input.
+    /// Runs kubectl to its end with `input` as standard input.
     pub async fn run_with(&self, args: &[&str], input: Option<&[u8]>) -> anyhow::Result<Ran> {
         let child = self.spawn(args, input.is_some())?;
         to_the_end(child, args, input).await
     }
 
-    /// Standard output of a command that must succeed.
+    /// Returns standard output of a command that must succeed.
     pub async fn ok(&self, args: &[&str]) -> anyhow::Result<String> {
         let ran = self.run(args).await?;
         ran.ok()
             .with_context(|| format!("kubectl {}", args.join(" ")))
     }
 
-    /// Starts it; it is killed when the answer is dropped.
+    /// Starts kubectl, which is killed when the result is dropped.
     pub fn spawn(&self, args: &[&str], input: bool) -> anyhow::Result<Child> {
         command(&self.program)
             .arg("--namespace")
@@ -87,14 +88,16 @@ impl Kubectl {
             .with_context(|| format!("cannot run {}", self.program.display()))
     }
 
-    /// `kubectl exec` in a container, whatever the exit code. Where it is only a means: [`crate::case::Case::exec`].
+    /// Runs `kubectl exec` in a container, whatever the exit code.
+    ///
+    /// Tests whose subject is not kubectl use [`crate::case::Case::exec`].
     pub async fn exec(&self, pod: &str, container: &str, command: &[&str]) -> anyhow::Result<Ran> {
         let mut args = vec!["exec", pod, "-c", container, "--"];
         args.extend(command);
         self.run(&args).await
     }
 
-    /// `kubectl exec` of a shell line that must succeed; answers what it printed.
+    /// Runs a shell line that must succeed by `kubectl exec`; returns its output.
     pub async fn sh(&self, pod: &str, container: &str, line: &str) -> anyhow::Result<String> {
         let ran = self.exec(pod, container, &["sh", "-c", line]).await?;
         ran.ok()
@@ -112,7 +115,7 @@ pub(crate) async fn to_the_end(
     let fed = child.stdin.take().zip(input);
     let finished = async {
         if let Some((mut stdin, input)) = fed {
-            // Who does not read to the end has ended: its exit code says why.
+            // A kubectl that does not read to the end has ended: its exit code says why.
             let _ = stdin.write_all(input).await;
             drop(stdin);
         }

@@ -1,8 +1,8 @@
-//! What the end-to-end tests and the benchmark stand on: a cluster, a namespace for each test, kubectl, and a look at the
-//! node itself.
+//! Library of the end-to-end tests and the benchmark: a cluster, a namespace for each test,
+//! kubectl, and the node itself.
 //!
-//! The tests run on the machine that is the cluster's node (`hack/cluster up` makes such a one): what Torpor promises
-//! about processes, cgroups, mounts and files is looked up there and not asked for through the API.
+//! The tests run on the machine that is the cluster's node (`hack/cluster up` makes one). They
+//! check processes, cgroups, mounts and files on the node instead of through the API.
 
 pub mod accounts;
 pub mod agent;
@@ -15,6 +15,7 @@ pub mod exec;
 pub mod explain;
 pub mod forward;
 pub mod fullness;
+pub mod http;
 pub mod kubectl;
 pub mod machine;
 pub mod node;

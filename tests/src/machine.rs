@@ -8,7 +8,7 @@ use torpor_gvisor::process;
 
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
-/// A process that runs. One that has ended and waits for its parent is none.
+/// A running process; a zombie does not count.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
     pub pid: i32,
@@ -32,12 +32,12 @@ impl Process {
         })
     }
 
-    /// Ends it as nobody expects: no handler runs.
+    /// Kills the process with SIGKILL: no handler runs.
     pub fn kill(&self) -> anyhow::Result<()> {
         self.signal(Signal::KILL)
     }
 
-    /// Lets it stand still, as one that gets no processor, until [`Self::go_on`].
+    /// Stops the process with SIGSTOP until [`Self::go_on`], as if it got no processor.
     pub fn stop(&self) -> anyhow::Result<()> {
         self.signal(Signal::STOP)
     }
@@ -51,24 +51,25 @@ impl Process {
         Ok(kill_process(pid, signal)?)
     }
 
-    /// Whether it stands still because of a signal ([`Self::stop`]).
+    /// Reports whether the process is stopped by a signal ([`Self::stop`]).
     pub fn is_stopped(&self) -> bool {
         process::is_stopped(self.pid)
     }
 
-    /// Whether the same process still runs.
+    /// Reports whether the same process still runs.
     pub fn lives(&self) -> bool {
         Self::read(self.pid).is_some_and(|now| now == *self)
     }
 
-    /// Proportional set size in KiB: its own memory and its part of what it shares.
+    /// Returns the proportional set size in KiB: the process's own memory and its part of shared
+    /// memory.
     pub fn pss_kib(&self) -> Option<u64> {
         let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", self.pid)).ok()?;
         let line = text.lines().find(|line| line.starts_with("Pss:"))?;
         line.split_whitespace().nth(1)?.parse().ok()
     }
 
-    /// Files of the Unix sockets that it serves.
+    /// Returns the files of the Unix sockets that the process serves.
     pub fn sockets(&self) -> Vec<PathBuf> {
         let proc = PathBuf::from(format!("/proc/{}", self.pid));
         let links = std::fs::read_dir(proc.join("fd"));
@@ -86,7 +87,8 @@ impl Process {
         let mut found: Vec<PathBuf> = table
             .lines()
             .filter_map(|line| {
-                // Address, references, protocol, flags, type, state, inode, and the name where it has one; a client has none.
+                // Address, references, protocol, flags, type, state, inode, and a name if there is
+                // one; a client's socket has none.
                 let mut fields = line.split_whitespace();
                 let inode = fields.nth(6)?;
                 let path = fields.next().filter(|name| name.starts_with('/'))?;
@@ -94,20 +96,20 @@ impl Process {
                 own.then(|| PathBuf::from(path))
             })
             .collect();
-        // Its connections bear the name of the socket that took them.
+        // An accepted connection bears the name of the listening socket.
         found.sort();
         found.dedup();
         found
     }
 
-    /// User and system time so far, in clock ticks.
+    /// Returns user and system time so far, in clock ticks.
     pub fn cpu_ticks(&self) -> Option<u64> {
         let stat = process::stat(self.pid)?;
         Some(stat.utime + stat.stime)
     }
 }
 
-/// All processes of the machine.
+/// Returns all processes of the machine.
 pub fn processes() -> Vec<Process> {
     let Ok(entries) = std::fs::read_dir("/proc") else {
         return Vec::new();
@@ -116,7 +118,7 @@ pub fn processes() -> Vec<Process> {
     pids.filter_map(Process::read).collect()
 }
 
-/// Processes whose command line names one of `words`.
+/// Returns the processes whose command line contains one of `words`.
 pub fn processes_naming(words: &[String]) -> Vec<Process> {
     let mut found = processes();
     found.retain(|process| {
@@ -127,7 +129,7 @@ pub fn processes_naming(words: &[String]) -> Vec<Process> {
     found
 }
 
-/// The mounted hierarchies: one on cgroup v2, several on v1.
+/// Returns the mounted hierarchies: one on cgroup v2, several on v1.
 fn hierarchies() -> Vec<PathBuf> {
     let root = Path::new(CGROUP_ROOT);
     if root.join("cgroup.controllers").exists() {
@@ -143,7 +145,7 @@ fn hierarchies() -> Vec<PathBuf> {
     dirs.map(|entry| entry.path()).collect()
 }
 
-/// Processes in the cgroup, over all hierarchies.
+/// Returns the processes in the cgroup, over all hierarchies.
 pub fn processes_in(cgroup: &Path) -> Vec<Process> {
     let mut pids: Vec<i32> = hierarchies()
         .iter()
@@ -159,7 +161,8 @@ pub fn processes_in(cgroup: &Path) -> Vec<Process> {
     pids.into_iter().filter_map(Process::read).collect()
 }
 
-/// The lines of a file of the cgroup, of all hierarchies that have it (`cpu.stat` is in more than one).
+/// Returns the lines of a file of the cgroup, of all hierarchies that have it (`cpu.stat` is in
+/// more than one).
 pub fn cgroup_file(cgroup: &Path, name: &str) -> Vec<String> {
     let paths = hierarchies()
         .into_iter()
@@ -170,7 +173,9 @@ pub fn cgroup_file(cgroup: &Path, name: &str) -> Vec<String> {
         .collect()
 }
 
-/// Directories of cgroups whose name has one of `words` in it. There are thousands to look at: once for all words.
+/// Returns the directories of cgroups whose name contains one of `words`.
+///
+/// There are thousands of cgroups, so one search serves all words.
 pub fn cgroups_naming(words: &[String]) -> Vec<PathBuf> {
     // The kubelet's systemd driver writes a UID with underscores.
     let underscored = words.iter().map(|word| word.replace('-', "_"));
@@ -195,7 +200,8 @@ pub fn cgroups_naming(words: &[String]) -> Vec<PathBuf> {
     found
 }
 
-/// Mount points of this mount namespace whose line in mountinfo names one of `words`.
+/// Returns the mount points of this mount namespace whose line in mountinfo contains one of
+/// `words`.
 pub fn mounts_naming(words: &[String]) -> Vec<String> {
     let text = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let lines = text

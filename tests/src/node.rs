@@ -1,4 +1,4 @@
-//! What Torpor keeps of its pods on this node, and the processes that stand for them.
+//! Torpor's files about this node's Pods, and the processes of their sandboxes.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -12,10 +12,10 @@ use torpor_snapshots::Store;
 
 use crate::machine::{self, Process};
 
-/// Environment: where Torpor is installed on the node.
+/// Environment variable: directory in which Torpor is installed on the node.
 const INSTALL_DIR: &str = "TORPOR_INSTALL_DIR";
 const DEFAULT_INSTALL_DIR: &str = "/opt/torpor";
-/// What names the pause container in calls here; its record has no name.
+/// Name of the pause container in calls here; its record has no name.
 pub const PAUSE: &str = "";
 
 /// This machine as a node of the cluster.
@@ -42,17 +42,17 @@ impl Node {
         })
     }
 
-    /// torpor-oci's configuration.
+    /// Returns the path of torpor-oci's configuration.
     pub fn config_file(&self) -> PathBuf {
         self.config.runsc.with_file_name(FILE_NAME)
     }
 
-    /// The OCI runtime that containerd's shims run.
+    /// Returns the path of the OCI runtime that containerd's shims run.
     pub fn torpor_oci(&self) -> PathBuf {
         self.config.runsc.with_file_name("torpor-oci")
     }
 
-    /// Every sandbox that is recorded for the Pod, the newest last.
+    /// Returns every sandbox that is recorded for the Pod, the newest last.
     pub fn sandboxes_of(&self, uid: &str) -> anyhow::Result<Vec<PodRecord>> {
         let mut found = self.records.pods()?;
         found.retain(|pod| pod.pod_uid.as_str() == uid);
@@ -60,25 +60,26 @@ impl Node {
         Ok(found)
     }
 
-    /// The Pod's sandbox.
+    /// Returns the Pod's newest sandbox.
     pub fn sandbox_of(&self, uid: &str) -> anyhow::Result<PodRecord> {
         self.sandboxes_of(uid)?
             .pop()
             .with_context(|| format!("no sandbox is recorded for Pod {uid}"))
     }
 
-    /// What the Pod's sandbox is doing, by its record.
+    /// Returns the state of the Pod's sandbox, by its record.
     pub fn state_of(&self, uid: &str) -> anyhow::Result<SandboxState> {
         Ok(self.records.state(&self.sandbox_of(uid)?.sandbox)?)
     }
 
-    /// Whether its sandbox dozes with its memory pushed out.
+    /// Reports whether the Pod's sandbox dozes with its memory reclaimed.
     pub fn dozes(&self, uid: &str) -> anyhow::Result<bool> {
         let note = self.records.doze(&self.sandbox_of(uid)?.sandbox)?;
         Ok(note.is_some_and(|note| note.reclaimed))
     }
 
-    /// The record of a container by its name in the Pod ([`PAUSE`] for the pause container).
+    /// Returns the record of a container by its name in the Pod ([`PAUSE`] for the pause
+    /// container).
     pub fn container(&self, uid: &str, name: &str) -> anyhow::Result<ContainerRecord> {
         let sandbox = self.sandbox_of(uid)?.sandbox;
         let found = self
@@ -91,7 +92,7 @@ impl Node {
         found.with_context(|| format!("container {name:?} of Pod {uid} is not recorded"))
     }
 
-    /// The process that stands for a container.
+    /// Returns the keeper of a container.
     pub fn keeper(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
         let record = self.container(uid, name)?;
         machine::processes_naming(&[record.id.to_string()])
@@ -100,7 +101,8 @@ impl Node {
             .with_context(|| format!("the keeper of container {name:?} does not run"))
     }
 
-    /// containerd's shim of the Pod; not its commands, one of which removes what is left of a shim that has died.
+    /// Returns containerd's shim of the Pod; not a command of a shim, one of which removes the
+    /// remains of a dead shim.
     pub fn shim(&self, uid: &str) -> anyhow::Result<Process> {
         let sandbox = self.sandbox_of(uid)?.sandbox;
         let is_at_work = |shim: &Process| {
@@ -113,35 +115,36 @@ impl Node {
             .with_context(|| format!("no shim runs for sandbox {sandbox}"))
     }
 
-    /// The shim of a sandbox, and its commands while they run.
+    /// Returns the shim of a sandbox, and its commands while they run.
     pub fn shims_of(&self, sandbox: &SandboxId) -> Vec<Process> {
         let mut found = machine::processes_naming(&[format!("-id {sandbox}")]);
         found.retain(|process| process.command.contains("containerd-shim"));
         found
     }
 
-    /// The sandbox' own processes: sentry, gofers, and the stubs that hold the programs' memory.
+    /// Returns the sandbox's own processes: sentry, gofers, and the stubs that hold the programs'
+    /// memory.
     pub fn sandbox_processes(&self, uid: &str) -> anyhow::Result<Vec<Process>> {
         Ok(machine::processes_in(&self.sandbox_of(uid)?.cgroup))
     }
 
-    /// gVisor's kernel of the Pod.
+    /// Returns the Pod's sentry.
     pub fn sentry(&self, uid: &str) -> anyhow::Result<Process> {
         self.of_runsc(uid, "runsc-sandbox", "")
     }
 
-    /// A file server of the Pod.
+    /// Returns one of the Pod's gofers.
     pub fn gofer(&self, uid: &str) -> anyhow::Result<Process> {
         self.of_runsc(uid, "runsc-gofer", "")
     }
 
-    /// The file server of one of the Pod's containers.
+    /// Returns the gofer of one of the Pod's containers.
     pub fn gofer_of(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
         let container = self.container(uid, name)?;
         self.of_runsc(uid, "runsc-gofer", container.id.as_str())
     }
 
-    /// The first process of that name in whose command line `word` stands.
+    /// Returns the first process of that name whose command line contains `word`.
     fn of_runsc(&self, uid: &str, name: &str, word: &str) -> anyhow::Result<Process> {
         let found = self
             .sandbox_processes(uid)?
@@ -150,12 +153,13 @@ impl Node {
         found.with_context(|| format!("no {name} {word} runs for Pod {uid}"))
     }
 
-    /// Directory of a namespace's images.
+    /// Returns the directory of a namespace's images.
     pub fn images_dir(&self, namespace: &str) -> PathBuf {
         self.config.store_dir.join("images").join(namespace)
     }
 
-    /// Everything in the store's folder of the namespace that is named after the Pod: images, partial ones, rubbish.
+    /// Returns everything in the namespace's folder of the store that is named after the Pod:
+    /// images, partial images, rubbish.
     pub fn images_of(&self, namespace: &str, uid: &str) -> Vec<PathBuf> {
         let Ok(entries) = std::fs::read_dir(self.images_dir(namespace)) else {
             return Vec::new();
@@ -171,27 +175,27 @@ impl Node {
         found
     }
 
-    /// The one image of the Pod that is in the store.
+    /// Returns the Pod's image; an error unless there is exactly one.
     pub fn image_of(&self, namespace: &str, uid: &str) -> anyhow::Result<PathBuf> {
         let mut images = self.images_of(namespace, uid);
         anyhow::ensure!(
             images.len() == 1,
-            "Pod {uid} has not one image but {images:?}"
+            "Pod {uid} has other than one image: {images:?}"
         );
         images.pop().context("no image")
     }
 
-    /// The Pod's ledger file.
+    /// Returns the path of the Pod's ledger.
     pub fn ledger_path(&self, uid: &str) -> PathBuf {
         self.config.store_dir.join("ledger").join(uid)
     }
 
-    /// How many entries the Pod's ledger has had; a wake is two.
+    /// Returns the number of entries that the Pod's ledger has had; a wake makes two.
     pub fn ledger_seq(&self, uid: &str) -> anyhow::Result<u64> {
         Ok(self.store.ledger(&PodUid::new(uid)?)?.read()?.seq)
     }
 
-    /// What the Pod's ledger says, for people.
+    /// Describes the Pod's ledger for people.
     pub fn ledger_words(&self, uid: &str) -> String {
         let read = || -> anyhow::Result<String> {
             let ledger = self.store.ledger(&PodUid::new(uid)?)?;
@@ -201,7 +205,9 @@ impl Node {
     }
 }
 
-/// The containerd of this node: none of those that the installer's unit tests start, which may run beside.
+/// Returns the containerd of this node.
+///
+/// The installer's unit tests may run other ones at the same time, which do not count.
 pub fn containerd() -> anyhow::Result<Process> {
     let folder_of_tests = std::env::temp_dir();
     let found = machine::processes().into_iter().find(|process| {
@@ -211,7 +217,8 @@ pub fn containerd() -> anyhow::Result<Process> {
     found.context("containerd does not run on this machine")
 }
 
-/// The socket of the containerd that serves the kubelet, as each of its shims' command lines names it.
+/// Returns the socket of the containerd that serves the kubelet, from the command line of one of
+/// its shims.
 pub fn containerd_socket() -> anyhow::Result<PathBuf> {
     static SOCKET: OnceLock<PathBuf> = OnceLock::new();
     if let Some(known) = SOCKET.get() {
@@ -225,7 +232,7 @@ pub fn containerd_socket() -> anyhow::Result<PathBuf> {
     Ok(SOCKET.get_or_init(|| found).clone())
 }
 
-/// containerd's address, if this is the command line of a shim of one of the kubelet's Pods.
+/// Returns containerd's address if this is the command line of a shim of the kubelet's Pods.
 fn address_in(command: &str) -> Option<PathBuf> {
     let mut words = command.split(' ');
     let is_shim = words.next()?.contains("containerd-shim");

@@ -1,4 +1,4 @@
-//! The kubectl plugin as a user runs it: by kubectl, which finds it in PATH.
+//! The kubectl plugin as a user runs it: kubectl finds it in PATH.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -11,9 +11,10 @@ use tokio::process::Command;
 use crate::case::Case;
 use crate::kubectl::{Ran, command, to_the_end};
 
-/// Environment: the folder that `hack/plugin` put the plugin into; without it kubectl looks in PATH alone.
+/// Environment variable: folder into which `hack/plugin` put the plugin; without it only PATH is
+/// searched.
 const TORPOR_PLUGIN: &str = "TORPOR_PLUGIN";
-/// The program that kubectl finds.
+/// Program that kubectl runs for `kubectl torpor`.
 const PROGRAM: &str = "kubectl-torpor";
 
 impl Case {
@@ -38,15 +39,17 @@ impl Case {
         Ok(ran)
     }
 
-    /// What `kubectl torpor …` prints when it succeeds.
-    pub async fn torpor_says(&self, args: &[&str]) -> anyhow::Result<String> {
+    /// Returns the output of a `kubectl torpor …` that must succeed.
+    pub async fn torpor_output(&self, args: &[&str]) -> anyhow::Result<String> {
         let ran = self.torpor(args).await?;
         ran.ok()
             .with_context(|| format!("kubectl torpor {}", args.join(" ")))
     }
 
-    /// One Sandbox as `get -o json` has it. Who waits asks again and again: the plugin itself, because to be found by kubectl takes longer than
-    /// the answer.
+    /// Returns one Sandbox as `get -o json` prints it.
+    ///
+    /// Runs the plugin itself: tests poll this, and kubectl takes longer to find the plugin than
+    /// the plugin takes to answer.
     pub async fn torpor_view(&self, sandbox: &str) -> anyhow::Result<Value> {
         let line = ["get", sandbox, "-o", "json", "--namespace", &self.namespace];
         let mut plugin = Command::new(program());
@@ -55,7 +58,7 @@ impl Case {
         let text = said.with_context(|| format!("{PROGRAM} {}", line.join(" ")))?;
         let listing: Value = serde_json::from_str(&text)?;
         let items = listing["items"].as_array().map_or(&[][..], Vec::as_slice);
-        anyhow::ensure!(items.len() == 1, "not one Sandbox: {text}");
+        anyhow::ensure!(items.len() == 1, "other than one Sandbox: {text}");
         Ok(items[0].clone())
     }
 }
@@ -71,7 +74,7 @@ async fn run(mut program: Command, line: &[&str]) -> anyhow::Result<Ran> {
     to_the_end(child, line, None).await
 }
 
-/// Where the plugin is; in PATH unless somebody says where.
+/// Returns the plugin's path, or its bare name if [`TORPOR_PLUGIN`] is not set.
 fn program() -> PathBuf {
     let folder = std::env::var_os(TORPOR_PLUGIN).unwrap_or_default();
     PathBuf::from(folder).join(PROGRAM)

@@ -1,26 +1,28 @@
-//! What a Pod leaves on the node. Its ids are noted while it is there, and the names that others gave to what is its own; afterwards
-//! nothing may name one of them.
+//! Remains of a Pod on the node.
+//!
+//! A test notes the Pod's ids while the Pod exists, and the names of the Pod's files that contain
+//! no id. Afterwards nothing on the node may have one of these names.
 
 use std::path::PathBuf;
 
 use crate::machine::{self, Process};
 use crate::node::Node;
 
-/// The ids under which a Pod is known on the node.
+/// Ids of a Pod on the node.
 #[derive(Debug, Clone)]
 pub struct Footprint {
     uid: String,
     namespace: String,
-    /// Ids of its sandboxes and containers.
+    /// Ids of the Pod's sandboxes and containers.
     ids: Vec<String>,
-    /// The names of its sandboxes' network namespaces, which say nothing of the Pod.
+    /// Network namespaces of the Pod's sandboxes, whose names contain no id of the Pod.
     networks: Vec<PathBuf>,
-    /// Sockets of its shims, which are named after a digest.
+    /// Sockets of the Pod's shims, which are named after a digest.
     sockets: Vec<PathBuf>,
 }
 
 impl Footprint {
-    /// Notes the ids of a Pod's sandboxes and containers, and what does not bear one of them.
+    /// Notes the ids of a Pod's sandboxes and containers, and the names that contain none of them.
     pub fn take(node: &Node, namespace: &str, uid: &str) -> anyhow::Result<Self> {
         let mut footprint = Self {
             uid: uid.to_owned(),
@@ -37,7 +39,7 @@ impl Footprint {
         &self.uid
     }
 
-    /// Notes what has come since, after the kubelet made the sandbox anew.
+    /// Notes what was added since, after the kubelet made the sandbox anew.
     pub fn add(&mut self, node: &Node) -> anyhow::Result<()> {
         for pod in node.sandboxes_of(&self.uid)? {
             let containers = node.records.containers_of(&pod.sandbox)?;
@@ -60,7 +62,9 @@ impl Footprint {
         Ok(())
     }
 
-    /// Kills the Pod's shim, and forgives the file of its socket: containerd leaves that of a shim that was killed, with runc too
+    /// Kills the Pod's shim, and ignores the file of its socket from then on.
+    ///
+    /// containerd leaves the socket of a killed shim, with runc too
     /// (github.com/containerd/containerd/issues/11292).
     pub fn kill_shim(&mut self, node: &Node) -> anyhow::Result<()> {
         let shim = node.shim(&self.uid)?;
@@ -70,7 +74,8 @@ impl Footprint {
         Ok(())
     }
 
-    /// What is left of the sandboxes, in words: processes, mounts, cgroups, records, runsc's state, network namespaces, sockets of shims.
+    /// Describes what is left of the sandboxes: processes, mounts, cgroups, records, runsc's state,
+    /// network namespaces, sockets of shims.
     pub fn of_sandbox(&self, node: &Node) -> Vec<String> {
         let sockets = self.sockets.iter().filter(|path| path.exists());
         let sockets = sockets.map(|path| format!("socket {}", path.display()));
@@ -79,8 +84,8 @@ impl Footprint {
         left
     }
 
-    /// The same where shims are killed at any time: without the processes that are forgiven, and without sockets (see
-    /// [`Self::kill_shim`]).
+    /// Describes the same where shims are killed at any time: without `forgiven` processes, and
+    /// without sockets (see [`Self::kill_shim`]).
     pub fn of_sandbox_but(&self, node: &Node, forgiven: fn(&Process) -> bool) -> Vec<String> {
         let mut words = self.ids.clone();
         words.push(self.uid.clone());
@@ -91,7 +96,8 @@ impl Footprint {
             .map(|process| format!("process {} {}", process.pid, process.command));
         let mounts = machine::mounts_naming(&words)
             .into_iter()
-            // containerd's own: after a shim's death the kubelet has it removed once a minute, with runc too.
+            // containerd's own mount: after a shim's death the kubelet has it removed once a
+            // minute, with runc too.
             .filter(|path| !(path.contains("io.containerd.grpc.v1.cri") && path.ends_with("/shm")))
             .map(|path| format!("mount {path}"));
         let cgroups = machine::cgroups_naming(&words).into_iter();
@@ -102,7 +108,7 @@ impl Footprint {
             entries.map(|entry| entry.path()).collect::<Vec<PathBuf>>()
         };
         let mut dirs = vec![state.join("pods"), state.join("containers")];
-        // What is in it, and in each of the root directories in it.
+        // The files in runsc's directory, and in each of the root directories in it.
         dirs.extend(names(state.join("runsc")));
         dirs.push(state.join("runsc"));
         let files = dirs.into_iter().flat_map(names);
@@ -123,7 +129,7 @@ impl Footprint {
             .collect()
     }
 
-    /// What is left of the Pod's memory, in words: images, ledger, the report of its last restore.
+    /// Describes what is left of the Pod's memory: images, ledger, the report of its last restore.
     pub fn of_memory(&self, node: &Node) -> Vec<String> {
         let images = node.images_of(&self.namespace, &self.uid);
         let report = node

@@ -7,8 +7,9 @@ use anyhow::Context;
 
 use crate::node::containerd_socket;
 
-/// A name for an image that a test moves about; it is removed when this is dropped. Uses containerd's own `ctr`, which lies
-/// beside the cluster's kubectl.
+/// A name of an image that a test moves to other images; it is removed on drop.
+///
+/// Uses containerd's `ctr`, which is in the folder of the cluster's kubectl.
 #[derive(Debug)]
 pub struct Tag {
     ctr: PathBuf,
@@ -17,7 +18,7 @@ pub struct Tag {
 }
 
 impl Tag {
-    /// Makes `name` a name of the image that is called `of`.
+    /// Adds `name` as a name of the image that is called `of`.
     pub fn new(kubectl: &Path, name: String, of: &str) -> anyhow::Result<Self> {
         let tag = Self {
             ctr: kubectl.with_file_name("ctr"),
@@ -28,7 +29,7 @@ impl Tag {
         Ok(tag)
     }
 
-    /// From now on it names another image.
+    /// Moves the name to the image that is called `of`.
     pub fn point_to(&self, of: &str) -> anyhow::Result<()> {
         self.images(&["tag", "--force", of, &self.name])
     }
@@ -54,7 +55,7 @@ impl Tag {
 
 impl Drop for Tag {
     fn drop(&mut self) {
-        // A name that stays is in nobody's way.
+        // A name that stays does no harm.
         let _ = self.images(&["rm", &self.name]);
     }
 }

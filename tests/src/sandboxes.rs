@@ -1,4 +1,4 @@
-//! Sandboxes for tests, and waiting for what they say of themselves.
+//! Sandboxes for tests, and waiting for their conditions.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use crate::case::Case;
 use crate::pods::pod_spec;
 use crate::wait;
 
-/// A save, a deletion with its grace period, a start: seconds, on a busy machine more.
+/// Time for a save, a deletion with its grace period and a start: seconds, more on a busy machine.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// A Sandbox of the RuntimeClass torpor.
+/// Returns a Sandbox of the RuntimeClass torpor.
 pub fn sandbox(name: &str, spec: Value) -> Value {
     json!({
         "apiVersion": "agents.x-k8s.io/v1beta1",
@@ -26,7 +26,7 @@ pub fn sandbox(name: &str, spec: Value) -> Value {
     })
 }
 
-/// The Sandbox' conditions, none before its first status.
+/// Returns the Sandbox's conditions; none before its first status.
 pub fn conditions(sandbox: &Sandbox) -> &[Condition] {
     sandbox
         .status
@@ -34,8 +34,8 @@ pub fn conditions(sandbox: &Sandbox) -> &[Condition] {
         .map_or(&[], |status| &status.conditions)
 }
 
-/// Status, reason and message of a condition; empty where there is none.
-pub fn said<'a>(sandbox: &'a Sandbox, kind: &str) -> (&'a str, &'a str, &'a str) {
+/// Returns status, reason and message of a condition; empty strings where there is none.
+pub fn condition_of<'a>(sandbox: &'a Sandbox, kind: &str) -> (&'a str, &'a str, &'a str) {
     find(conditions(sandbox), kind).map_or(("", "", ""), |condition| {
         (&condition.status, &condition.reason, &condition.message)
     })
@@ -55,8 +55,8 @@ impl Case {
         Ok(())
     }
 
-    /// The Sandbox, once a condition has this status and reason.
-    pub async fn sandbox_says(
+    /// Returns the Sandbox once a condition has this status and reason.
+    pub async fn sandbox_has(
         &self,
         sandbox: &str,
         kind: &str,
@@ -66,7 +66,7 @@ impl Case {
         let words = format!("Sandbox {sandbox}: {kind}={status}/{reason}");
         wait::object(self.sandboxes(), sandbox, &words, LIMIT, |found| {
             let found = found.ok_or("there is no such Sandbox")?;
-            let (has_status, has_reason, _) = said(&found, kind);
+            let (has_status, has_reason, _) = condition_of(&found, kind);
             if (has_status, has_reason) == (status, reason) {
                 Ok(found)
             } else {
@@ -76,29 +76,29 @@ impl Case {
         .await
     }
 
-    /// The Pod of a Sandbox that is ready.
+    /// Returns the Pod of a Sandbox once both are ready.
     pub async fn sandbox_ready(&self, sandbox: &str) -> anyhow::Result<Pod> {
-        self.sandbox_says(sandbox, "Ready", "True", "DependenciesReady")
+        self.sandbox_has(sandbox, "Ready", "True", "DependenciesReady")
             .await?;
         self.ready(sandbox).await
     }
 
-    /// Suspends and waits until the Pod is gone.
+    /// Suspends the Sandbox and waits until its Pod is gone.
     pub async fn suspend(&self, sandbox: &str) -> anyhow::Result<Sandbox> {
         self.set_mode(sandbox, "Suspended").await?;
-        self.sandbox_says(sandbox, "Suspended", "True", "PodTerminated")
+        self.sandbox_has(sandbox, "Suspended", "True", "PodTerminated")
             .await
     }
 
-    /// Resumes and waits for the new Pod, which must go on from the image.
+    /// Resumes the Sandbox and waits for the new Pod, which must continue from the image.
     pub async fn resume(&self, sandbox: &str) -> anyhow::Result<Pod> {
         let pod = self.run(sandbox).await?;
-        self.sandbox_says(sandbox, "Restored", "True", "Restored")
+        self.sandbox_has(sandbox, "Restored", "True", "Restored")
             .await?;
         Ok(pod)
     }
 
-    /// Takes a snapshot of the Sandbox, and waits until it is committed.
+    /// Takes a snapshot of the Sandbox and waits until it is committed.
     pub async fn snapshot(&self, name: &str, sandbox: &str) -> anyhow::Result<()> {
         self.create(json!({
             "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",

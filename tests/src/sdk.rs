@@ -1,4 +1,4 @@
-//! Upstream's Python SDK, as it is on PyPI: the programs of `tests/e2e/sdk` in the interpreter that has it.
+//! Upstream's Python SDK from PyPI: runs the programs of `tests/e2e/sdk` with it.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -13,12 +13,12 @@ use tokio::sync::OnceCell;
 use crate::case::Case;
 use crate::kubectl::LIGHT;
 
-/// Once, it is downloaded and installed.
+/// Time to download and install the SDK, once.
 const INSTALL_LIMIT: Duration = Duration::from_secs(300);
-/// Less than a test may take, so that what the program said is told.
+/// Time for a program: less than a test's, so that the program's output is reported.
 const LIMIT: Duration = Duration::from_secs(130);
 
-/// GKE's kinds, which the SDK's extension for snapshots asks for.
+/// Manifests of GKE's kinds, which the SDK's extension for snapshots uses.
 const POD_SNAPSHOTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/podsnapshots");
 const POD_SNAPSHOT_DEFINITIONS: [&str; 2] = [
     "customresourcedefinition/podsnapshots.podsnapshot.gke.io",
@@ -32,7 +32,9 @@ fn repository() -> &'static Path {
     tests.parent().unwrap_or(tests)
 }
 
-/// The interpreter that has the SDK; installed where it is not there yet. To be called before a test's time runs.
+/// Returns the interpreter that has the SDK, and installs it where it is missing.
+///
+/// To be called before a test's time runs.
 pub async fn python() -> anyhow::Result<&'static PathBuf> {
     PYTHON.get_or_try_init(install).await
 }
@@ -54,7 +56,7 @@ async fn install() -> anyhow::Result<PathBuf> {
 }
 
 impl Case {
-    /// The router's address as a client within reach of the cluster's network has it.
+    /// Returns the router's address for clients that reach the cluster's network.
     pub async fn router(&self) -> anyhow::Result<String> {
         let services: Api<Service> = Api::namespaced(self.client(), "agent-sandbox-system");
         let service = services.get("sandbox-router-svc").await?;
@@ -62,7 +64,8 @@ impl Case {
         address.context("the router's Service has no address")
     }
 
-    /// `deploy/podsnapshots` as users apply it, while something goes on: all other tests run without.
+    /// Applies `deploy/podsnapshots` as users do while the body runs; all other tests run without
+    /// it.
     pub async fn with_pod_snapshots(
         &self,
         body: impl AsyncFnOnce() -> anyhow::Result<()>,
@@ -79,7 +82,7 @@ impl Case {
         done.and_then(|()| removed.map(drop))
     }
 
-    /// Runs a program of `tests/e2e/sdk` in the test's namespace to its end, which must be a good one.
+    /// Runs a program of `tests/e2e/sdk` in the test's namespace; the program must succeed.
     pub async fn with_sdk(&self, program: &str) -> anyhow::Result<()> {
         let file = Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("tests/e2e/sdk")

@@ -1,4 +1,4 @@
-//! Putting a Pod to sleep and waking it through its annotation, and waiting for what it says of itself.
+//! Hibernates and wakes Pods by their annotation, and waits for their conditions.
 
 use std::time::Duration;
 
@@ -10,30 +10,33 @@ use torpor_api::reasons::hibernated::{AWAKE, DOZING};
 use crate::case::{Case, condition};
 use crate::wait;
 
-/// A save of a small sandbox takes a tenth of a second; four of them on two busy cores, longer.
+/// Time to fall asleep: a save of a small sandbox takes a tenth of a second, four on two busy cores
+/// take longer.
 pub const SLEEP_LIMIT: Duration = Duration::from_secs(40);
 
 impl Case {
-    /// Asks for hibernation and waits until the Pod says that it sleeps.
+    /// Requests hibernation and waits until the Pod's condition shows that it sleeps.
     pub async fn hibernate(&self, pod: &str) -> anyhow::Result<Pod> {
         self.annotate(pod, HIBERNATE, Some("true")).await?;
         self.asleep(pod).await
     }
 
-    /// Takes the wish for hibernation away and waits until the Pod says that it is awake.
+    /// Withdraws the request for hibernation and waits until the Pod's condition shows that it is
+    /// awake.
     pub async fn wake(&self, pod: &str) -> anyhow::Result<Pod> {
         self.annotate(pod, HIBERNATE, None).await?;
         let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == AWAKE && is_ready(pod);
         self.pod_until(pod, "it is awake", SLEEP_LIMIT, awake).await
     }
 
-    /// How far a Pod that counts ([`crate::pods::COUNT`]) is, by an exec, which wakes it.
+    /// Returns the number of a Pod that counts ([`crate::pods::COUNT`]) by an exec, which wakes it.
     pub async fn counted(&self, pod: &str) -> anyhow::Result<u64> {
-        // An agent that dies while it wakes leaves the lock to its program: the exec waits for that one or tries again.
+        // If the agent dies during a wake, its torpor-oci keeps the lock: the exec waits for that
+        // process or is tried again.
         wait::until("the Pod answers", SLEEP_LIMIT, async || {
             let ran = self.exec(pod, "a", &["cat", "/n"]).await?;
             Ok(if ran.code == 0 {
-                // It is empty for the moment between its being opened and written.
+                // The file is empty between its opening and the write.
                 let text = ran.ok()?;
                 text.parse().map_err(|_| format!("{text:?} is no number"))
             } else {
@@ -43,19 +46,21 @@ impl Case {
         .await
     }
 
-    /// The Pod, once it says that it sleeps.
+    /// Returns the Pod once its condition shows that it sleeps.
     pub async fn asleep(&self, pod: &str) -> anyhow::Result<Pod> {
         let asleep = |pod: &Pod| condition(pod, POD_HIBERNATED).0 == "True";
         self.pod_until(pod, "it sleeps", SLEEP_LIMIT, asleep).await
     }
 
-    /// The Pod, once it says that it dozes. Its memory may still be on its way to swap: [`crate::node::Node::dozes`].
+    /// Returns the Pod once its condition shows that it dozes.
+    ///
+    /// Its memory may still be on its way to swap: see [`crate::node::Node::dozes`].
     pub async fn dozes(&self, pod: &str) -> anyhow::Result<Pod> {
         self.pod_until(pod, "it dozes", SLEEP_LIMIT, is_dozing)
             .await
     }
 
-    /// The node has no image of the Pod, whole or half-made.
+    /// Waits until the node has no image of the Pod, whole or partial.
     pub async fn no_image_left(&self, uid: &str) -> anyhow::Result<()> {
         wait::until("the Pod's images go", SLEEP_LIMIT, async || {
             let left = self.node.images_of(&self.namespace, uid);
@@ -65,17 +70,17 @@ impl Case {
     }
 }
 
-/// Whether the Pod says that it dozes.
+/// Reports whether the Pod's condition shows that it dozes.
 pub fn is_dozing(pod: &Pod) -> bool {
     condition(pod, POD_HIBERNATED).1 == DOZING
 }
 
-/// Whether all containers of the Pod are ready.
+/// Reports whether all containers of the Pod are ready.
 pub fn is_ready(pod: &Pod) -> bool {
     condition(pod, "Ready").0 == "True"
 }
 
-/// How often the Pod's containers were restarted, all together.
+/// Returns the number of restarts of all the Pod's containers.
 pub fn restarts(pod: &Pod) -> i32 {
     let status = pod.status.as_ref();
     let containers = status

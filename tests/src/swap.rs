@@ -12,8 +12,10 @@ use nix::fcntl::{FallocateFlags, fallocate};
 const FILE: &str = "/var/tmp/torpor-e2e.swap";
 const SIZE: i64 = 256 << 20;
 
-/// Tests that run side by side share it. Locked also while it is made and taken away: one that wants it meanwhile waits, and does not take what is
-/// just going for what the machine has.
+/// Users of the swap file, which tests that run side by side share.
+///
+/// The lock is held while the file is made or removed: a test that wants swap meanwhile waits, and
+/// does not take the file for the machine's own swap.
 static USERS: Mutex<Users> = Mutex::new(Users {
     count: 0,
     made: false,
@@ -28,7 +30,7 @@ fn users() -> MutexGuard<'static, Users> {
     USERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Swap that this machine has for as long as this lives; what it had before stays.
+/// Swap of this machine until drop; swap that the machine had before stays.
 #[derive(Debug)]
 pub struct Swap(());
 
@@ -62,7 +64,9 @@ fn make() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is in it goes back to memory first; a file that is still in use is told of by the next test that wants to make it.
+/// Removes the swap file, whose content goes back to memory first.
+///
+/// If the file is still in use, the next test that wants to make it fails.
 fn take_away() {
     let _ = Command::new("swapoff").arg(FILE).status();
     let _ = fs::remove_file(FILE);

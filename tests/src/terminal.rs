@@ -1,4 +1,4 @@
-//! A terminal that a test types into: what `kubectl exec -it` and `kubectl attach -it` need.
+//! A terminal that a test types into, for `kubectl exec -it` and `kubectl attach -it`.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -43,7 +43,7 @@ impl Terminal {
         let master = File::from(master);
         let screen = Arc::new(Mutex::new(String::new()));
         let (mut reader, shown) = (master.try_clone()?, screen.clone());
-        // Ends when the last process that has the terminal ends.
+        // The thread ends when the last process with this terminal ends.
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
             while let Ok(n @ 1..) = reader.read(&mut bytes) {
@@ -66,7 +66,7 @@ impl Terminal {
         Ok(self.master.write_all(format!("{text}\n").as_bytes())?)
     }
 
-    /// Everything that was shown so far.
+    /// Returns everything that was shown so far.
     pub fn shown(&self) -> String {
         self.screen
             .lock()
@@ -87,7 +87,7 @@ impl Terminal {
         .await
     }
 
-    /// Waits until kubectl ends; answers its exit code.
+    /// Waits until kubectl ends; returns its exit code.
     pub async fn ended(&mut self) -> anyhow::Result<i32> {
         let status =
             tokio::time::timeout(wait::scaled(Duration::from_secs(20)), self.child.wait()).await;

@@ -1,4 +1,6 @@
-//! Waiting for conditions: bounded, and with words for what did not come. Objects of the API are watched, everything else is looked at again and again.
+//! Waits for conditions, with a time limit and a description of what was not seen.
+//!
+//! Objects of the API are watched, everything else is polled.
 
 use std::fmt::Debug;
 use std::pin::pin;
@@ -11,14 +13,14 @@ use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Api, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 
-/// Between two looks, and between two that take long.
+/// Shortest and longest time between two looks.
 const PAUSE: Duration = Duration::from_millis(150);
 const LONG_PAUSE: Duration = Duration::from_millis(500);
 
-/// Environment: how many times slower than a usual one this machine is (an emulated one: 20).
+/// Environment variable: how many times slower than usual this machine is (an emulated one: 20).
 const TIME_SCALE: &str = "TORPOR_TIME_SCALE";
 
-/// A limit of time for this machine.
+/// Returns the time limit for this machine.
 pub fn scaled(limit: Duration) -> Duration {
     static SCALE: LazyLock<u32> = LazyLock::new(|| scale(std::env::var(TIME_SCALE).ok()));
     limit.saturating_mul(*SCALE)
@@ -32,10 +34,12 @@ fn scale(value: Option<String>) -> u32 {
     number.unwrap_or_else(|| panic!("{TIME_SCALE}={value} is no whole number from 1"))
 }
 
-/// What a condition says of itself: it holds, with a value, or not yet, with the reason.
+/// Result of a look at a condition: it holds, with a value, or not yet, with the reason.
 pub type Look<T> = anyhow::Result<Result<T, String>>;
 
-/// Asks until the condition holds; an error of the condition ends the wait at once. `words` complete "not seen: …".
+/// Polls until the condition holds; an error of the condition ends the wait at once.
+///
+/// `words` complete "not seen: …".
 pub async fn until<T>(
     words: &str,
     limit: Duration,
@@ -57,12 +61,15 @@ pub async fn until<T>(
     }
 }
 
-/// A look that starts a kubectl or reads about every process takes the processor from what is waited for: it is not repeated at once.
+/// Returns the pause after a look that took this long.
+///
+/// A look that starts a kubectl or reads about every process takes the processor from the awaited
+/// event, so it is not repeated at once.
 fn pause_after(look: Duration) -> Duration {
     look.saturating_mul(2).clamp(PAUSE, LONG_PAUSE)
 }
 
-/// Follows one object until `look` has found what it looks for in it; `None` is its absence.
+/// Watches one object until `look` returns a value for one of its states; `None` is its absence.
 pub async fn object<K, T>(
     api: Api<K>,
     name: &str,
@@ -74,14 +81,14 @@ where
     K: Resource<DynamicType: Default> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
     let limit = scaled(limit);
-    let mut last = "nothing was heard of it".to_owned();
+    let mut last = "no state of it was seen".to_owned();
     let seen = async {
         let mut changes = pin!(watcher::watch_object(api, name).default_backoff());
         while let Some(change) = changes.next().await {
             match change.map(&mut look) {
                 Ok(Ok(found)) => return Some(found),
                 Ok(Err(why)) => last = why,
-                // The watch is begun again.
+                // The watch begins again.
                 Err(error) => last = error.to_string(),
             }
         }
@@ -92,7 +99,7 @@ where
     seen.ok_or_else(|| anyhow::anyhow!("not seen within {limit:?}: {words} (last: {last})"))
 }
 
-/// Follows one object for so long: `look` finds fault with none of its states.
+/// Watches one object for this time; `look` must accept all of its states.
 pub async fn stays<K>(
     api: Api<K>,
     name: &str,
@@ -103,13 +110,13 @@ pub async fn stays<K>(
 where
     K: Resource<DynamicType: Default> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    let mut heard = false;
+    let mut seen = false;
     let fault = async {
         let mut changes = pin!(watcher::watch_object(api, name).default_backoff());
         while let Some(change) = changes.next().await {
-            // After an error the watch is begun again, with what is there by then.
+            // After an error the watch begins again with the current state.
             if let Ok(found) = change {
-                heard = true;
+                seen = true;
                 look(found)?;
             }
         }
@@ -120,7 +127,7 @@ where
     if let Ok(Err(why)) = fault {
         anyhow::bail!("{words}: not after {:?}: {why}", began.elapsed());
     }
-    anyhow::ensure!(heard, "{words}: nothing was heard of it within {time:?}");
+    anyhow::ensure!(seen, "{words}: no state of it was seen within {time:?}");
     Ok(())
 }
 
@@ -141,7 +148,7 @@ where
             let version = found.metadata.resource_version.unwrap_or_default();
             let mut changes = pin!(api.watch(&WatchParams::default(), &version).await?);
             while let Some(change) = changes.next().await {
-                // One that is gone, or a watch that has to begin again.
+                // An object is gone, or the watch has to begin again.
                 if matches!(
                     change,
                     Ok(WatchEvent::Deleted(_) | WatchEvent::Error(_)) | Err(_)
@@ -159,7 +166,7 @@ where
     })
 }
 
-/// The look of a condition that is only true or false.
+/// Returns the look at a condition that is only true or false.
 pub fn holds(truth: bool, otherwise: impl FnOnce() -> String) -> Look<()> {
     Ok(if truth { Ok(()) } else { Err(otherwise()) })
 }
@@ -169,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_looks_long_looks_less_often_but_never_seldom() {
+    fn a_long_look_is_repeated_less_often_but_within_the_limit() {
         assert_eq!(pause_after(Duration::ZERO), PAUSE);
         assert_eq!(pause_after(PAUSE), PAUSE * 2);
         assert_eq!(pause_after(Duration::from_secs(20)), LONG_PAUSE);
@@ -187,7 +194,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_condition_that_never_holds_is_told_with_its_last_reason() {
+    async fn a_condition_that_never_holds_is_reported_with_its_last_reason() {
         let mut looks = 0;
         let limit = Duration::from_millis(10);
         let scaled = scaled(limit);
@@ -197,7 +204,7 @@ mod tests {
         })
         .await;
         let error = seen.expect_err("it never holds").to_string();
-        // One look or two: a busy machine may take the whole time for the first.
+        // A busy machine may take the whole time for the first look.
         let last = format!("not seen within {scaled:?}: the end (last: look {looks})");
         assert_eq!(error, last);
     }

@@ -1,7 +1,8 @@
-"""A program that can tell whether it is still the same: it holds memory, counts, has a child and open files.
+"""Holds memory, counts, has a child and open files, and reports whether all of these are still the same.
 
-It answers each line on port 8080 with a line of JSON, on as many connections as there are, and each datagram with one. Environment: MEGABYTES of random
-bytes to hold, FILES to write its secret into and to hold open (separated by colons).
+The program answers each line on port 8080 with a line of JSON, on any number of connections, and each
+datagram with one. Environment: MEGABYTES of random bytes to hold, FILES to write its secret into and to
+hold open (separated by colons).
 """
 
 import hashlib
@@ -78,7 +79,7 @@ class Lines(socketserver.StreamRequestHandler):
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
-    # More than a test opens while a slow machine saves and wakes it; gVisor takes no more.
+    # A test opens fewer while a slow machine saves and wakes the sandbox; gVisor takes no more.
     request_queue_size = 1024
 
 
@@ -88,7 +89,7 @@ class Datagrams(socketserver.DatagramRequestHandler):
 
 
 class OverIPv6:
-    """Beside a server of IPv4, at the same port."""
+    """Serves IPv6 at the port of an IPv4 server."""
 
     address_family = socket.AF_INET6
 

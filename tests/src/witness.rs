@@ -1,4 +1,4 @@
-//! Talking to `witness.py`, the program in a sandbox that can tell whether it is still the same.
+//! Client of `witness.py`, the program in a sandbox that reports whether it is still the same.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -16,13 +16,13 @@ use tokio::net::{TcpStream, UdpSocket};
 use crate::pods::{python, with};
 use crate::wait;
 
-/// Where it listens.
+/// Port on which the program listens.
 pub const PORT: u16 = 8080;
-/// Hashing a hundred megabytes in gVisor on a busy machine takes a second.
+/// Time for an answer: hashing a hundred megabytes in gVisor on a busy machine takes a second.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// The program's container `witness`, holding `megabytes` and the files.
+/// Returns the program's container `witness`, which holds `megabytes` and the files.
 pub fn container(megabytes: u32, files: &[&str]) -> Value {
     let env = json!([
         { "name": "MEGABYTES", "value": megabytes.to_string() },
@@ -34,27 +34,27 @@ pub fn container(megabytes: u32, files: &[&str]) -> Value {
     )
 }
 
-/// What it says of itself.
+/// State that the program reports.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct State {
-    /// Random, drawn at its start: another secret is another life.
+    /// Random text that is drawn at the program's start: another secret is another life.
     pub secret: String,
-    /// Goes up twenty times a second.
+    /// Number that grows twenty times a second.
     pub counter: u64,
-    /// SHA-256 of the memory that it holds.
+    /// SHA-256 of the memory that the program holds.
     pub digest: String,
     pub pid: u32,
-    /// Its child, while that runs.
+    /// The program's child, while it runs.
     pub child: Option<u32>,
     pub hostname: String,
-    /// Whether each file holds the secret when it is opened by name.
+    /// By file: it holds the secret when it is opened by name.
     pub files: BTreeMap<String, bool>,
-    /// Whether each file that was opened at the start can still be read.
+    /// By file that was opened at the start: it can still be read.
     pub open: BTreeMap<String, bool>,
 }
 
 impl State {
-    /// Whether `self` is what became of `before`: the same life, gone on.
+    /// Checks that `self` continues `before`: the same life, and no older state.
     pub fn goes_on_from(&self, before: &Self) -> anyhow::Result<()> {
         let differences = self.differences(before);
         anyhow::ensure!(
@@ -101,7 +101,7 @@ impl Connection {
         )))
     }
 
-    /// Goes on over a connection that was made some other way.
+    /// Uses a connection that was made some other way.
     pub fn over(stream: TcpStream) -> Self {
         Self(BufReader::new(stream))
     }
@@ -111,7 +111,7 @@ impl Connection {
         Ok(self.0.write_all(b"?\n").await?)
     }
 
-    /// Asks on this connection.
+    /// Asks on this connection and reads the answer.
     pub async fn ask(&mut self) -> anyhow::Result<State> {
         self.send().await?;
         self.answer().await
@@ -131,7 +131,7 @@ impl Connection {
     }
 }
 
-/// Asks by one datagram, which nobody sends again.
+/// Asks by one datagram, which is not repeated.
 pub async fn ask_by_datagram(pod: &Pod) -> anyhow::Result<State> {
     let address: IpAddr = address(pod)?.parse()?;
     let any: IpAddr = match address {
@@ -147,7 +147,7 @@ pub async fn ask_by_datagram(pod: &Pod) -> anyhow::Result<State> {
     Ok(serde_json::from_slice(&answer[..length])?)
 }
 
-/// A socket that speaks ICMP with the address.
+/// Opens a raw ICMP socket to the address.
 fn icmp(address: IpAddr) -> std::io::Result<Socket> {
     let (domain, protocol) = match address {
         IpAddr::V4(_) => (Domain::IPV4, Protocol::ICMPV4),
@@ -158,13 +158,14 @@ fn icmp(address: IpAddr) -> std::io::Result<Socket> {
     Ok(socket)
 }
 
-/// An ICMP echo request to the Pod, one only, and its reply.
+/// Sends one ICMP echo request to the Pod and waits for the reply.
 pub async fn echo(pod: &Pod) -> anyhow::Result<()> {
     let address: IpAddr = address(pod)?.parse()?;
     let replied = tokio::task::spawn_blocking(move || {
         let socket = icmp(address)?;
         socket.set_read_timeout(Some(wait::scaled(ANSWER_LIMIT)))?;
-        // Type, code, checksum (what the rest adds up to; RFC 792), identifier and number. The kernel itself sets ICMPv6's (RFC 3542).
+        // Type, code, checksum (of the rest; RFC 792), identifier and number. The kernel itself
+        // sets the checksum of ICMPv6 (RFC 3542).
         let (request, reply) = match address {
             IpAddr::V4(_) => ([8, 0, 0x9f, 0x7f, 0x58, 0x7f, 0, 1], 0),
             IpAddr::V6(_) => ([128, 0, 0, 0, 0x58, 0x7f, 0, 1], 129),
@@ -173,7 +174,8 @@ pub async fn echo(pod: &Pod) -> anyhow::Result<()> {
         loop {
             let mut packet = [0; 128];
             let length = (&socket).read(&mut packet)?;
-            // Behind the header, which is told of IPv4 alone: its length is in its first byte.
+            // The message is behind the header, which is read with IPv4 only: its length is in its
+            // first byte.
             let header = match address {
                 IpAddr::V4(_) => usize::from(packet[0] & 0xf) * 4,
                 IpAddr::V6(_) => 0,
@@ -187,7 +189,9 @@ pub async fn echo(pod: &Pod) -> anyhow::Result<()> {
     replied.await?
 }
 
-/// So many ICMP echo replies that the Pod did not ask for, no faster than a loaded node takes them. One that sleeps sleeps on, and they wait for it.
+/// Sends `count` unrequested ICMP echo replies to the Pod, no faster than a loaded node takes them.
+///
+/// They do not wake a sleeping Pod, and wait for it.
 pub async fn unasked_replies(pod: &Pod, count: usize) -> anyhow::Result<()> {
     let address: IpAddr = address(pod)?.parse()?;
     let socket = icmp(address)?;
@@ -204,7 +208,7 @@ pub async fn unasked_replies(pod: &Pod, count: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The Pod as one that has its IPv6 address alone; none where its cluster gives Pods none.
+/// Returns the Pod with its IPv6 address only; `None` where the cluster gives Pods none.
 pub fn over_ipv6(pod: &Pod) -> Option<Pod> {
     let mut pod = pod.clone();
     let status = pod.status.as_mut()?;
@@ -213,13 +217,13 @@ pub fn over_ipv6(pod: &Pod) -> Option<Pod> {
     Some(pod)
 }
 
-/// The Pod's address.
+/// Returns the Pod's address.
 pub fn address(pod: &Pod) -> anyhow::Result<String> {
     let status = pod.status.as_ref().and_then(|status| status.pod_ip.clone());
     status.context("the Pod has no address")
 }
 
-/// Asks the program as soon as it answers.
+/// Asks the program until it answers.
 pub async fn ask(pod: &Pod) -> anyhow::Result<State> {
     wait::until("the witness answers", START_LIMIT, async || {
         let answer = async { Connection::open(pod).await?.ask().await };

@@ -1,22 +1,23 @@
-//! An apiserver whose clients have rights in some namespaces only.
+//! Restriction of an API server's clients to some namespaces.
 
 use std::collections::BTreeSet;
 
 use super::{Apiserver, Call};
 
 impl Apiserver {
-    /// From here on clients may ask for nothing but what is in these namespaces.
+    /// Restricts clients to these namespaces from now on.
     pub fn confine(&self, namespaces: &[&str]) {
         let namespaces = namespaces.iter().map(ToString::to_string).collect();
         self.state.lock().unwrap().confined = Some(namespaces);
     }
 
-    /// Forbidden requests so far: `kinds` of the cluster or all of a kind, or `kinds in namespace`.
+    /// Returns the forbidden requests so far: `kinds` of the cluster or all of a kind, or `kinds in
+    /// namespace`.
     pub fn forbidden(&self) -> BTreeSet<String> {
         self.state.lock().unwrap().forbidden.clone()
     }
 
-    /// Whether a client may not ask this.
+    /// Reports whether a client may not make this request, and records such a request.
     pub(super) fn forbids(&self, call: &Call) -> bool {
         let mut state = self.state.lock().unwrap();
         let confined = state.confined.as_ref();

@@ -1,5 +1,9 @@
-//! For tests: an apiserver in memory: create, get, list, watch, merge patch, the status subresource, replace and delete, with uids, resourceVersions, generations, preconditions,
-//! finalizers, graceful deletion of Pods and garbage collection by owner. It is a tower service, so that the real client is used unchanged.
+//! An API server in memory, for tests.
+//!
+//! It serves create, get, list, watch, merge patch, the status subresource, replace and delete,
+//! with uids, resourceVersions, generations, preconditions, finalizers, graceful deletion of Pods
+//! and garbage collection by owner. It is a tower service, so that the real client is used
+//! unchanged.
 
 use std::{
     collections::BTreeMap,
@@ -26,7 +30,7 @@ use self::{page::Page, state::State};
 /// Plural, namespace (empty for cluster-scoped kinds), name.
 pub type Key = (String, String, String);
 
-/// A write that was tried.
+/// Write that was tried.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Write {
     /// create, patch, patch status, replace, delete
@@ -36,7 +40,7 @@ pub struct Write {
     pub code: u16,
 }
 
-/// What a test wants to go wrong: the next matching write.
+/// Fault that a test sets for the next matching write.
 #[derive(Clone, Debug)]
 pub struct Fault {
     pub verb: &'static str,
@@ -44,37 +48,38 @@ pub struct Fault {
     pub answer: FaultAnswer,
 }
 
-/// How the write goes wrong.
+/// Result of a faulty write.
 #[derive(Clone, Copy, Debug)]
 pub enum FaultAnswer {
-    /// Refused with this code; nothing happens.
+    /// Refused with this code, without effect.
     Refuse(u16),
-    /// Refused because this field is invalid (422); nothing happens.
+    /// Refused because this field is invalid (422), without effect.
     Invalid(&'static str),
-    /// Refused because there is too much to do, with the seconds after which it may be tried again.
+    /// Refused because the server is busy (429), with the seconds after which to try again.
     Busy(u32),
-    /// Refused because the name is taken, whether there is such an object or not.
+    /// Refused because the name is taken, whether such an object exists or not.
     Taken,
-    /// It takes effect, but the answer never comes.
+    /// The write takes effect, but the answer never comes.
     LoseAnswer,
-    /// It takes effect, but the answer is that there was none in time (504): as little as with no answer at all is known, and at once.
+    /// The write takes effect, but the answer is a timeout (504): the client knows as little as
+    /// without an answer, but at once.
     TooLate,
 }
 
-/// Clones are the same apiserver.
+/// API server in memory; clones share its objects.
 #[derive(Clone, Debug)]
 pub struct Apiserver {
     state: Arc<Mutex<State>>,
     changed: Arc<watch::Sender<u64>>,
 }
 
-/// A request, taken apart.
+/// Parsed request.
 struct Call {
     kind: String,
     namespace: String,
     name: Option<String>,
     status: bool,
-    /// Whether a patch is a strategic merge patch.
+    /// The patch is a strategic merge patch.
     strategic: bool,
     query: BTreeMap<String, String>,
 }
@@ -137,7 +142,7 @@ impl Default for Apiserver {
 }
 
 impl Apiserver {
-    /// One without any object.
+    /// Returns a server without any object.
     pub fn new() -> Self {
         Self {
             state: Arc::default(),
@@ -145,14 +150,15 @@ impl Apiserver {
         }
     }
 
-    /// One whose objects are made when they are made, and not at the beginning of 2026.
+    /// Returns a server whose objects have their real creation time instead of the beginning of
+    /// 2026.
     pub fn with_clock() -> Self {
         let server = Self::new();
         server.state.lock().unwrap().has_clock = true;
         server
     }
 
-    /// The real client, connected to it.
+    /// Returns the real client, connected to this server.
     pub fn client(&self) -> Client {
         let server = self.clone();
         Client::new(
@@ -164,14 +170,14 @@ impl Apiserver {
         )
     }
 
-    /// A client whose every call waits until the gate lets it through.
+    /// Returns a client whose every call waits until the gate lets it through.
     pub fn gated_client(&self, gate: &Arc<Semaphore>) -> Client {
         let (server, gate) = (self.clone(), Arc::clone(gate));
         Client::new(
             tower::service_fn(move |request| {
                 let (server, gate) = (server.clone(), Arc::clone(&gate));
                 async move {
-                    // A gate that is closed for good belongs to a process that is dead.
+                    // A closed gate belongs to a process that is dead.
                     if let Ok(permit) = gate.acquire().await {
                         permit.forget();
                         return Ok::<_, Infallible>(server.answer(request).await);
@@ -183,9 +189,9 @@ impl Apiserver {
         )
     }
 
-    // --- what tests do and see ----------------------------------------------------------------------------------------------------------
+    // --- access for tests ---
 
-    /// The object, if it is there.
+    /// Returns the object, if it exists.
     pub fn get(&self, kind: &str, namespace: &str, name: &str) -> Option<Value> {
         self.state
             .lock()
@@ -195,7 +201,7 @@ impl Apiserver {
             .cloned()
     }
 
-    /// All objects of a kind.
+    /// Returns all objects of a kind.
     pub fn list(&self, kind: &str) -> Vec<Value> {
         let state = self.state.lock().unwrap();
         state
@@ -206,7 +212,7 @@ impl Apiserver {
             .collect()
     }
 
-    /// Creates as a user would.
+    /// Creates an object as a user would.
     pub fn create(&self, kind: &str, object: Value) -> Value {
         let namespace = object["metadata"]["namespace"]
             .as_str()
@@ -218,7 +224,7 @@ impl Apiserver {
         created
     }
 
-    /// Merge patch of everything, status included, as no client could.
+    /// Applies a merge patch to everything, status included, as no client could.
     pub fn edit(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Value {
         let mut state = self.state.lock().unwrap();
         let mut object = state.objects[&key(kind, namespace, name)].clone();
@@ -228,21 +234,21 @@ impl Apiserver {
         stored
     }
 
-    /// Deletes as a user would: gracefully where the kind has it.
+    /// Deletes an object as a user would: gracefully where the kind has that.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) {
         let mut state = self.state.lock().unwrap();
         state.delete(&key(kind, namespace, name));
         self.notify(state.version);
     }
 
-    /// The object is gone: what a kubelet does at the end of a Pod.
+    /// Removes an object at once, as a kubelet does at the end of a Pod.
     pub fn remove(&self, kind: &str, namespace: &str, name: &str) {
         let mut state = self.state.lock().unwrap();
         state.remove(&key(kind, namespace, name));
         self.notify(state.version);
     }
 
-    /// Authenticates whoever shows this token, as the user of the token's name.
+    /// Authenticates clients with this token as the user of the token's name.
     pub fn accept_token(&self, token: &str) {
         self.state.lock().unwrap().tokens.push(token.to_owned());
     }
@@ -253,39 +259,41 @@ impl Apiserver {
         self.state.lock().unwrap().rights.push(right);
     }
 
-    /// Deletes what is owned by somebody who is gone. (What is there when its owner goes is deleted with it.)
+    /// Deletes objects whose owners are gone. (Objects that exist when their owner goes are deleted
+    /// with it.)
     pub fn collect_garbage(&self) {
         let mut state = self.state.lock().unwrap();
         state.collect_garbage();
         self.notify(state.version);
     }
 
-    /// Makes the next matching write go wrong.
+    /// Sets a fault for the next matching write.
     pub fn fail(&self, fault: Fault) {
         self.state.lock().unwrap().faults.push(fault);
     }
 
-    /// Lets all writes succeed again.
+    /// Removes all faults.
     pub fn forget_faults(&self) {
         self.state.lock().unwrap().faults.clear();
     }
 
-    /// Reads of single objects since the last call.
+    /// Returns the reads of single objects since the last call.
     pub fn take_reads(&self) -> Vec<String> {
         std::mem::take(&mut self.state.lock().unwrap().reads)
     }
 
-    /// Kinds that were listed since the last call, each with how many objects the answer had.
+    /// Returns the kinds that were listed since the last call, each with the number of objects in
+    /// the answer.
     pub fn take_lists(&self) -> Vec<(String, usize)> {
         std::mem::take(&mut self.state.lock().unwrap().lists)
     }
 
-    /// Writes since the last call.
+    /// Returns the writes since the last call.
     pub fn take_all_writes(&self) -> Vec<Write> {
         std::mem::take(&mut self.state.lock().unwrap().writes)
     }
 
-    /// Writes since the last call, Events left out.
+    /// Returns the writes since the last call, without those of Events.
     pub fn take_writes(&self) -> Vec<Write> {
         self.take_all_writes()
             .into_iter()
@@ -293,7 +301,10 @@ impl Apiserver {
             .collect()
     }
 
-    /// Waits until the world is as wished, looking again at each change.
+    /// Waits until the condition holds, which is checked at each change.
+    ///
+    /// # Panics
+    /// After 20 s, with all objects.
     pub async fn until(&self, what: &str, wish: impl Fn(&Self) -> bool) {
         let mut changed = self.changed.subscribe();
         let wait = async {
@@ -303,7 +314,10 @@ impl Apiserver {
         };
         let limit = std::time::Duration::from_secs(20);
         if tokio::time::timeout(limit, wait).await.is_err() {
-            panic!("in vain: {what}\n{:#?}", self.state.lock().unwrap().objects);
+            panic!(
+                "not seen within {limit:?}: {what}\n{:#?}",
+                self.state.lock().unwrap().objects
+            );
         }
     }
 
@@ -311,7 +325,7 @@ impl Apiserver {
         self.changed.send_replace(version);
     }
 
-    // --- HTTP ---------------------------------------------------------------------------------------------------------------------------
+    // --- HTTP ---
 
     async fn answer(&self, request: Request<kube::client::Body>) -> Response<Body> {
         let method = request.method().clone();
@@ -415,7 +429,7 @@ impl Apiserver {
         let mut state = self.state.lock().unwrap();
         let key = key(&call.kind, &call.namespace, name);
         let answer = match verb {
-            // A question, of which nothing stays.
+            // Reviews are not stored.
             "create" if call.kind == "tokenreviews" => {
                 let known = state
                     .tokens
@@ -588,13 +602,13 @@ fn not_found(kind: &str, name: &str) -> (StatusCode, &'static str, String) {
 }
 
 fn respond(answer: Answer) -> Response<Body> {
-    let (code, value) = told(answer);
+    let (code, value) = status_of(answer);
     response(code, &value)
 }
 
-/// A refusal that says when to try again: to clients that read headers, and to those that read the Status.
+/// Returns a refusal that says when to try again: in a header, and in the Status.
 fn busy(answer: Answer, seconds: u32) -> Response<Body> {
-    let (code, mut value) = told(answer);
+    let (code, mut value) = status_of(answer);
     value["details"] = json!({"retryAfterSeconds": seconds});
     let mut response = response(code, &value);
     let headers = response.headers_mut();
@@ -602,14 +616,14 @@ fn busy(answer: Answer, seconds: u32) -> Response<Body> {
     response
 }
 
-/// A refusal that names the invalid field where clients look for it.
+/// Returns a refusal that names the invalid field in the causes of the Status.
 fn invalid(answer: Answer, field: &str) -> Response<Body> {
-    let (code, mut value) = told(answer);
+    let (code, mut value) = status_of(answer);
     value["details"] = json!({"causes": [{"field": field, "message": "made to fail"}]});
     response(code, &value)
 }
 
-fn told(answer: Answer) -> (StatusCode, Value) {
+fn status_of(answer: Answer) -> (StatusCode, Value) {
     match answer {
         Ok(value) => (StatusCode::OK, value),
         Err((code, reason, message)) => {

@@ -1,4 +1,4 @@
-//! Pages of a list, for clients that ask for no more at once than a limit.
+//! Pages of a list, for clients that set a limit.
 
 use std::collections::BTreeMap;
 
@@ -6,17 +6,17 @@ use serde_json::Value;
 
 use super::Key;
 
-/// What a client asks for: as much as it wants at once, and where the page before ended.
+/// Page that a client requests: its limit, and the end of the page before.
 #[derive(Debug)]
 pub(super) struct Page {
     limit: usize,
-    /// Version of the whole list; a watch from there on misses nothing that changed between two pages.
+    /// Version of the whole list; a watch from there on misses no change between two pages.
     pub(super) version: u64,
     after: Option<(String, String)>,
 }
 
 impl Page {
-    /// `now`: the version of a list that begins.
+    /// Parses the query. `now` is the version of a list that begins.
     pub(super) fn of(query: &BTreeMap<String, String>, now: u64) -> Self {
         let limit = query.get("limit").and_then(|limit| limit.parse().ok());
         let before = query.get("continue").map(|token| {
@@ -32,7 +32,8 @@ impl Page {
         }
     }
 
-    /// The page of these objects, which come in order, and the token of the next one; empty at the end.
+    /// Returns the page of these objects, which come in order, and the token of the next page; the
+    /// token is empty at the end.
     pub(super) fn cut<'a>(
         &self,
         objects: impl Iterator<Item = (&'a Key, &'a Value)>,

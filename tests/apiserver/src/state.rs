@@ -1,4 +1,4 @@
-//! What the apiserver stores, and the rules by which objects come, change and go.
+//! Objects of the API server, and the rules by which they are created, changed and deleted.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::{Answer, Fault, KINDS, Key, Write, key, merge_patch, not_found};
 
-/// Finalizer of what is deleted in the foreground.
+/// Finalizer of an object that is deleted in the foreground.
 const FOREGROUND: &str = "foregroundDeletion";
 
 #[derive(Debug, Default)]
@@ -19,15 +19,15 @@ pub(super) struct State {
     pub(super) history: Vec<(u64, &'static str, Key, Value)>,
     pub(super) writes: Vec<Write>,
     pub(super) reads: Vec<String>,
-    /// Kind and number of objects of each answer.
+    /// Kind and number of objects of each list that was answered.
     pub(super) lists: Vec<(String, usize)>,
-    /// Those of clients that are authenticated.
+    /// Tokens of clients that are authenticated.
     pub(super) tokens: Vec<String>,
-    /// The namespaces of which clients may ask; `None`: of the whole cluster.
+    /// Namespaces to which clients are restricted; `None` for the whole cluster.
     pub(super) confined: Option<Vec<String>>,
-    /// What clients asked for beyond that.
+    /// Requests of clients beyond these namespaces.
     pub(super) forbidden: BTreeSet<String>,
-    /// Users and what each may do, as attributes of a SubjectAccessReview.
+    /// Users and their rights, as attributes of a SubjectAccessReview.
     pub(super) rights: Vec<(String, Value)>,
     pub(super) faults: Vec<Fault>,
 }
@@ -63,7 +63,8 @@ impl State {
         Ok(self.store(key, object))
     }
 
-    /// The merge patch that does what a strategic one does, as far as that is asked for here: conditions are merged by their type.
+    /// Returns the merge patch that does what a strategic one does, as far as tests need it:
+    /// conditions are merged by their type.
     pub(super) fn strategic(&self, key: &Key, mut patch: Value) -> Value {
         let object = self.objects.get(key).unwrap_or(&Value::Null);
         let known = object["status"]["conditions"].as_array();
@@ -163,7 +164,7 @@ impl State {
         }
     }
 
-    /// What the object owns goes first; a finalizer keeps it until then.
+    /// Deletes what the object owns first; a finalizer keeps the object until then.
     fn delete_foreground(&mut self, key: &Key) {
         let mut object = self.objects[key].clone();
         object["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z".into();
@@ -258,7 +259,7 @@ impl State {
         object
     }
 
-    /// Takes an object away, and what it controls.
+    /// Removes an object, and what it owns.
     pub(super) fn remove(&mut self, key: &Key) {
         let Some(mut object) = self.objects.remove(key) else {
             return;

@@ -1,121 +1,214 @@
-//! The bare client: the three writes that make a claim Ready, by a program that knows all that it needs. What no controller can be faster than.
+//! Time that gVisor alone needs to restore many Pods, each of a pause container and a program of
+//! 30 MB. The time of `many` for hibernated sandboxes contains as much.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
 
 use anyhow::Context as _;
-use futures::{StreamExt, TryStreamExt, future::try_join_all, stream};
-use kube::{
-    Api, Client, ResourceExt,
-    api::{Patch, PatchParams, PostParams},
-};
-use serde::{Deserialize, Serialize};
-use serde_json::json;
-use torpor_api::{Sandbox, SandboxClaim};
+use clap::Args;
+use futures::{StreamExt, TryStreamExt, stream};
+use serde_json::{Value, json};
+use torpor_tests::{node::Node, wait};
 
 use crate::{
-    objects,
-    stats::{Times, milliseconds},
+    node,
+    runsc::{Runsc, Spec},
+    stop::Stop,
 };
 
-const NAMESPACE: &str = "bare";
-/// How many are made one right after the other.
-const IN_A_ROW: usize = 200;
-/// How many are made with a pause before each.
-const PACED: usize = 30;
-/// How many are made at once.
-const AT_ONCE: usize = 150;
-/// Rounds of those at once; the last one counts, when the connections are there.
-const ROUNDS: usize = 3;
+const EXPEDITED: &str = "/sys/kernel/rcu_expedited";
+const FOLIOS: &str = "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled";
+/// Platform of gVisor that Torpor has here.
+const PLATFORM: &str = "systrap";
+/// Time for a program to have its memory.
+const FULL: Duration = Duration::from_secs(60);
+const PROGRAM: &str = "import os,time; held = bytearray(os.urandom(26 << 20)); \
+                       print(len(held), flush=True); time.sleep(1e6)";
 
-/// What the bare client took.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Bare {
-    /// All three writes, one claim right after the other.
-    pub in_a_row: Times,
-    /// The first of them alone.
-    pub create: Times,
-    /// All three writes, with a pause of this many milliseconds before each claim: what an idle control plane takes.
-    pub paced: Option<(f64, Times)>,
-    /// [`AT_ONCE`] claims at once: until the last write of the last one was answered, in milliseconds.
-    pub at_once_ms: f64,
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Pods that are restored
+    #[arg(default_value_t = 50)]
+    pods: usize,
+    /// Pods that are restored at a time, once for each number
+    #[arg(default_values_t = [2, 4])]
+    at_once: Vec<usize>,
+    /// The runsc to measure; by default that of the Torpor that is installed here
+    #[arg(long)]
+    runsc: Option<PathBuf>,
 }
 
-/// Measures while no controller runs, and leaves nothing.
-pub(crate) async fn measure(client: &Client, pause: Option<Duration>) -> anyhow::Result<Bare> {
-    objects::namespace(client, NAMESPACE).await?;
-    let count = IN_A_ROW + PACED + AT_ONCE * ROUNDS;
-    let names: Vec<String> = (0..count).map(|number| format!("bare-{number}")).collect();
-    stream::iter(&names)
-        .map(|name| objects::create::<Sandbox>(client, NAMESPACE, objects::sandbox(name)))
-        .buffer_unordered(16)
-        .try_collect::<()>()
-        .await?;
-    let (in_a_row, rest) = names.split_at(IN_A_ROW);
-    let (paced, at_once) = rest.split_at(PACED);
-    let mut at_once_ms = 0.0;
-    for round in at_once.chunks(AT_ONCE) {
-        let begin = Instant::now();
-        try_join_all(round.iter().map(|name| three_writes(client, name))).await?;
-        at_once_ms = milliseconds(begin.elapsed());
-    }
-    let (mut all, mut creates) = (Vec::new(), Vec::new());
-    for name in in_a_row {
-        let (create, total) = three_writes(client, name).await?;
-        creates.push(create);
-        all.push(total);
-    }
-    let paced = match pause {
-        Some(pause) => Some((milliseconds(pause), at_a_pace(client, paced, pause).await?)),
-        None => None,
+pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()> {
+    let program = match &options.runsc {
+        Some(program) => program.clone(),
+        None => Node::here()?.config.runsc,
     };
-    objects::clear(client, NAMESPACE).await?;
-    Ok(Bare {
-        in_a_row: Times::of(&all),
-        create: Times::of(&creates),
-        paced,
-        at_once_ms,
-    })
-}
-
-async fn at_a_pace(client: &Client, names: &[String], pause: Duration) -> anyhow::Result<Times> {
-    let mut times = Vec::new();
-    for name in names {
-        tokio::time::sleep(pause).await;
-        times.push(three_writes(client, name).await?.1);
-    }
-    Ok(Times::of(&times))
-}
-
-/// How long the first write took, and all three.
-async fn three_writes(client: &Client, name: &str) -> anyhow::Result<(Duration, Duration)> {
-    let claims: Api<SandboxClaim> = Api::namespaced(client.clone(), NAMESPACE);
-    let sandboxes: Api<Sandbox> = Api::namespaced(client.clone(), NAMESPACE);
-    let begin = Instant::now();
-    let claim = claims
-        .create(&PostParams::default(), &objects::claim(name))
+    let pause = pause_beside(&program)?;
+    println!("{}", node::describe()?);
+    stop.unless(measure(options, &program, pause.as_deref()))
         .await
-        .with_context(|| format!("create claim {name}"))?;
-    let created = begin.elapsed();
-    let patch = json!({"metadata": {
-        "labels": {"agents.x-k8s.io/warm-pool-sandbox": null, "agents.x-k8s.io/claim-uid": claim.uid()},
-        "ownerReferences": [{
-            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
-            "name": name, "uid": claim.uid(), "controller": true, "blockOwnerDeletion": true,
-        }],
-    }});
-    let merge = PatchParams::default();
-    let patched = sandboxes.patch(name, &merge, &Patch::Merge(&patch)).await;
-    patched.with_context(|| format!("patch Sandbox {name}"))?;
-    let status = json!({"status": {
-        "sandbox": {"name": name, "podIPs": ["10.8.0.1"]},
-        "conditions": [{
-            "type": "Ready", "status": "True", "reason": "DependenciesReady",
-            "message": "Pod is Ready", "lastTransitionTime": "2026-01-01T00:00:00Z", "observedGeneration": 1,
-        }],
-    }});
-    let said = claims
-        .patch_status(name, &merge, &Patch::Merge(&status))
-        .await;
-    said.with_context(|| format!("patch the status of claim {name}"))?;
-    Ok((created, begin.elapsed()))
+}
+
+/// Returns the pause containers' root file system, which Torpor places beside runsc. Without it a
+/// gofer serves them.
+fn pause_beside(runsc: &Path) -> anyhow::Result<Option<PathBuf>> {
+    let dir = fs::read_dir(runsc.parent().context("runsc is in no directory")?)?;
+    let mut paths = dir.filter_map(|entry| Some(entry.ok()?.path()));
+    Ok(paths.find(|path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with("pause-") && name.ends_with(".erofs")
+    }))
+}
+
+async fn measure(options: &Options, program: &Path, pause: Option<&Path>) -> anyhow::Result<()> {
+    let mut runsc = Runsc::new(program, PLATFORM)?;
+    save(&mut runsc, pause).await?;
+    for number in 1..=options.pods {
+        prepare(&mut runsc, number, pause)?;
+    }
+    for &at_once in &options.at_once {
+        // Torpor changes these settings for the time of a wake.
+        let settings = [Setting::set(EXPEDITED, "1")?, Setting::folios()?];
+        let (begin, before) = (Instant::now(), node::busy()?);
+        stream::iter(1..=options.pods)
+            .map(|number| restore(&runsc, number))
+            .buffer_unordered(at_once)
+            .try_collect::<()>()
+            .await?;
+        let (took, used) = (begin.elapsed(), node::busy()? - before);
+        drop(settings);
+        println!(
+            "{} pods restored by bare runsc, {at_once} at a time: {:6} ms; {} ms of processor time each",
+            options.pods,
+            took.as_millis(),
+            used.as_millis() / options.pods.max(1) as u128,
+        );
+        runsc.kill_all().await?;
+    }
+    Ok(())
+}
+
+/// Makes one image for all: a Pod's spec differs from another's in its network namespace only,
+/// which runsc does not compare.
+async fn save(runsc: &mut Runsc, pause: Option<&Path>) -> anyhow::Result<()> {
+    prepare(runsc, 0, pause)?;
+    runsc.create("pause-0").await?;
+    runsc.start("pause-0", None).await?;
+    runsc.create("main-0").await?;
+    let printed = tempfile::NamedTempFile::new()?;
+    runsc.start("main-0", Some(printed.reopen()?)).await?;
+    // The program prints once it has its memory.
+    wait::until("the program has its memory", FULL, async || {
+        let length = printed.as_file().metadata()?.len();
+        wait::holds(length > 0, || "it has printed nothing".to_owned())
+    })
+    .await?;
+    runsc.checkpoint("pause-0").await?;
+    runsc.kill_all().await
+}
+
+/// Writes the bundles of a Pod and creates its network namespace.
+fn prepare(runsc: &mut Runsc, number: usize, pause: Option<&Path>) -> anyhow::Result<()> {
+    let network = runsc.network(&format!("torpor-bare-{number}"))?;
+    let (sandbox, main) = (format!("pause-{number}"), format!("main-{number}"));
+    let mut annotations = json!({"io.kubernetes.cri.container-type": "sandbox"});
+    let args: &[&str] = if let Some(pause) = pause {
+        annotations["dev.gvisor.spec.rootfs.source"] = json!(pause);
+        annotations["dev.gvisor.spec.rootfs.type"] = json!("erofs");
+        &["/pause"]
+    } else {
+        &["/bin/sleep", "infinity"]
+    };
+    let bundle = |args, annotations: Value| Spec {
+        root: Path::new("/"),
+        args,
+        annotations,
+        network: &network,
+    };
+    runsc.write_bundle(&sandbox, &bundle(args, annotations))?;
+    let annotations = json!({
+        "io.kubernetes.cri.container-type": "container",
+        "io.kubernetes.cri.container-name": "main",
+        "io.kubernetes.cri.sandbox-id": sandbox,
+    });
+    let python = python()?;
+    let args = [python.as_str(), "-c", PROGRAM];
+    runsc.write_bundle(&main, &bundle(&args, annotations))
+}
+
+/// Returns the path of this machine's Python, whose root file system the sandboxes share.
+fn python() -> anyhow::Result<String> {
+    let ran = std::process::Command::new("python3")
+        .args([
+            "-c",
+            "import os, sys; print(os.path.realpath(sys.executable))",
+        ])
+        .output()
+        .context("python3")?;
+    Ok(String::from_utf8(ran.stdout)?.trim().to_owned())
+}
+
+async fn restore(runsc: &Runsc, number: usize) -> anyhow::Result<()> {
+    runsc.restore(&format!("pause-{number}")).await?;
+    runsc.restore(&format!("main-{number}")).await
+}
+
+/// A setting of the kernel, which is set back when this is dropped.
+#[derive(Debug)]
+struct Setting {
+    path: &'static str,
+    before: Option<String>,
+}
+
+impl Setting {
+    fn set(path: &'static str, value: &str) -> anyhow::Result<Self> {
+        let before = fs::read_to_string(path).context(path)?;
+        fs::write(path, value).context(path)?;
+        Ok(Self {
+            path,
+            before: Some(before.trim().to_owned()),
+        })
+    }
+
+    /// Lets shared memory have large folios, unless the setting is another than `never`.
+    fn folios() -> anyhow::Result<Self> {
+        let text = fs::read_to_string(FOLIOS).unwrap_or_default();
+        let never = chosen(&text).filter(|word| *word == "never");
+        if never.is_some() {
+            fs::write(FOLIOS, "always").context(FOLIOS)?;
+        }
+        Ok(Self {
+            path: FOLIOS,
+            before: never.map(str::to_owned),
+        })
+    }
+}
+
+impl Drop for Setting {
+    fn drop(&mut self) {
+        if let Some(before) = &self.before
+            && let Err(error) = fs::write(self.path, before)
+        {
+            eprintln!("{} is not as before: {error}", self.path);
+        }
+    }
+}
+
+/// Returns the word in brackets of a setting with several words.
+fn chosen(text: &str) -> Option<&str> {
+    text.split_once('[')?.1.split(']').next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_chosen_word_of_a_setting_is_in_brackets() {
+        assert_eq!(chosen("always inherit [never]\n"), Some("never"));
+        assert_eq!(chosen(""), None);
+    }
 }

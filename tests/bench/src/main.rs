@@ -1,24 +1,42 @@
-//! Load on the controller: claims against a control plane with fake nodes, beside a bare client that makes the same writes without a controller, in the same run.
-//! `hack/bench-claims.sh` starts the control plane, runs one load at a time with `run`, and prints all of them with `report`.
+//! Benchmarks: of sandboxes on the development cluster, of the router, and of the controller.
 
-use std::path::PathBuf;
+use std::process::ExitCode;
 
-use anyhow::Context as _;
+use anyhow::ensure;
 use clap::{Parser, Subcommand};
 
-mod audit;
-mod bare;
-mod board;
-mod controller;
-mod counters;
-mod load;
-mod objects;
-mod report;
-mod run;
-mod stats;
+use stop::Stop;
 
+mod awake;
+mod bare;
+mod cargo;
+mod claims;
+mod doze;
+mod hour;
+mod http;
+mod link;
+mod many;
+mod node;
+mod probes;
+mod router;
+mod runsc;
+mod setup;
+mod sleeper;
+mod snapshots;
+mod stats;
+mod stop;
+mod swap;
+mod table;
+mod wake;
+mod websocket;
+mod wrk;
+
+/// Measures Torpor beside a base of the same run.
+///
+/// Benchmarks of sandboxes need a development cluster with Torpor on this machine, and root. They
+/// find it by KUBECONFIG, which `hack/dev bench` sets.
 #[derive(Debug, Parser)]
-#[command(name = "bench-claims", about)]
+#[command(name = "torpor-bench")]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
@@ -26,63 +44,68 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Runs one load and writes what came of it as JSON.
-    Run(RunArguments),
-    /// Prints a table of what `run` has written, and writes all of it into one file.
-    Report {
-        /// File that gets all results.
-        #[arg(long)]
-        out: PathBuf,
-        /// What `run` has written.
-        results: Vec<PathBuf>,
-    },
+    /// Cost of a hibernated sandbox and time of its wake, beside bare runsc
+    Wake(wake::Options),
+    /// Time to the first byte of a sleeping sandbox, dozing and hibernated, small and with 100 MB
+    Doze(doze::Options),
+    /// 50 sandboxes of 30 MB woken at once; cost of 300 asleep, and of the agent with them
+    Many(many::Options),
+    /// Time of gVisor alone to restore many Pods: its own commands, no cluster
+    Bare(bare::Options),
+    /// Cost of idle detection for a sandbox that is awake
+    Awake(awake::Options),
+    /// Connections to a Pod that hibernates, silent for an hour and then used all at once
+    Hour(hour::Options),
+    /// Cost of one tenant's SandboxSnapshots for an agent that has nothing to do with them
+    Snapshots(snapshots::Options),
+    /// Cost of a kubelet's probe while a sandbox dozes
+    Probes(probes::Options),
+    /// The router beside a direct connection and nginx; needs no cluster
+    Router(router::Options),
+    /// Time until claims become Ready, beside a bare client; needs no cluster
+    Claims(claims::Options),
 }
 
-/// Where things are: `hack/cluster bench env` prints the environment variables.
-#[derive(Debug, Parser)]
-struct RunArguments {
-    /// Which load: 3, 10, 20, 40 (claims per second), burst (150 at once), gate (upstream's own), memory (5,000 sandboxes).
-    load: load::Load,
-    /// How long claims come.
-    #[arg(long, default_value_t = 30)]
-    seconds: u32,
-    /// The controller's binary.
-    #[arg(long)]
-    controller: PathBuf,
-    /// Further arguments of the controller, separated by spaces.
-    #[arg(long, default_value = "", allow_hyphen_values = true)]
-    controller_args: String,
-    /// File that gets the result.
-    #[arg(long)]
-    out: PathBuf,
-    /// Kubeconfig of the load itself.
-    #[arg(long, env = "KUBECONFIG")]
-    kubeconfig: PathBuf,
-    #[arg(long, env = "CONTROLLER_KUBECONFIG")]
-    controller_kubeconfig: PathBuf,
-    /// The apiserver's log of the controller's writes.
-    #[arg(long, env = "AUDIT_LOG")]
-    audit_log: PathBuf,
-    /// The control plane's processes, as NAME=PID, separated by commas.
-    #[arg(long, env = "PROCESSES")]
-    processes: String,
+fn main() -> ExitCode {
+    let outcome = measure(Arguments::parse().command);
+    outcome.map_or_else(
+        |error| {
+            eprintln!("torpor-bench: {error:#}");
+            ExitCode::FAILURE
+        },
+        |()| ExitCode::SUCCESS,
+    )
 }
 
-#[tokio::main]
-async fn main() -> anyhow::Result<()> {
-    if rustls::crypto::aws_lc_rs::default_provider()
-        .install_default()
-        .is_err()
-    {
-        anyhow::bail!("a TLS provider is installed already");
+fn measure(command: Command) -> anyhow::Result<()> {
+    let provider = rustls::crypto::aws_lc_rs::default_provider();
+    ensure!(
+        provider.install_default().is_ok(),
+        "a TLS provider is installed already"
+    );
+    match command {
+        Command::Wake(options) => run(async |stop| wake::run(&options, stop).await),
+        Command::Doze(options) => run(async |stop| doze::run(&options, stop).await),
+        Command::Many(options) => run(async |stop| many::run(&options, stop).await),
+        Command::Bare(options) => run(async |stop| bare::run(&options, stop).await),
+        Command::Awake(options) => run(async |stop| awake::run(&options, stop).await),
+        Command::Hour(options) => run(async |stop| hour::run(&options, stop).await),
+        Command::Snapshots(options) => run(async |stop| snapshots::run(&options, stop).await),
+        Command::Probes(options) => run(async |stop| probes::run(&options, stop).await),
+        Command::Router(options) => run(async |stop| router::run(&options, stop).await),
+        Command::Claims(options) => claims::run(&options),
     }
-    match Arguments::parse().command {
-        Command::Run(arguments) => {
-            let outcome = run::run(&arguments).await?;
-            let text = serde_json::to_string_pretty(&outcome)?;
-            std::fs::write(&arguments.out, text)
-                .with_context(|| arguments.out.display().to_string())
-        }
-        Command::Report { out, results } => report::report(&results, &out),
-    }
+}
+
+/// Runs a benchmark that ends at a signal.
+fn run(body: impl AsyncFnOnce(&mut Stop) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    block_on(async {
+        let mut stop = Stop::listen()?;
+        Box::pin(body(&mut stop)).await
+    })
+}
+
+/// Runs a future on a runtime of its own.
+fn block_on<T>(future: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    tokio::runtime::Runtime::new()?.block_on(future)
 }

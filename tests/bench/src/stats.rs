@@ -1,4 +1,4 @@
-//! Percentiles.
+//! Percentiles and medians.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ pub(crate) struct Times {
 }
 
 impl Times {
-    /// Of no times at all everything is 0.
+    /// Returns the percentiles of the times; without any time all are 0.
     pub(crate) fn of(times: &[Duration]) -> Self {
         let mut sorted = times.to_vec();
         sorted.sort_unstable();
@@ -29,7 +29,7 @@ impl Times {
     }
 }
 
-/// The smallest of the sorted times that `percent` of all do not exceed.
+/// Returns the smallest of the sorted times that `percent` of all do not exceed.
 fn percentile(sorted: &[Duration], percent: usize) -> Duration {
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted
@@ -38,13 +38,28 @@ fn percentile(sorted: &[Duration], percent: usize) -> Duration {
         .unwrap_or_default()
 }
 
-/// Milliseconds with three decimals.
+/// Returns the middle value; of an even number of values the mean of the two in the middle, and 0
+/// without any.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match (sorted.get(middle), sorted.len() % 2) {
+        (None, _) => 0.0,
+        (Some(value), 1) => *value,
+        (Some(value), _) => (sorted[middle - 1] + value) / 2.0,
+    }
+}
+
+/// Returns milliseconds with three decimals.
 pub(crate) fn milliseconds(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e6).round() / 1e3
 }
 
-/// Quantile of a Prometheus histogram, as its own `histogram_quantile` interpolates: `buckets` are upper bounds and how many observations are at or below each, in order;
-/// the last bound is infinite.
+/// Returns a quantile of a Prometheus histogram, interpolated as its own `histogram_quantile` does.
+///
+/// `buckets` are upper bounds and the number of observations at or below each, in order; the last
+/// bound is infinite.
 pub(crate) fn histogram_quantile(buckets: &[(f64, f64)], quantile: f64) -> Option<f64> {
     let total = buckets.last().map(|(_, count)| *count)?;
     if total == 0.0 {
@@ -79,6 +94,13 @@ mod tests {
         assert_eq!(Times::of(&[]), Times::default());
         let one = Times::of(&[Duration::from_millis(7)]);
         assert_eq!((one.p50, one.p99), (7.0, 7.0));
+    }
+
+    #[test]
+    fn a_median_lies_between_the_two_middle_values() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(median(&[]), 0.0);
     }
 
     #[test]

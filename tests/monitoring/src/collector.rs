@@ -1,4 +1,4 @@
-//! A collector of OTLP over gRPC on this machine, for tests of what programs export.
+//! Collector of OTLP over gRPC on this machine, for tests of exports.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,7 +16,7 @@ use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use tokio::net::TcpListener;
 
-/// What was exported so far: spans, each with what its resource says of the service.
+/// Spans that were exported so far, each with the service of its resource.
 #[derive(Clone, Debug, Default)]
 pub struct Collector(Arc<Mutex<Vec<(String, Span)>>>);
 
@@ -44,7 +44,7 @@ impl Collector {
         self.start_at(IpAddr::V4(Ipv4Addr::LOCALHOST)).await
     }
 
-    /// The same at one of the machine's addresses.
+    /// Listens at one of the machine's addresses until the test's runtime ends.
     pub async fn start_at(&self, address: IpAddr) -> std::io::Result<SocketAddr> {
         let listener = TcpListener::bind((address, 0)).await?;
         let address = listener.local_addr()?;
@@ -54,7 +54,7 @@ impl Collector {
                 let service = service.clone();
                 tokio::spawn(async move {
                     let server = auto::Builder::new(TokioExecutor::new());
-                    // Ends with the exporter.
+                    // The connection ends with the exporter.
                     let _ = server.serve_connection(TokioIo::new(stream), service).await;
                 });
             }
@@ -62,7 +62,7 @@ impl Collector {
         Ok(address)
     }
 
-    /// All spans, each with its service.
+    /// Returns all spans, each with its service.
     pub fn received(&self) -> Vec<(String, Span)> {
         self.0
             .lock()
@@ -70,7 +70,7 @@ impl Collector {
             .clone()
     }
 
-    /// The spans of one name.
+    /// Returns the spans of one name.
     pub fn named(&self, name: &str) -> Vec<Span> {
         let received = self.received().into_iter();
         let spans = received.map(|(_, span)| span);
@@ -78,7 +78,7 @@ impl Collector {
     }
 }
 
-/// An attribute of a span, if it is there and a text.
+/// Returns an attribute of a span, if it exists and is a text.
 pub fn attribute<'a>(span: &'a Span, key: &str) -> Option<&'a str> {
     let pair = span.attributes.iter().find(|pair| pair.key == key)?;
     match pair.value.as_ref()?.value.as_ref()? {
@@ -87,7 +87,7 @@ pub fn attribute<'a>(span: &'a Span, key: &str) -> Option<&'a str> {
     }
 }
 
-/// An attribute of a span, if it is there and a number.
+/// Returns an attribute of a span, if it exists and is a number.
 pub fn number(span: &Span, key: &str) -> Option<i64> {
     let pair = span.attributes.iter().find(|pair| pair.key == key)?;
     match pair.value.as_ref()?.value.as_ref()? {
@@ -96,7 +96,7 @@ pub fn number(span: &Span, key: &str) -> Option<i64> {
     }
 }
 
-/// An id of a trace or of a span as carriers write it.
+/// Formats an id of a trace or of a span as carriers write it.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,6 +1,8 @@
-//! For tests: what dashboards and alerts of `deploy/monitoring` ask Prometheus for, so that each program can check that it has it.
+//! Metrics that dashboards and alerts of `deploy/monitoring` query, so that tests of each program
+//! can check that the program has them.
 //!
-//! Expressions are parsed as Prometheus parses them; a metric or label that no program has is an error, and so is an expression that is none.
+//! Expressions are parsed as Prometheus parses them. A metric or label that no program has is an
+//! error, and so is an invalid expression.
 
 pub mod collector;
 
@@ -10,7 +12,8 @@ use std::path::{Path, PathBuf};
 use promql_parser::parser::{Expr, LabelModifier, VectorSelector, parse};
 use serde_json::Value;
 
-/// Beginnings of the names of all metrics of Torpor, by the program that has them. A metric that begins otherwise is nobody's.
+/// Prefixes of all metrics of Torpor, by the program that has them. No program has a metric without
+/// one of these.
 pub const PREFIXES: [&str; 7] = [
     "torpor_agent_",
     "torpor_router_",
@@ -21,7 +24,7 @@ pub const PREFIXES: [&str; 7] = [
     "up",
 ];
 
-/// Labels that Prometheus adds: of the target, of a histogram's buckets.
+/// Labels that Prometheus adds: those of the target, and those of a histogram's buckets.
 const ADDED: [&str; 8] = [
     "job",
     "instance",
@@ -33,17 +36,17 @@ const ADDED: [&str; 8] = [
     "__name__",
 ];
 
-/// One metric that is asked for.
+/// Metric that an expression uses.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Used {
     pub metric: String,
-    /// Labels that are matched, or grouped by where the metric is the only one.
+    /// Labels that are matched, or that the result is grouped by where the metric is the only one.
     pub labels: BTreeSet<String>,
-    /// File and panel or alert.
+    /// File, and panel or alert.
     pub place: String,
 }
 
-/// An expression, and where it stands.
+/// Expression, and where it is.
 #[derive(Clone, Debug)]
 pub struct Asked {
     pub place: String,
@@ -64,22 +67,22 @@ fn read(name: &str) -> Value {
     serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// The alerts as a file of Prometheus' own.
+/// Returns the alerts as Prometheus' own rule file.
 pub fn rules() -> Value {
     read("alerts.yaml")
 }
 
-/// The same as an object of the Prometheus operator.
+/// Returns the alerts as an object of the Prometheus operator.
 pub fn prometheus_rule() -> Value {
     read("prometheusrule.yaml")
 }
 
-/// The dashboard.
+/// Returns the dashboard.
 pub fn dashboard() -> Value {
     read("dashboard.json")
 }
 
-/// All expressions of alerts and dashboard.
+/// Returns all expressions of alerts and dashboard.
 pub fn asked() -> Vec<Asked> {
     let mut all = Vec::new();
     for group in array(&rules()["groups"]) {
@@ -104,12 +107,13 @@ pub fn asked() -> Vec<Asked> {
     all
 }
 
-/// The elements of an array; none of anything else.
+/// Returns the elements of an array; none of any other value.
 pub fn array(value: &Value) -> Vec<Value> {
     value.as_array().cloned().unwrap_or_default()
 }
 
-/// The metrics that an expression asks for; `Err`: why Prometheus would refuse it.
+/// Returns the metrics that an expression uses; an error says why Prometheus would refuse the
+/// expression.
 pub fn used(asked: &Asked) -> Result<Vec<Used>, String> {
     // Grafana fills in its variables before Prometheus sees the expression.
     let expression = asked.expression.replace("$__rate_interval", "5m");
@@ -126,7 +130,7 @@ pub fn used(asked: &Asked) -> Result<Vec<Used>, String> {
     Ok(found)
 }
 
-/// Visits every selector, with the labels that what it selects is grouped by.
+/// Visits every selector, with the labels by which its result is grouped.
 fn walk(
     expression: &Expr,
     grouped: &BTreeSet<String>,
@@ -161,7 +165,7 @@ fn walk(
     }
 }
 
-/// The samples of a text in Prometheus' or OpenMetrics' format: each name with its labels.
+/// Returns the samples of a text in Prometheus' or OpenMetrics' format: each name with its labels.
 pub fn samples(text: &str) -> BTreeMap<String, BTreeSet<String>> {
     let mut all: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for line in text.lines().filter(|line| !line.starts_with('#')) {
@@ -179,10 +183,11 @@ pub fn samples(text: &str) -> BTreeMap<String, BTreeSet<String>> {
     all
 }
 
-/// Fails if the dashboard or an alert asks for a metric with this prefix, or a label of one, that is not in the text; or for none with it at all.
+/// Checks that the text has each metric with this prefix, and each of its labels, that the
+/// dashboard or an alert uses.
 ///
 /// # Panics
-/// With all that is missing.
+/// With all that is missing, or if no expression uses a metric with the prefix.
 pub fn check(prefix: &str, text: &str) {
     let there = samples(text);
     let mut missing = Vec::new();
@@ -209,7 +214,7 @@ pub fn check(prefix: &str, text: &str) {
     );
     assert!(
         count > 0,
-        "nothing asks for a metric that begins with {prefix}"
+        "no expression uses a metric that begins with {prefix}"
     );
 }
 
@@ -218,33 +223,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_expression_is_promql_and_asks_for_metrics_of_ours() {
+    fn every_expression_is_promql_and_uses_torpors_metrics() {
         let all = asked();
         assert!(all.len() > 20, "{}", all.len());
         for asked in all {
             let used = used(&asked).unwrap_or_else(|error| panic!("{error}"));
-            assert!(!used.is_empty(), "{} asks for nothing", asked.place);
+            assert!(!used.is_empty(), "{} uses no metric", asked.place);
             for used in used {
                 let ours = PREFIXES
                     .iter()
                     .any(|prefix| used.metric.starts_with(prefix));
-                assert!(ours, "{}: {} is nobody's", used.place, used.metric);
+                assert!(ours, "{}: no program has {}", used.place, used.metric);
             }
         }
     }
 
-    /// Names that are not Torpor's alone: of every controller in the cluster, of the control plane, of every target.
-    const EVERYBODYS: [&str; 3] = ["controller_runtime_", "leader_election_", "up"];
+    /// Prefixes of metrics that others have too: every controller in the cluster, the control
+    /// plane, every target.
+    const SHARED: [&str; 3] = ["controller_runtime_", "leader_election_", "up"];
 
     #[test]
-    fn what_others_have_too_is_asked_of_our_jobs_alone() {
+    fn metrics_that_others_have_too_are_selected_by_job() {
         for asked in asked() {
             let used = used(&asked).unwrap_or_else(|error| panic!("{error}"));
             for used in used {
                 let name = &used.metric;
-                let shared = EVERYBODYS.iter().any(|prefix| name.starts_with(prefix));
+                let shared = SHARED.iter().any(|prefix| name.starts_with(prefix));
                 let ours = used.labels.contains("job");
-                assert!(ours || !shared, "{}: whose {name}?", used.place);
+                assert!(ours || !shared, "{}: {name} without a job", used.place);
             }
         }
     }
@@ -262,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn every_alert_says_how_bad_it_is_what_it_means_and_what_to_do() {
+    fn every_alert_has_a_severity_a_summary_and_a_description() {
         let mut names = BTreeSet::new();
         for group in array(&rules()["groups"]) {
             for rule in array(&group["rules"]) {
@@ -279,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn panels_do_not_overlap_and_have_a_unit_and_words() {
+    fn panels_do_not_overlap_and_have_a_unit_and_a_description() {
         let mut cells = BTreeSet::new();
         let mut ids = BTreeSet::new();
         for panel in array(&dashboard()["panels"]) {
@@ -315,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn an_expression_that_is_none_is_refused() {
+    fn an_invalid_expression_is_refused() {
         let asked = |expression: &str| Asked {
             place: "here".to_owned(),
             expression: expression.to_owned(),

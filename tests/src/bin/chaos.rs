@@ -10,29 +10,30 @@ use torpor_tests::case::alone_within;
 use torpor_tests::chaos::schedule::Victim;
 use torpor_tests::chaos::{self, Plan};
 
-/// Kills agent, keepers, shims, containerd and gVisor at random points while sandboxes go to sleep and wake under load, and
-/// checks that nothing is lost, stuck or left over.
+/// Kills agent, keepers, shims, containerd and gVisor at random points while sandboxes go to sleep
+/// and wake under load, and checks that nothing is lost, stuck or left over.
 #[derive(Debug, Parser)]
 #[command(name = "hack/chaos")]
 struct Args {
-    /// What happens when; printed by each run, so that it can be run again [default: another one each time]
+    /// Seed of the schedule; each run prints its seed, so that it can be repeated [default: random]
     #[arg(long)]
     seed: Option<u64>,
+    /// Number of cycles
     #[arg(long, default_value_t = 1000)]
     cycles: u64,
     /// Number of the first cycle
     #[arg(long, default_value_t = 0)]
     from: u64,
-    /// Sandboxes at the same time
+    /// Number of sandboxes at the same time
     #[arg(long, default_value_t = 8)]
     lanes: usize,
-    /// No cycle begins after this many seconds
+    /// Seconds after which no cycle begins
     #[arg(long)]
     seconds: Option<u64>,
-    /// Who is never killed; may be given more than once
+    /// Victim that is never killed; may be given more than once
     #[arg(long)]
     spare: Vec<Victim>,
-    /// Where progress goes line by line, with the cluster's words after a failure
+    /// File for the progress, line by line, and for the cluster's state after a failure
     #[arg(long, default_value = "/tmp/torpor-chaos.log")]
     log: PathBuf,
 }
@@ -59,23 +60,23 @@ async fn main() -> anyhow::Result<()> {
     let log = std::fs::File::create(&args.log);
     let log = log.with_context(|| format!("cannot write {path}"))?;
     let began = Instant::now();
-    let tell = |line: &str| {
+    let report = |line: &str| {
         let at = began.elapsed().as_secs_f64();
-        // A log on a full disk ends no run.
+        // A full disk must not end the run.
         let _ = writeln!(&log, "[{at:7.1}] {line}");
         println!("[{at:7.1}] {}", line.lines().next().unwrap_or_default());
     };
-    tell(&format!(
+    report(&format!(
         "seed {seed}, cycles {from} to {}, {lanes} sandboxes at a time; log: {path}",
         from + cycles,
     ));
     let hours = Duration::from_secs(24 * 3600);
     let mut clean = false;
     alone_within(hours, "chaos", async |case| {
-        let tally = chaos::run(case, &plan, tell).await?;
+        let tally = chaos::run(case, &plan, report).await?;
         println!("{tally}");
         let _ = writeln!(&log, "{tally}");
-        tell(&format!("seed {seed}: over"));
+        report(&format!("seed {seed}: over"));
         clean = tally.is_clean();
         Ok(())
     })

@@ -1,4 +1,4 @@
-//! The client of one sandbox: asks, remembers, and says what went wrong.
+//! Client of one sandbox: asks, checks the answers and reports faults.
 
 use std::io;
 use std::time::Duration;
@@ -7,35 +7,36 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpStream;
 
-use super::counting::{Answer, Counting, Loss, News};
+use super::counting::{Answer, Counting, Loss, Progress};
 use crate::pods::python;
 
 const PORT: u16 = 8080;
-/// What has had no answer by then is asked again on another connection. A wake may wait for an agent or a containerd that was
-/// killed.
+/// Time for an answer; after it the client asks again on another connection.
+///
+/// A wake may wait for an agent or a containerd that was killed.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// A Pod's spec with the program in it.
+/// Returns the spec of a Pod that runs the counting program.
 pub fn pod_spec() -> Value {
     json!({ "containers": [python("counter", include_str!("counter.py"))] })
 }
 
-/// Why a question had no answer.
+/// Reason why a question had no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Unanswered {
-    /// Refused, reset or closed: somebody said no.
+    /// The peer refused, reset or closed the connection.
     #[error("the connection was ended: {0}")]
     Ended(#[source] io::Error),
     #[error("no answer within {ANSWER_LIMIT:?}")]
     Late,
-    /// Nobody was asked.
-    #[error("no way there: {0}")]
+    /// The question reached no peer.
+    #[error("unreachable: {0}")]
     Unreachable(#[source] io::Error),
     #[error(transparent)]
     Loss(#[from] Loss),
 }
 
-/// Asks one sandbox, one question at a time.
+/// Client of one sandbox, with one question at a time.
 #[derive(Debug, Default)]
 pub struct Client {
     counting: Counting,
@@ -43,24 +44,26 @@ pub struct Client {
 }
 
 impl Client {
-    /// From now on over another connection.
+    /// Closes the connection; the next question opens another one.
     pub fn hang_up(&mut self) {
         self.connection = None;
     }
 
-    /// Asks at the address, over the connection that is there or another one. `may_start_anew` is asked when the answer is there.
+    /// Asks at the address, over the open connection or a new one.
+    ///
+    /// `may_start_anew` is called once the answer is there.
     pub async fn ask(
         &mut self,
         address: &str,
         may_start_anew: impl FnOnce() -> bool,
-    ) -> Result<News, Unanswered> {
-        self.counting.asks();
+    ) -> Result<Progress, Unanswered> {
+        self.counting.record_question();
         let asked = tokio::time::timeout(ANSWER_LIMIT, exchange(&mut self.connection, address));
         let answered = asked.await.unwrap_or(Err(Unanswered::Late));
         if answered.is_err() {
             self.hang_up();
         }
-        Ok(self.counting.hears(answered?, may_start_anew())?)
+        Ok(self.counting.check(answered?, may_start_anew())?)
     }
 }
 

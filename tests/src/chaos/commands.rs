@@ -1,4 +1,5 @@
-//! Commands that run for a moment, by their command lines: torpor-oci as containerd's runtime, and runsc or what stands in for it.
+//! Commands of short duration, found by their command lines: torpor-oci as containerd's runtime,
+//! and runsc or its substitute.
 
 use anyhow::Context;
 use torpor_core::ledger::LedgerState;
@@ -11,36 +12,39 @@ use crate::node::Node;
 
 const VERBS_OF_OCI: [&str; 3] = ["create", "start", "delete"];
 const VERBS_OF_RUNSC: [&str; 4] = ["create", "restore", "delete", sentry::COMMAND];
-/// How torpor-oci begins the arguments of each runsc that it runs (`torpor_gvisor::runsc`).
+/// Beginning of the arguments of each runsc that torpor-oci runs (`torpor_gvisor::runsc`).
 const LOG_OF_RUNSC: &str = "--log=/proc/self/fd/";
 
 /// A command for one container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AtWork<'a> {
+pub struct RunningCommand<'a> {
     pub verb: &'a str,
     pub container: &'a str,
-    /// Whose bundle it reads, if it says so.
+    /// Bundle in the arguments, if there is one.
     bundle: Option<&'a str>,
 }
 
-/// torpor-oci, run by containerd's shim.
-pub fn of_oci(command: &str) -> Option<AtWork<'_>> {
+/// Parses the command line of torpor-oci, run by containerd's shim.
+pub fn of_oci(command: &str) -> Option<RunningCommand<'_>> {
     let program = command.split(' ').next()?;
     let is_oci = program.rsplit('/').next() == Some("torpor-oci");
-    is_oci.then(|| AtWork::parse(command, &VERBS_OF_OCI))?
+    is_oci.then(|| RunningCommand::parse(command, &VERBS_OF_OCI))?
 }
 
-/// runsc, run by torpor-oci; not what it leaves behind (`runsc-sandbox`, `runsc-gofer`). And what begins a sandbox in its place.
-pub fn of_runsc(command: &str) -> Option<AtWork<'_>> {
+/// Parses the command line of a runsc that torpor-oci runs, or of the process that begins a sandbox
+/// in its place.
+///
+/// Processes that runsc leaves running (`runsc-sandbox`, `runsc-gofer`) do not match.
+pub fn of_runsc(command: &str) -> Option<RunningCommand<'_>> {
     let mut words = command.split(' ');
     let (program, first) = (words.next()?, words.next()?);
     let stays = program.starts_with("runsc-");
     let is_runsc = !stays && first.starts_with(LOG_OF_RUNSC) || first == sentry::COMMAND;
-    is_runsc.then(|| AtWork::parse(command, &VERBS_OF_RUNSC))?
+    is_runsc.then(|| RunningCommand::parse(command, &VERBS_OF_RUNSC))?
 }
 
-impl<'a> AtWork<'a> {
-    /// The first of `verbs` among the words; the container is always the last of these.
+impl<'a> RunningCommand<'a> {
+    /// Finds the first of `verbs` among the words; the container is always the last word.
     fn parse(command: &'a str, verbs: &[&str]) -> Option<Self> {
         let words: Vec<&str> = command.split(' ').collect();
         let verb = words.iter().copied().find(|word| verbs.contains(word))?;
@@ -52,7 +56,8 @@ impl<'a> AtWork<'a> {
         })
     }
 
-    /// Whether it is for a container of the Pod: one that is known, or one that is being made and whose spec names the Pod.
+    /// Reports whether the command is for a container of the Pod: a known one, or a new one whose
+    /// spec names the Pod.
     fn is_for(&self, known: &[String], uid: &str) -> bool {
         let is_named = |bundle: &str| {
             let spec = std::fs::read_to_string(format!("{bundle}/config.json"));
@@ -62,11 +67,11 @@ impl<'a> AtWork<'a> {
     }
 }
 
-/// The first command of this kind that is at work on the Pod.
+/// Finds the first command of this kind that runs for the Pod.
 pub fn find(
     node: &Node,
     uid: &str,
-    of: impl Fn(&str) -> Option<AtWork<'_>>,
+    of: impl Fn(&str) -> Option<RunningCommand<'_>>,
 ) -> anyhow::Result<Process> {
     let mut known = Vec::new();
     for pod in node.sandboxes_of(uid)? {
@@ -79,12 +84,14 @@ pub fn find(
     found.context("no such command is at work on the Pod")
 }
 
-/// Whether the start of a container that was killed may have started its program: the kubelet is told that it failed, ends the program and
-/// starts another. `state`: of its sandbox, and `ledger` its Pod's, after the kill.
+/// Reports whether a container's start that was killed may have started its program.
+///
+/// The kubelet sees a failed start, ends the program and starts another. `state` is the sandbox's
+/// and `ledger` the Pod's, both after the kill.
 pub fn may_have_started(state: Option<&SandboxState>, ledger: &LedgerState) -> bool {
     match state {
-        // Before the ledger says that a restore has begun nothing runs, and after it has failed nothing is left. A Pod that goes on from
-        // another's image has no entry before.
+        // No program runs before the ledger records the begin of a restore, and none is left after
+        // a failed one. A Pod that continues from another Pod's image has no ledger entry before.
         Some(SandboxState::Restoring { .. }) => ledger.seq > 0 && !is_in_image(&ledger.memory),
         Some(SandboxState::Hibernated { .. }) => false,
         Some(SandboxState::Running) | None => true,
@@ -99,9 +106,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_is_told_by_its_program_and_its_verb() {
+    fn a_command_is_recognized_by_its_program_and_verb() {
         let oci = "/usr/local/bin/torpor-oci --root /run/x --log /run/l create --bundle /run/b --pid-file /run/p c0ffee";
-        let create = AtWork {
+        let create = RunningCommand {
             verb: "create",
             container: "c0ffee",
             bundle: Some("/run/b"),
@@ -109,14 +116,14 @@ mod tests {
         assert_eq!(of_oci(oci), Some(create));
         assert_eq!(of_runsc(oci), None);
         let runsc = "/opt/torpor/runsc --log=/proc/self/fd/5 --log-format=json --root /run/r delete --force c0ffee";
-        let delete = AtWork {
+        let delete = RunningCommand {
             verb: "delete",
             container: "c0ffee",
             bundle: None,
         };
         assert_eq!(of_runsc(runsc), Some(delete));
         assert_eq!(of_oci(runsc), None);
-        let begins = AtWork {
+        let begins = RunningCommand {
             verb: "sandbox-process",
             ..delete
         };
@@ -146,10 +153,10 @@ mod tests {
         std::fs::write(dir.path().join("config.json"), spec).expect("written");
         let bundle = dir.path().to_str().expect("words");
         let command = format!("torpor-oci create --bundle {bundle} c0ffee");
-        let at_work = of_oci(&command).expect("at work");
-        assert!(at_work.is_for(&[], "pod-a"));
-        assert!(!at_work.is_for(&["beef".to_owned()], "pod-b"));
-        assert!(at_work.is_for(&["c0ffee".to_owned()], "pod-b"));
+        let command = of_oci(&command).expect("at work");
+        assert!(command.is_for(&[], "pod-a"));
+        assert!(!command.is_for(&["beef".to_owned()], "pod-b"));
+        assert!(command.is_for(&["c0ffee".to_owned()], "pod-b"));
     }
 
     #[test]
@@ -170,14 +177,14 @@ mod tests {
             reason: "RestoreFailed".to_owned(),
         };
         for (state, ledger, expected) in [
-            // Nothing has begun.
+            // The restore has not begun.
             (Some(&restoring), at(0, Memory::Live), false),
             (
                 Some(&restoring),
                 at(3, Memory::Committed { image: image() }),
                 false,
             ),
-            // It has, and has failed.
+            // The restore has begun and failed.
             (Some(&restoring), at(2, failed), false),
             (
                 Some(&restoring),

@@ -1,6 +1,7 @@
-"""Counts the lines that it is sent, on any number of connections, and answers each with its life and the count.
+"""Counts the lines of all its connections and answers each line with its life and the count.
 
-Its life is the digest of memory that it drew at its start, taken anew for each answer: memory that has changed is another life.
+The life is the digest of memory that is drawn at the start. It is computed for each answer, so that
+changed memory is another life.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ class Server(socketserver.ThreadingTCPServer):
     request_queue_size = 256
 
     def handle_error(self, request, client_address):
-        """A client that has gone is no error."""
+        """Ignores errors of clients that have gone."""
 
 
 Server(("", 8080), Lines).serve_forever()

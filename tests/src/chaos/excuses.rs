@@ -1,20 +1,24 @@
-//! What excuses a sandbox whose program has started anew.
+//! Events that allow a sandbox's program to start anew.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Why its memory may be gone. Each costs it once: a container that was started again because of the one may have been started in vain because of the other.
+/// Event that may cost a sandbox its memory.
+///
+/// Each kind allows one new start: a container that was started again because of one event may have
+/// been started in vain because of the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Excuse {
-    /// Something was killed that it ran on while it may have been awake.
+    /// A process below the sandbox was killed while the sandbox may have been awake.
     Struck,
-    /// containerd died while it started its container, and ends that when it comes up.
+    /// containerd died while it started the sandbox's container. It ends such a container when it
+    /// starts.
     CutOff,
 }
 
 const BOTH: [Excuse; 2] = [Excuse::Struck, Excuse::CutOff];
 
-/// By name of the sandbox: noticed in so many cycles, this one included.
+/// Number of cycles, this one included, for which each excuse holds, by name of the sandbox.
 #[derive(Debug, Default)]
 pub(super) struct Excuses(Mutex<HashMap<String, [u8; BOTH.len()]>>);
 
@@ -23,7 +27,7 @@ impl Excuses {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// In this cycle or the next.
+    /// Records an excuse for this cycle and the next.
     pub(super) fn excuse(&self, name: String, excuse: Excuse) {
         self.all().entry(name).or_default()[excuse as usize] = 2;
     }
@@ -34,14 +38,14 @@ impl Excuses {
             .is_some_and(|left| left.iter().any(|left| *left > 0))
     }
 
-    /// Another cycle begins.
+    /// Counts the excuses down at the begin of a cycle.
     pub(super) fn fade(&self, name: &str) {
         for left in self.all().get_mut(name).into_iter().flatten() {
             *left = left.saturating_sub(1);
         }
     }
 
-    /// It has started anew. Whether there was an excuse; there is one less now.
+    /// Uses up an excuse for a new start; reports whether there was one.
     pub(super) fn take(&self, name: &str) -> bool {
         let mut all = self.all();
         let mut left = all.get_mut(name).into_iter().flatten();

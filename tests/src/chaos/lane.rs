@@ -1,4 +1,4 @@
-//! One sandbox after another, cycle by cycle, with its client.
+//! A sequence of sandboxes with their client, cycle by cycle.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -15,7 +15,7 @@ use torpor_api::reasons::hibernated::SAVE_FAILED;
 use torpor_gvisor::record::SandboxState;
 
 use super::client::{Client, Unanswered, pod_spec};
-use super::counting::News;
+use super::counting::Progress;
 use super::excuses::{Excuse, Excuses};
 use super::schedule::{Cycle, Depth, Moment, Strike, Victim, Waker};
 use super::strike::{is_in_image, ledger, strike};
@@ -23,55 +23,61 @@ use super::trouble::{Done, Trouble};
 use crate::case::{Case, condition};
 use crate::machine::Process;
 use crate::remains::Footprint;
-use crate::sandboxes::{said, sandbox};
+use crate::sandboxes::{condition_of, sandbox};
 use crate::sleep::{is_ready, restarts};
 use crate::wait;
 use crate::witness::address;
 
-/// A cycle that takes longer anywhere is stuck. The kubelet starts a container again at once the first time, then after 10, 20 and 40
-/// seconds, also when it was containerd that died at it; an agent that was killed is there again after a few; and whoever was woken may
-/// not sleep for ten.
+/// Time after which a cycle is stuck.
+///
+/// The kubelet restarts a container at once the first time, then after 10, 20 and 40 seconds, also
+/// if containerd died during the start. A killed agent is back after a few seconds. A woken sandbox
+/// stays awake for ten.
 const LIMIT: Duration = Duration::from_secs(180);
-/// The kubelet looks once a minute for sandboxes that it has made anew, and in the next minute again if containerd was not there: other lanes
-/// kill that several times a minute.
+/// Time for the removal of a sandbox.
+///
+/// The kubelet looks once a minute for sandboxes that it has made anew, and again a minute later if
+/// containerd was away: other lanes kill containerd several times a minute.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(300);
-/// Between two looks at the node.
+/// Time between two looks at the node.
 const LOOK: Duration = Duration::from_millis(10);
-/// Between two questions of a client that goes on asking, and after one that was not answered.
+/// Time between two questions of a client that goes on asking, and after an unanswered one.
 const PAUSE: Duration = Duration::from_millis(40);
-/// A sandbox that is busy may be woken before it was seen asleep: so long the client goes on.
+/// Time for which the client of a busy sandbox goes on: the sandbox may be woken before it was seen
+/// asleep.
 const BUSY: Duration = Duration::from_secs(5);
-/// Saving, Committed, Asleep.
+/// Ledger entries of one sleep: Saving, Committed, Asleep.
 const ENTRIES_OF_SLEEP: u64 = 3;
-/// Whoever dozes does so soon, and hibernates later, if both are wanted.
+/// Idle times: if a sandbox is to doze and to hibernate, it dozes after the short one and
+/// hibernates after the long one.
 const IDLE: &str = "1s";
 const IDLE_FOR_LONGER: &str = "4s";
-/// So long a victim is waited for that runs for a moment only.
+/// Time to wait for a victim that runs only for moments.
 const FLEETING: Duration = Duration::from_millis(300);
 
-/// What all lanes have in common.
+/// State that all lanes share.
 #[derive(Debug, Default)]
 pub struct Common {
-    /// Somebody killed the agent.
+    /// Signals that a lane killed the agent.
     pub agent_killed: Notify,
     excuses: Excuses,
 }
 
-/// What kills and the client have in common.
+/// State that a lane's kills and its client share.
 struct Shared<'a> {
     case: &'a Case,
     name: String,
     common: &'a Common,
-    /// Somebody has asked for the sandbox since it was told to sleep.
+    /// The sandbox was asked for since the request to sleep.
     wanted: Cell<bool>,
-    /// Something of this sandbox has been killed: a save of it may have failed for that.
+    /// A process of this sandbox was killed, so that a save of it may have failed.
     struck: Cell<bool>,
-    /// It was seen not to fall asleep by itself because a save of it had failed.
-    let_be: Cell<bool>,
+    /// The sandbox does not fall asleep by itself because a save of it failed.
+    stays_awake_after_failure: Cell<bool>,
     done: RefCell<Done>,
 }
 
-/// One sandbox after another.
+/// A sequence of sandboxes.
 pub struct Lane<'a> {
     shared: Shared<'a>,
     number: usize,
@@ -81,7 +87,7 @@ pub struct Lane<'a> {
 }
 
 impl<'a> Lane<'a> {
-    /// With its first sandbox.
+    /// Begins a lane with its first sandbox.
     pub async fn begin(case: &'a Case, number: usize, common: &'a Common) -> anyhow::Result<Self> {
         let mut lane = Self {
             shared: Shared {
@@ -90,7 +96,7 @@ impl<'a> Lane<'a> {
                 common,
                 wanted: Cell::new(false),
                 struck: Cell::new(false),
-                let_be: Cell::new(false),
+                stays_awake_after_failure: Cell::new(false),
                 done: RefCell::default(),
             },
             number,
@@ -106,11 +112,11 @@ impl<'a> Lane<'a> {
         &self.shared.name
     }
 
-    /// Another sandbox, another client. The old one is deleted, and no longer looked after.
+    /// Begins with another sandbox and client. The old sandbox is deleted and no longer watched.
     pub async fn start_over(&mut self) -> anyhow::Result<()> {
         let case = self.shared.case;
         let parameters = DeleteParams::background();
-        // It may be gone, or never have been.
+        // The sandbox may be gone or may never have existed.
         let _ = case
             .sandboxes()
             .delete(&self.shared.name, &parameters)
@@ -118,13 +124,13 @@ impl<'a> Lane<'a> {
         self.generation += 1;
         self.shared.name = format!("s{}-{}", self.number, self.generation);
         self.shared.struck.set(false);
-        self.shared.let_be.set(false);
+        self.shared.stays_awake_after_failure.set(false);
         self.client = Client::default();
         self.footprints.clear();
         case.create(sandbox(&self.shared.name, pod_spec())).await
     }
 
-    /// One sleep and one wake, and what is killed meanwhile.
+    /// Runs one sleep and one wake, and the kills meanwhile.
     pub async fn cycle(&mut self, cycle: &Cycle) -> Result<Done, Trouble> {
         let shared = &self.shared;
         shared.done.take();
@@ -141,10 +147,10 @@ impl<'a> Lane<'a> {
         let began = Instant::now();
         self.shared.strikes(cycle, Moment::Asleep, began).await?;
         self.wake(cycle).await?;
-        // Whatever was killed last: it comes back.
+        // The sandbox answers again, whatever was killed last.
         answered(&self.shared, &mut self.client, cycle.is_unnoticeable()).await?;
         note(&self.shared, &mut self.footprints).await?;
-        if cycle.last || self.is_worn().await? {
+        if cycle.last || self.is_delayed().await? {
             self.end().await?;
             self.start_over().await?;
         }
@@ -155,7 +161,7 @@ impl<'a> Lane<'a> {
         let (shared, client) = (&self.shared, &mut self.client);
         let before = shared.ledger_seq().await.unwrap_or_default();
         shared.wanted.set(cycle.busy);
-        shared.wish(cycle.depth, true).await?;
+        shared.request_sleep(cycle.depth, true).await?;
         if cycle.depth.is_by_itself() {
             return by_itself(shared, client, cycle, before).await;
         }
@@ -165,7 +171,8 @@ impl<'a> Lane<'a> {
             let sleeps = async {
                 match cycle.depth {
                     Depth::Hibernate if cycle.busy => {
-                        // It is woken as soon as it sleeps, and may not be seen asleep at all.
+                        // The client wakes the sandbox as soon as it sleeps, so it may not be seen
+                        // asleep at all.
                         let until = asked + BUSY;
                         while Instant::now() < until
                             && shared.ledger_seq().await? < before + ENTRIES_OF_SLEEP
@@ -194,28 +201,31 @@ impl<'a> Lane<'a> {
             match cycle.waker {
                 Waker::Packet => {}
                 Waker::Exec => shared.exec(began).await?,
-                Waker::Api => shared.wish(cycle.depth, false).await?,
+                Waker::Api => shared.request_sleep(cycle.depth, false).await?,
             }
             answered(shared, client, cycle.is_unnoticeable()).await
         };
         let struck = shared.strikes(cycle, Moment::Waking, began);
         futures::try_join!(asks, struck)?;
-        // From now on it is to stay awake.
-        shared.wish(cycle.depth, false).await
+        // From now on the sandbox is to stay awake.
+        shared.request_sleep(cycle.depth, false).await
     }
 
-    /// Whether the kubelet would wait before it starts its container again, or the agent before it lets it sleep.
-    async fn is_worn(&self) -> Result<bool, Trouble> {
+    /// Reports whether the kubelet would delay the next start of the sandbox's container, or the
+    /// agent its next sleep.
+    async fn is_delayed(&self) -> Result<bool, Trouble> {
         let pod = self.shared.pod().await?;
         let waits_for_kubelet = pod.is_some_and(|pod| restarts(&pod) > 0);
         let shared = &self.shared;
-        Ok(waits_for_kubelet || shared.let_be.get() || shared.is_let_be().await?)
+        Ok(waits_for_kubelet
+            || shared.stays_awake_after_failure.get()
+            || shared.has_failed_save().await?)
     }
 
-    /// Deletes the sandbox and looks for what is left of it.
+    /// Deletes the sandbox and waits until nothing of it is left.
     pub async fn end(&mut self) -> Result<(), Trouble> {
         let shared = &self.shared;
-        // The newest Pod, and sandboxes that the kubelet made anew.
+        // The newest Pod counts too, and sandboxes that the kubelet made anew.
         note(shared, &mut self.footprints).await?;
         let parameters = DeleteParams::background();
         let asked = Instant::now();
@@ -269,7 +279,10 @@ impl fmt::Debug for Lane<'_> {
     }
 }
 
-/// containerd 2.4, killed again while it takes up its shims, forgets one now and then, which then waits for nothing: with runc too.
+/// Reports whether the process is a shim that containerd has lost.
+///
+/// containerd 2.4 sometimes forgets a shim if it is killed again while it takes up its shims, with
+/// runc too. Such a shim waits for nothing.
 fn is_lost_shim(process: &Process) -> bool {
     let pid = process.pid;
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
@@ -277,7 +290,10 @@ fn is_lost_shim(process: &Process) -> bool {
         && children.is_ok_and(|children| children.trim().is_empty())
 }
 
-/// Falls asleep when its time has come; kills, and the question, count from the first sign of that. `before`: its ledger's last entry.
+/// Waits until the sandbox falls asleep by itself.
+///
+/// Kills and the question count from the first sign of that. `before` is the last entry of the
+/// sandbox's ledger.
 async fn by_itself(
     shared: &Shared<'_>,
     client: &mut Client,
@@ -286,7 +302,7 @@ async fn by_itself(
 ) -> Result<(), Trouble> {
     let mut asked = Instant::now();
     let origin = shared.first_sign(cycle.depth, before).await?;
-    if shared.let_be.get() {
+    if shared.stays_awake_after_failure.get() {
         return Ok(());
     }
     let struck = shared.strikes(cycle, Moment::FallingAsleep, origin);
@@ -294,18 +310,18 @@ async fn by_itself(
         if let Some(after) = cycle.question {
             tokio::time::sleep_until((origin + after).into()).await;
             interrupt(shared, client, cycle).await?;
-            // It begins anew.
+            // The sandbox falls asleep anew, with the full time limit.
             asked = Instant::now();
         }
-        shared.rests(cycle.depth, asked, true).await
+        shared.until_asleep(cycle.depth, asked, true).await
     };
     futures::try_join!(struck, sleeps)?;
-    // Whoever had asked was answered before it was seen asleep.
+    // The question was answered before the sandbox was seen asleep.
     shared.wanted.set(false);
     Ok(())
 }
 
-/// The one question to who is falling asleep.
+/// Asks the one question of a cycle while the sandbox falls asleep.
 async fn interrupt(shared: &Shared<'_>, client: &mut Client, cycle: &Cycle) -> Result<(), Trouble> {
     shared.wanted.set(true);
     answered(shared, client, cycle.is_unnoticeable()).await?;
@@ -315,7 +331,7 @@ async fn interrupt(shared: &Shared<'_>, client: &mut Client, cycle: &Cycle) -> R
     Ok(())
 }
 
-/// Asks until there is an answer. `smoothly`: nobody may say no meanwhile.
+/// Asks until there is an answer. `smoothly`: no connection may be ended meanwhile.
 async fn answered(shared: &Shared<'_>, client: &mut Client, smoothly: bool) -> Result<(), Trouble> {
     let began = Instant::now();
     let mut last = String::new();
@@ -332,7 +348,7 @@ async fn answered(shared: &Shared<'_>, client: &mut Client, smoothly: bool) -> R
     )))
 }
 
-/// Asks once; why there was no answer.
+/// Asks once; the inner error says why there was no answer.
 async fn ask(
     shared: &Shared<'_>,
     client: &mut Client,
@@ -344,9 +360,9 @@ async fn ask(
     };
     let excused = || shared.common.excuses.is_excused(&shared.name);
     match client.ask(&address, excused).await {
-        Ok(News::GoneOn) => Ok(Ok(())),
-        Ok(News::StartedAnew) => {
-            // The first life of all is no other one.
+        Ok(Progress::Continued) => Ok(Ok(())),
+        Ok(Progress::StartedAnew) => {
+            // The first life is not a new start.
             if shared.common.excuses.take(&shared.name) {
                 shared.done.borrow_mut().started_anew += 1;
             }
@@ -360,7 +376,7 @@ async fn ask(
     }
 }
 
-/// Asks again and again until the other is over.
+/// Asks repeatedly until the other future is ready.
 async fn load(
     shared: &Shared<'_>,
     client: &mut Client,
@@ -382,7 +398,7 @@ async fn load(
     }
 }
 
-/// Notes the ids of what the node has of the sandbox' Pod by now.
+/// Notes the ids of what the node has of the sandbox's Pod by now.
 async fn note(shared: &Shared<'_>, footprints: &mut Vec<Footprint>) -> Result<(), Trouble> {
     let (case, pod) = (shared.case, shared.pod().await?);
     let Some(uid) = pod.and_then(|pod| pod.uid()) else {
@@ -404,7 +420,10 @@ impl Shared<'_> {
         Ok(self.pod().await?.and_then(|pod| pod.uid()))
     }
 
-    /// Until then nobody has been told that it runs, and a suspension does not wait for its memory.
+    /// Waits until the Pod is ready.
+    ///
+    /// Before that the API does not report that the Pod runs, and a suspend does not wait for its
+    /// memory.
     async fn ready(&self) -> Result<(), Trouble> {
         let ready = async |shared: &Self| Ok(shared.pod().await?.is_some_and(|pod| is_ready(&pod)));
         self.until(Instant::now(), "is Ready", ready)
@@ -419,8 +438,8 @@ impl Shared<'_> {
         }
     }
 
-    /// Asks for sleep, or takes it back.
-    async fn wish(&self, depth: Depth, sleep: bool) -> Result<(), Trouble> {
+    /// Requests a sleep, or withdraws the request.
+    async fn request_sleep(&self, depth: Depth, sleep: bool) -> Result<(), Trouble> {
         let value = |value: &str| if sleep { json!(value) } else { Value::Null };
         let annotated = |annotations: Value| json!({ "metadata": { "annotations": annotations } });
         let change = match depth {
@@ -440,11 +459,19 @@ impl Shared<'_> {
     }
 
     async fn asleep(&self, depth: Depth, asked: Instant) -> Result<(), Trouble> {
-        self.rests(depth, asked, false).await
+        self.until_asleep(depth, asked, false).await
     }
 
-    /// Sleeps. What was struck and falls asleep `by_itself` may also stay awake: it is let be for some minutes then, and says so.
-    async fn rests(&self, depth: Depth, asked: Instant, by_itself: bool) -> Result<(), Trouble> {
+    /// Waits until the sandbox sleeps.
+    ///
+    /// A struck sandbox that falls asleep `by_itself` may also stay awake: after a failed save the
+    /// agent leaves it awake for some minutes, and the Pod's condition says so.
+    async fn until_asleep(
+        &self,
+        depth: Depth,
+        asked: Instant,
+        by_itself: bool,
+    ) -> Result<(), Trouble> {
         let words = format!("sleeps ({depth:?})");
         self.until(asked, &words, async |shared| {
             let sleeps = match depth {
@@ -458,22 +485,22 @@ impl Shared<'_> {
         .map(drop)
     }
 
-    /// Whether it may stay awake, and does.
+    /// Reports whether the sandbox stays awake after a failed save, as it may after a kill.
     async fn stays_awake(&self) -> Result<bool, Trouble> {
-        let stays = self.struck.get() && self.is_let_be().await?;
+        let stays = self.struck.get() && self.has_failed_save().await?;
         if stays {
-            self.let_be.set(true);
+            self.stays_awake_after_failure.set(true);
         }
         Ok(stays)
     }
 
-    /// A save of it has failed, and is not tried again for now.
-    async fn is_let_be(&self) -> Result<bool, Trouble> {
+    /// Reports whether a save failed and is not retried for now.
+    async fn has_failed_save(&self) -> Result<bool, Trouble> {
         let pod = self.pod().await?;
         Ok(pod.is_some_and(|pod| condition(&pod, POD_HIBERNATED).1 == SAVE_FAILED))
     }
 
-    /// Since when the condition holds.
+    /// Waits until the condition holds; returns when that was seen.
     async fn until(
         &self,
         asked: Instant,
@@ -492,7 +519,7 @@ impl Shared<'_> {
         )))
     }
 
-    /// What the node's records say of the sandbox; nothing while the kubelet makes another one.
+    /// Reads the node's records of the sandbox; `None` while the kubelet makes another one.
     async fn look<T>(
         &self,
         read: impl FnOnce(&torpor_core::ids::SandboxId) -> Option<T>,
@@ -504,7 +531,7 @@ impl Shared<'_> {
         Ok(record.ok().and_then(|record| read(&record.sandbox)))
     }
 
-    /// When who falls asleep by itself was first seen to, or to be let be.
+    /// Waits for the first sign that the sandbox falls asleep by itself, or that it stays awake.
     async fn first_sign(&self, depth: Depth, before: u64) -> Result<Instant, Trouble> {
         let began = Instant::now();
         if depth == Depth::Doze {
@@ -514,7 +541,7 @@ impl Shared<'_> {
         }
         let mut last = before;
         if depth == Depth::Deepen {
-            // On a busy machine its longer time may be over before it dozes.
+            // On a busy machine the longer time may be over before the sandbox dozes.
             let dozes = async |shared: &Self| {
                 let sleeps = shared.has_dozed_off().await? || shared.hibernates().await?;
                 Ok(sleeps || shared.stays_awake().await?)
@@ -535,7 +562,9 @@ impl Shared<'_> {
         Ok(note.is_some())
     }
 
-    /// The note alone may be about to go: whoever has just been woken out of a doze has been answered before it went.
+    /// Reports whether the doze is complete: the memory is in an image and is reclaimed.
+    ///
+    /// The note alone may be about to go: it is removed only after a woken sandbox has answered.
     async fn has_dozed_off(&self) -> Result<bool, Trouble> {
         let (node, uid) = (&self.case.node, self.uid().await?);
         let in_image = uid
@@ -554,18 +583,18 @@ impl Shared<'_> {
 
     async fn is_suspended(&self) -> Result<bool, Trouble> {
         let found = self.case.sandboxes().get(&self.name).await?;
-        let (status, reason, _) = said(&found, "Suspended");
+        let (status, reason, _) = condition_of(&found, "Suspended");
         Ok((status, reason) == ("True", "PodTerminated"))
     }
 
-    /// `kubectl exec`, until it gets through.
+    /// Runs `kubectl exec` until it succeeds.
     async fn exec(&self, began: Instant) -> Result<(), Trouble> {
         let ran = wait::until(
             "an exec",
             LIMIT.saturating_sub(began.elapsed()),
             async || {
                 let ran = self.case.kubectl.exec(&self.name, "counter", &["true"]);
-                // One that took too long is asked again.
+                // An exec that took too long is tried again.
                 Ok(match ran.await {
                     Ok(ran) if ran.code == 0 => Ok(()),
                     Ok(ran) => Err(ran.err),
@@ -577,7 +606,7 @@ impl Shared<'_> {
             .map_err(|error| Trouble::Stuck(format!("{}: {error:#}", self.name)))
     }
 
-    /// Kills what this moment's strikes say, each at its time.
+    /// Kills the victims of this moment's strikes, each at its time.
     async fn strikes(&self, cycle: &Cycle, moment: Moment, origin: Instant) -> Result<(), Trouble> {
         for strike in cycle.strikes_at(moment) {
             tokio::time::sleep_until((origin + strike.after).into()).await;
@@ -595,10 +624,10 @@ impl Shared<'_> {
         Ok(())
     }
 
-    /// Whether it found its victim.
+    /// Kills a victim; reports whether it was found.
     async fn strike(&self, planned: Strike) -> Result<bool, Trouble> {
         let node = &self.case.node;
-        // While a suspended sandbox has no Pod, only what is the node's can be killed.
+        // While a suspended sandbox has no Pod, only the node's processes can be killed.
         let uid = self.uid().await?;
         let struck = strike(node, uid.as_deref(), planned.victim, self.wanted.get())?;
         let Some(struck) = struck else {

@@ -1,42 +1,42 @@
-//! What the kill test does: a pure function of a seed and a number.
+//! Schedule of the kill test: a pure function of a seed and a number.
 
 use std::fmt;
 use std::time::Duration;
 
-/// How the sandbox sleeps.
+/// Kind of a sandbox's sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Depth {
-    /// By itself, because it is idle: paused, saved, its memory in swap.
+    /// By itself, because the sandbox is idle: paused, saved, its memory in swap.
     Doze,
-    /// In place, because it is asked to.
+    /// In place, on request.
     Hibernate,
-    /// In place, by itself, because it is idle.
+    /// In place and by itself, because the sandbox is idle.
     Idle,
-    /// The same out of a doze that has lasted.
+    /// In place and by itself, out of a doze that has lasted.
     Deepen,
-    /// Its Pod is deleted, and another one continues from its image.
+    /// The sandbox's Pod is deleted, and another one continues from its image.
     Suspend,
 }
 
 impl Depth {
-    /// It is not asked to, and falls asleep when it has been idle for its time.
+    /// Reports whether the sandbox falls asleep without a request, after its idle time.
     pub fn is_by_itself(self) -> bool {
         matches!(self, Self::Doze | Self::Idle | Self::Deepen)
     }
 }
 
-/// What ends the sleep.
+/// Event that ends a sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Waker {
     /// The client's next question.
     Packet,
     /// `kubectl exec`.
     Exec,
-    /// Whoever asked for sleep takes it back.
+    /// The request to sleep is withdrawn.
     Api,
 }
 
-/// When something is killed.
+/// Part of a cycle in which something is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Moment {
     FallingAsleep,
@@ -44,7 +44,7 @@ pub enum Moment {
     Waking,
 }
 
-/// What is killed, with SIGKILL.
+/// Process that is killed, with SIGKILL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, clap::ValueEnum)]
 pub enum Victim {
     Agent,
@@ -59,16 +59,17 @@ pub enum Victim {
     Sentry,
     /// One of gVisor's file servers.
     Gofer,
-    /// torpor-oci, at work on the sandbox (a wake, an end, a reclaim).
+    /// torpor-oci while it wakes, ends or reclaims the sandbox.
     Program,
-    /// torpor-oci as containerd's runtime, at work on a container of the Pod (create, start, delete).
+    /// torpor-oci as containerd's runtime, while it creates, starts or deletes a container of the
+    /// Pod.
     Oci,
     /// A command of runsc for a container of the Pod (create, restore, delete).
     Runsc,
 }
 
 impl Victim {
-    /// It runs for a moment now and then: who is to be killed is waited for a little.
+    /// Reports whether the victim runs only for moments, so that a kill waits for it a little.
     pub fn is_fleeting(self) -> bool {
         matches!(self, Self::Oci | Self::Runsc)
     }
@@ -79,7 +80,7 @@ impl Victim {
 pub struct Strike {
     pub moment: Moment,
     pub victim: Victim,
-    /// Since the moment began.
+    /// Time since the moment began.
     pub after: Duration,
 }
 
@@ -90,27 +91,28 @@ pub struct Cycle {
     pub waker: Waker,
     /// The client goes on asking while the sandbox falls asleep.
     pub busy: bool,
-    /// Who falls asleep by itself is asked once in the middle of that, so long after its first sign: more would keep it awake.
+    /// Time, since the first sign, of the one question to a sandbox that falls asleep by itself:
+    /// more questions would keep it awake.
     pub question: Option<Duration>,
     /// The client keeps its connection over the sleep, instead of making another one.
     pub same_connection: bool,
     pub strikes: Vec<Strike>,
-    /// Afterwards the sandbox is deleted and the node searched for what is left of it.
+    /// Afterwards the sandbox is deleted and the node searched for remains.
     pub last: bool,
 }
 
-/// How long after the beginning of its moment a kill may come, at most.
+/// Returns the latest time of a kill, in milliseconds since its moment began.
 fn longest(depth: Depth, moment: Moment) -> u64 {
     match (moment, depth) {
-        // From the first sign of falling asleep: pause, checkpoint, commit, reclaim, each a plan of its own.
+        // From the first sign: pause, checkpoint, commit and reclaim, each a plan of its own.
         (Moment::FallingAsleep, Depth::Doze) => 600,
-        // From the request: until the controller and the agent have heard of it, and a save.
+        // From the request: until the controller and the agent have seen it, and a save.
         (Moment::FallingAsleep, Depth::Hibernate) => 900,
-        // And until the Pod is deleted.
+        // The same, and until the Pod is deleted.
         (Moment::FallingAsleep, Depth::Suspend) => 4000,
-        // From the first sign: the same save, for which nobody has asked.
+        // From the first sign: the same save, without a request.
         (Moment::FallingAsleep, Depth::Idle) => 600,
-        // From the entry that it sleeps: the image is there, and its processes end.
+        // From the ledger entry of the sleep: the image exists, and the sandbox's processes end.
         (Moment::FallingAsleep, Depth::Deepen) => 300,
         (Moment::Asleep, _) => 300,
         (Moment::Waking, Depth::Doze) => 100,
@@ -120,7 +122,7 @@ fn longest(depth: Depth, moment: Moment) -> u64 {
     }
 }
 
-/// Who is there to be killed.
+/// Returns the victims that exist in a moment.
 pub fn victims(depth: Depth, moment: Moment) -> &'static [Victim] {
     use Victim::{
         Agent, Containerd, Gofer, Keeper, Oci, PauseKeeper, Program, Runsc, Sentry, Shim,
@@ -173,9 +175,10 @@ pub fn victims(depth: Depth, moment: Moment) -> &'static [Victim] {
 }
 
 impl Cycle {
-    /// The cycle with this number in the run of this seed.
+    /// Returns the cycle with this number in the run of this seed.
     pub fn of(seed: u64, number: u64) -> Self {
-        // Neighbouring numbers must not give neighbouring generators: a Weyl step, as SplitMix64 has it.
+        // Neighbouring numbers must not give neighbouring generators: a Weyl step, as in
+        // SplitMix64.
         let start = seed.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
         let mut random = fastrand::Rng::with_seed(start);
         let depth = *pick(
@@ -219,7 +222,7 @@ impl Cycle {
         }
     }
 
-    /// The kills of one moment, in order.
+    /// Returns the kills of one moment, in order.
     pub fn strikes_at(&self, moment: Moment) -> impl Iterator<Item = Strike> {
         self.strikes
             .iter()
@@ -227,7 +230,8 @@ impl Cycle {
             .filter(move |strike| strike.moment == moment)
     }
 
-    /// Whether the client may not even notice: nothing is killed that the sandbox itself runs on, and its Pod stays.
+    /// Reports whether the client must not notice the cycle: no process of the sandbox is killed,
+    /// and its Pod stays.
     pub fn is_unnoticeable(&self) -> bool {
         let of_sandbox =
             |strike: &Strike| !matches!(strike.victim, Victim::Agent | Victim::Containerd);
@@ -241,7 +245,7 @@ fn strike(random: &mut fastrand::Rng, depth: Depth) -> Strike {
         &[Moment::FallingAsleep, Moment::Asleep, Moment::Waking],
     );
     let victim = *pick(random, victims(depth, moment));
-    // More of the early ones, where most happens.
+    // Early times, when most happens, are more frequent.
     let longest = longest(depth, moment);
     let after = random.u64(..=longest).min(random.u64(..=longest));
     Strike {
@@ -305,7 +309,7 @@ mod tests {
         }
         let other: Vec<Cycle> = (0..100).map(|number| Cycle::of(SEED + 1, number)).collect();
         assert_ne!(all().take(100).collect::<Vec<_>>(), other);
-        // What is written into reports can be run again later.
+        // A cycle in an old report must stay repeatable.
         assert_eq!(
             Cycle::of(1, 0).to_string(),
             "Suspend until Api, busy, kept, last; Oci at FallingAsleep+332ms; Containerd at FallingAsleep+2845ms"
@@ -313,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_there_is_killed() {
+    fn only_victims_that_exist_are_killed() {
         for cycle in all() {
             for strike in &cycle.strikes {
                 assert!(
@@ -327,11 +331,11 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_never_asked_for() {
+    fn impossible_cycles_are_never_scheduled() {
         for cycle in all() {
             let suspended = cycle.depth == Depth::Suspend;
             assert!(!suspended || cycle.waker == Waker::Api, "{cycle}");
-            // Who is asked all the time is not idle.
+            // A sandbox that is asked all the time is not idle.
             assert!(!cycle.depth.is_by_itself() || !cycle.busy, "{cycle}");
             let most = longest(cycle.depth, Moment::FallingAsleep);
             let within = |after: Duration| {

@@ -1,4 +1,4 @@
-//! Kills, and whether one may cost the sandbox its memory.
+//! Kills, and whether a kill may cost a sandbox its memory.
 
 use std::time::{Duration, Instant};
 
@@ -13,23 +13,28 @@ use crate::agent::Agent;
 use crate::machine::{self, Process};
 use crate::node::{self, Node, PAUSE};
 
-/// Who was killed ends in its own time: a Pod without requests gets a five-hundredth of a busy processor.
+/// Time for a killed process to end: a Pod without requests gets a five-hundredth of a busy
+/// processor.
 const END_LIMIT: Duration = Duration::from_secs(10);
 /// The container of the program.
 const CONTAINER: &str = "counter";
 
-/// What came of a kill.
+/// Result of a kill.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Struck {
-    /// Whoever relies on the memory may find a program that was started anew.
+    /// The client may find a program that was started anew.
     pub costs_memory: bool,
-    /// Names of Pods, of this and of other sandboxes, of which the same holds: containerd died while it started their containers, which
-    /// were awake by then, or about to be. It ends such a container when it comes up (docs/guarantees.md, Limits).
+    /// Names of Pods, of this and of other sandboxes, whose memory may be lost too.
+    ///
+    /// containerd died while it started their containers, which were awake by then or about to be.
+    /// It ends such a container when it starts (docs/guarantees.md, Limits).
     pub others: Vec<String>,
 }
 
-/// Kills the victim of a Pod, or of the node while there is none; none when it does not run at this moment. `wanted`: somebody has asked for the sandbox since it
-/// fell asleep, so that it may be awake.
+/// Kills the victim of a Pod, or of the node while there is no Pod.
+///
+/// Returns `None` if the victim does not run at this moment. `wanted`: the sandbox was asked for
+/// since it fell asleep, so that it may be awake.
 pub fn strike(
     node: &Node,
     uid: Option<&str>,
@@ -50,7 +55,7 @@ pub fn strike(
         _ => Vec::new(),
     };
     if process.kill().is_err() {
-        // It ended by itself meanwhile.
+        // The process ended by itself meanwhile.
         return Ok(None);
     }
     let ended = has_ended(&process);
@@ -60,9 +65,9 @@ pub fn strike(
         .filter(|pod| ledger(node, pod.pod_uid.as_str()).is_ok_and(|now| !is_in_image(&now.memory)))
         .map(|pod| pod.name)
         .collect();
-    // Of a start it depends on how far it came.
+    // A killed start costs memory only if the program may have started.
     let started = victim == Victim::Oci
-        && commands::of_oci(&process.command).is_some_and(|at_work| at_work.verb == "start")
+        && commands::of_oci(&process.command).is_some_and(|command| command.verb == "start")
         && after.as_ref().zip(uid).is_some_and(|(after, uid)| {
             commands::may_have_started(node.state_of(uid).ok().as_ref(), after)
         });
@@ -74,7 +79,9 @@ pub fn strike(
     }))
 }
 
-/// Waits until the process that was killed has ended; until then the sandbox can still be woken, and dies awake.
+/// Waits until the killed process has ended; reports whether it has.
+///
+/// Until then the sandbox can still be woken, and would die awake.
 fn has_ended(process: &Process) -> bool {
     let began = Instant::now();
     while process.lives() {
@@ -86,7 +93,7 @@ fn has_ended(process: &Process) -> bool {
     true
 }
 
-/// Pods a container of which is being started at this moment.
+/// Returns the Pods with a container that is being started at this moment.
 fn starting(node: &Node) -> anyhow::Result<Vec<PodRecord>> {
     let mut pods = node.records.pods()?;
     let starts: Vec<String> = machine::processes()
@@ -113,33 +120,41 @@ pub(super) fn ledger(node: &Node, uid: &str) -> anyhow::Result<LedgerState> {
     ledger.read().context("cannot read the ledger")
 }
 
-/// Whether nothing that happens to the sandbox' processes may cost the memory.
+/// Reports whether the memory is safe in an image, whatever happens to the sandbox's processes.
 pub(super) fn is_in_image(memory: &Memory) -> bool {
     match memory {
         Memory::Committed { .. } | Memory::Asleep { .. } | Memory::WakeFailed { .. } => true,
-        // A sandbox that is being restored may be awake already, and one that is being saved may not be saved yet.
+        // A sandbox that is being restored may be awake already. One that is being saved may not be
+        // saved yet.
         Memory::Live | Memory::Saving { .. } | Memory::Waking { .. } => false,
     }
 }
 
-/// Whether the sandbox slept before the kill and after it, and does not run on before somebody has seen what is missing. `wanted`: somebody has asked for it.
+/// Reports whether the sandbox slept before and after the kill, and does not run on before its
+/// processes have been checked.
+///
+/// `wanted`: the sandbox was asked for.
 fn slept_through(before: &LedgerState, after: &LedgerState, wanted: bool) -> bool {
     let stayed = before.seq == after.seq;
     stayed
         && match &after.memory {
-            // Whoever wakes it looks once more, before anybody hears it, whether all are there that it stands on.
+            // A wake checks that all processes below the sandbox exist before the sandbox can be
+            // reached.
             Memory::Asleep { .. } | Memory::WakeFailed { .. } => true,
-            // It stands still, and may have been on the point of running on.
+            // The sandbox is paused, and may have been about to run on.
             Memory::Committed { .. } => !wanted,
             Memory::Live | Memory::Saving { .. } | Memory::Waking { .. } => false,
         }
 }
 
-/// Whoever stands for a sandbox that is awake takes it along; a sandbox that slept through the kill comes back. A command of runsc, of which
-/// nobody starts a program, is done again: what it restores nobody has heard before it has ended well.
+/// Reports whether the end of the victim costs the sandbox its memory.
+///
+/// An awake sandbox ends with a process that it runs on; a sandbox that slept through the kill is
+/// restored. A runsc command that does not start a program is repeated: what it restores cannot be
+/// reached before the command has ended well.
 fn costs_memory(victim: Victim, slept: bool) -> bool {
     match victim {
-        // They are started again, and what they were at is done by whoever comes next.
+        // These processes are started again, and the next one completes their work.
         Victim::Agent | Victim::Containerd | Victim::Program | Victim::Runsc | Victim::Oci => false,
         Victim::Shim | Victim::PauseKeeper | Victim::Keeper | Victim::Sentry | Victim::Gofer => {
             !slept
@@ -161,7 +176,7 @@ fn of_pod(node: &Node, uid: &str, victim: Victim) -> anyhow::Result<Process> {
     }
 }
 
-/// torpor-oci, waking, ending or reclaiming the sandbox.
+/// Finds torpor-oci while it wakes, ends or reclaims the sandbox.
 fn program(node: &Node, uid: &str) -> anyhow::Result<Process> {
     let sandbox = node.sandbox_of(uid)?.sandbox;
     let verbs = ["wake", "end", "doze"].map(|verb| format!(" {verb} {sandbox}"));
@@ -202,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_asleep_in_an_image_sleeps_through_a_kill_also_when_somebody_has_asked() {
+    fn a_sandbox_in_an_image_sleeps_through_a_kill_even_if_it_was_asked_for() {
         let (image, by_itself) = (image(), false);
         let at = |seq, memory: &Memory| LedgerState {
             seq,

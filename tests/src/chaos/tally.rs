@@ -1,4 +1,4 @@
-//! What came of a run.
+//! Results of a run.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -7,14 +7,14 @@ use std::time::Duration;
 use super::schedule::Cycle;
 use super::trouble::{Done, Trouble};
 
-/// All cycles of a run.
+/// Results of all cycles of a run.
 #[derive(Debug, Default)]
 pub struct Tally {
     cycles: Vec<Duration>,
     /// Kills by victim: those that found it, and those for which it did not run.
     kills: BTreeMap<String, (u64, u64)>,
     depths: BTreeMap<String, u64>,
-    /// Times that a program was killed awake and started anew.
+    /// Number of programs that were killed awake and started anew.
     started_anew: u64,
     troubles: Vec<(Option<u64>, Trouble)>,
 }
@@ -42,22 +42,22 @@ impl Tally {
         }
     }
 
-    /// Something was left at the end of all.
+    /// Adds what was left over at the end of the run.
     pub fn left_over(&mut self, trouble: Trouble) {
         self.troubles.push((None, trouble));
     }
 
-    /// Cycles that were run.
+    /// Returns the number of cycles that were run.
     pub fn cycles(&self) -> usize {
         self.cycles.len()
     }
 
-    /// Kills that found their victim.
+    /// Returns the number of kills that found their victim.
     pub fn kills(&self) -> u64 {
         self.kills.values().map(|(hits, _)| hits).sum()
     }
 
-    /// Whether nothing was wrong.
+    /// Reports whether there was no trouble.
     pub fn is_clean(&self) -> bool {
         self.troubles.is_empty()
     }

@@ -1,10 +1,10 @@
-//! What happens in a cycle, and what must not.
+//! Results and faults of a cycle.
 
 use std::fmt;
 
 use super::schedule::Victim;
 
-/// What must not happen.
+/// Fault that must not happen.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Trouble {
     #[error("lost: {0}")]
@@ -15,7 +15,7 @@ pub enum Trouble {
     Stuck(String),
     #[error("left over: {0}")]
     LeftOver(String),
-    /// Of the test or the cluster, not of Torpor.
+    /// Fault of the test or the cluster, not of Torpor.
     #[error("{0}")]
     Broken(String),
 }
@@ -32,10 +32,10 @@ impl From<kube::Error> for Trouble {
     }
 }
 
-/// What happened in a cycle.
+/// Result of a cycle.
 #[derive(Debug, Clone, Default)]
 pub struct Done {
-    /// Who was to be killed, and whether it ran.
+    /// Planned victims, and whether each was found.
     pub kills: Vec<(Victim, bool)>,
     pub started_anew: u64,
 }

@@ -1,4 +1,5 @@
-//! Damaged images and ledgers, and disks that are full: refused in words, nothing lost, and well again once mended.
+//! Damaged images and ledgers, and full disks: refused with a message, nothing lost, and usable
+//! again after the repair.
 
 use std::fs;
 use std::io::Write as _;
@@ -20,7 +21,7 @@ use torpor_tests::sandboxes::{LIMIT, sandbox};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::{wait, witness};
 
-/// A counting Pod that sleeps, the number that it had reached, and its image.
+/// Puts a counting Pod to sleep; returns the Pod, the number that it had reached, and its image.
 async fn sleeper(case: &Case) -> anyhow::Result<(Pod, u64, PathBuf)> {
     let pod = case.start(shell_pod("p", COUNT)).await?;
     let counted = case.written("p", "a", "/n").await?.parse()?;
@@ -29,7 +30,7 @@ async fn sleeper(case: &Case) -> anyhow::Result<(Pod, u64, PathBuf)> {
     Ok((pod, counted, image))
 }
 
-/// An exec is refused with all of `words`, and the image is still there.
+/// Checks that an exec is refused with all of `words`, and that the image still exists.
 async fn exec_is_refused(case: &Case, image: &Path, words: &[&str]) -> anyhow::Result<()> {
     let ran = case.exec("p", "a", &["cat", "/n"]).await?;
     is_refusal(&ran, image, words)
@@ -48,13 +49,16 @@ fn is_refusal(ran: &Ran, image: &Path, words: &[&str]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Without emptying the file first: the agent, which looks at it at any time, would find a Pod that never slept, and discard its image.
+/// Writes over a file without emptying it first.
+///
+/// The agent reads the ledger at any time: an empty one would mean a Pod that never slept, and the
+/// agent would discard the Pod's image.
 fn write_over(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let mut file = fs::OpenOptions::new().write(true).open(path)?;
     Ok(file.write_all(bytes)?)
 }
 
-/// Wakes the mended Pod: it is the one that went to sleep.
+/// Wakes the repaired Pod and checks that it is the one that went to sleep.
 async fn wakes_as_it_was(case: &Case, counted: u64) -> anyhow::Result<()> {
     let awake = case.wake("p").await?;
     let now: u64 = case.written("p", "a", "/n").await?.parse()?;
@@ -72,7 +76,7 @@ fn flip_a_byte(path: &Path) -> anyhow::Result<()> {
     Ok(fs::write(path, bytes)?)
 }
 
-/// A volume of the node's.
+/// Returns a claim for a volume of the node.
 fn claim() -> Value {
     json!({
         "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": { "name": "data" },
@@ -80,7 +84,7 @@ fn claim() -> Value {
     })
 }
 
-/// A Pod's spec: the container, with that volume at /data.
+/// Returns a Pod's spec: the container, with that volume at /data.
 fn on_claim(container: Value) -> Value {
     let volume = json!({ "volumeMounts": mounts(&[("data", "/data")]) });
     json!({
@@ -89,10 +93,11 @@ fn on_claim(container: Value) -> Value {
     })
 }
 
-/// gVisor saves what was deleted and is still open when it is a file, and nothing else: so a pipe on a volume of the node's, with its name gone,
-/// makes it refuse.
+/// A deleted pipe that is still open on a volume of the node makes gVisor refuse the save.
+///
+/// gVisor saves what was deleted and is still open only if it is a file.
 #[tokio::test]
-async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_says_why_and_is_not_asked_all_the_time()
+async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_with_a_reported_reason_and_delayed_retries()
 -> anyhow::Result<()> {
     case("refused", async |case| {
         case.create(claim()).await?;
@@ -114,13 +119,13 @@ async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_says_why_and_is_not_asked
         ] {
             anyhow::ensure!(told.contains(word), "{word:?} is not in: {told}");
         }
-        // It would have been tried again by now if it were not for the refusal.
+        // Without the refusal the save would have been tried again by now.
         tokio::time::sleep(Duration::from_secs(8)).await;
         let now = case.pods().get("p").await?;
         assert_eq!(condition(&now, POD_HIBERNATED).2, told, "asked again");
         let images = case.node.images_of(&case.namespace, &uid(&now));
         assert_eq!(images, Vec::<PathBuf>::new());
-        // It runs, the same program as before.
+        // The same program runs as before.
         assert_eq!(case.sh("p", "a", "cat /mem").await?, "kept");
         assert_eq!(restarts(&case.pods().get("p").await?), 0);
         Ok(())
@@ -128,7 +133,8 @@ async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_says_why_and_is_not_asked
     .await
 }
 
-/// Nobody has noticed yet that a container has ended: an image without it could never be restored. Its keeper, which would have, stands still.
+/// A container has ended, and its keeper, which would have noticed that, is stopped: an image
+/// without the container could never be restored.
 #[tokio::test]
 async fn a_sandbox_that_has_just_lost_a_container_is_not_saved_without_it() -> anyhow::Result<()> {
     case("halved", async |case| {
@@ -147,9 +153,9 @@ async fn a_sandbox_that_has_just_lost_a_container_is_not_saved_without_it() -> a
         let told = condition(&refused?, POD_HIBERNATED).2.to_owned();
         anyhow::ensure!(
             told.contains("has ended"),
-            "that a container has ended is not in: {told}"
+            "\"has ended\" is not in: {told}"
         );
-        // The kubelet starts it again, and then it sleeps as wished.
+        // The kubelet starts the container again, and then the Pod sleeps as requested.
         let sleeps = |pod: &Pod| restarts(pod) == 1 && condition(pod, POD_HIBERNATED).0 == "True";
         let limit = SLEEP_LIMIT * 2;
         case.pod_until("p", "it sleeps with a new container", limit, sleeps)
@@ -204,7 +210,7 @@ async fn an_image_that_others_could_have_put_there_is_refused() -> anyhow::Resul
         let (_, counted, image) = sleeper(case).await?;
         let aside = image.with_file_name("aside");
 
-        // A link in place of the directory, and in place of a file.
+        // A symbolic link in place of the directory, and in place of a file.
         fs::rename(&image, &aside)?;
         symlink(&aside, &image)?;
         exec_is_refused(case, &image, &["symbolic link"]).await?;
@@ -217,7 +223,7 @@ async fn an_image_that_others_could_have_put_there_is_refused() -> anyhow::Resul
         fs::remove_file(&pages)?;
         fs::rename(&aside, &pages)?;
 
-        // A file that does not belong there, and one that everybody may write.
+        // A file that does not belong there, and a file that everybody may write.
         fs::write(image.join("more"), "x")?;
         exec_is_refused(case, &image, &["more"]).await?;
         fs::remove_file(image.join("more"))?;
@@ -230,7 +236,7 @@ async fn an_image_that_others_could_have_put_there_is_refused() -> anyhow::Resul
 }
 
 #[tokio::test]
-async fn a_wake_that_fails_is_told_on_the_pod_and_tried_again() -> anyhow::Result<()> {
+async fn a_wake_that_fails_is_reported_on_the_pod_and_tried_again() -> anyhow::Result<()> {
     case("wakefails", async |case| {
         let (_, counted, image) = sleeper(case).await?;
         let pages = image.join("pages.img");
@@ -249,10 +255,11 @@ async fn a_wake_that_fails_is_told_on_the_pod_and_tried_again() -> anyhow::Resul
     .await
 }
 
-/// The image is whole, and gVisor cannot restore it: it opens anew what the program had open on a volume, and the file is not there.
+/// The image is whole, but gVisor cannot restore it: it reopens what the program had open on a
+/// volume, and that file is missing.
 #[tokio::test]
-async fn a_restore_that_fails_uses_nothing_up_and_the_next_pod_has_the_memory() -> anyhow::Result<()>
-{
+async fn a_restore_that_fails_consumes_no_image_and_the_next_pod_has_the_memory()
+-> anyhow::Result<()> {
     case("notused", async |case| {
         case.create(claim()).await?;
         let program = witness::container(5, &["/data/file"]);
@@ -265,7 +272,7 @@ async fn a_restore_that_fails_uses_nothing_up_and_the_next_pod_has_the_memory() 
         moves("mv /data/file /data/aside").await?;
 
         case.set_mode("s", "Running").await?;
-        case.sandbox_says("s", "Restored", "False", "RestoreFailed")
+        case.sandbox_has("s", "Restored", "False", "RestoreFailed")
             .await?;
         let failed = uid(&case.pods().get("s").await?);
         case.delete_pod_at_once("s").await?;
@@ -275,16 +282,16 @@ async fn a_restore_that_fails_uses_nothing_up_and_the_next_pod_has_the_memory() 
         moves("mv /data/aside /data/file").await?;
 
         let pod = case.sandbox_ready("s").await?;
-        case.sandbox_says("s", "Restored", "True", "Restored")
+        case.sandbox_has("s", "Restored", "True", "Restored")
             .await?;
         witness::ask(&pod).await?.goes_on_from(&before)
     })
     .await
 }
 
-/// The agent looks for the images of a Pod that is gone every few seconds.
+/// The agent looks every few seconds for the images of Pods that are gone.
 #[tokio::test]
-async fn the_image_of_a_suspended_sandbox_that_is_away_is_missed_and_taken_when_it_is_back()
+async fn a_missing_image_of_a_suspended_sandbox_is_reported_and_used_when_it_is_back()
 -> anyhow::Result<()> {
     case("away", async |case| {
         let program = witness::container(5, &[]);
@@ -300,7 +307,7 @@ async fn the_image_of_a_suspended_sandbox_that_is_away_is_missed_and_taken_when_
         is_missed(case, &suspend_snapshot_name("s", &uid(&pod))).await?;
 
         case.set_mode("s", "Running").await?;
-        case.sandbox_says("s", "Restored", "False", "ImageMissing")
+        case.sandbox_has("s", "Restored", "False", "ImageMissing")
             .await?;
         let made = case.pods().get_opt("s").await?;
         anyhow::ensure!(made.is_none(), "a Pod was made without the memory");
@@ -313,7 +320,7 @@ async fn the_image_of_a_suspended_sandbox_that_is_away_is_missed_and_taken_when_
     .await
 }
 
-/// The snapshot says that its image is not there.
+/// Waits until the snapshot's condition reports that its image is missing.
 async fn is_missed(case: &Case, snapshot: &str) -> anyhow::Result<()> {
     let words = format!("SandboxSnapshot {snapshot}: its image is missing");
     wait::object(case.snapshots(), snapshot, &words, LIMIT, |found| {
@@ -333,11 +340,12 @@ async fn a_ledger_that_cannot_be_trusted_stops_saves_and_wakes_and_is_named() ->
         let (pod, counted, image) = sleeper(case).await?;
         let ledger = case.node.ledger_path(&uid(&pod));
         let whole = fs::read(&ledger)?;
-        // In the first record: a torn last one would be a crash, which is no damage.
+        // The damage is in the first record: a torn last record would be left by a crash, and is no
+        // damage.
         let mut damaged = whole.clone();
         damaged[whole.len() / 4] ^= 1;
         write_over(&ledger, &damaged)?;
-        // What a user is told.
+        // Error that a user gets.
         let ran = case.kubectl.exec("p", "a", &["cat", "/n"]).await?;
         is_refusal(&ran, &image, &[&ledger.display().to_string()])?;
         let told = |pod: &Pod| condition(pod, POD_HIBERNATED).2.contains("ledger");
@@ -407,11 +415,11 @@ async fn a_save_that_failed_is_tried_again_until_the_sandbox_is_suspended() -> a
         fs::DirBuilder::new().mode(0o700).create(&dir)?;
         let disk = FullDisk::over(dir, 64 << 10)?;
         case.set_mode("s", "Suspended").await?;
-        case.sandbox_says("s", "Hibernated", "False", "SaveFailed")
+        case.sandbox_has("s", "Hibernated", "False", "SaveFailed")
             .await?;
         assert!(case.counted("s").await? >= before, "meanwhile it runs");
         drop(disk);
-        case.sandbox_says("s", "Suspended", "True", "PodTerminated")
+        case.sandbox_has("s", "Suspended", "True", "PodTerminated")
             .await?;
         case.resume("s").await?;
         assert!(case.counted("s").await? >= before);

@@ -13,7 +13,7 @@ use torpor_tests::case::{Case, case, uid};
 use torpor_tests::pods::{COUNT, PYTHON, pod, shell, with};
 use torpor_tests::wait;
 
-/// Lines of `/proc/<pid>/status` about what the process may do and whom it belongs to.
+/// Lines of `/proc/<pid>/status` about a process's rights and owner.
 const STATUS: [&str; 13] = [
     "Umask",
     "Uid",
@@ -29,10 +29,10 @@ const STATUS: [&str; 13] = [
     "Seccomp_filters",
     "THP_enabled",
 ];
-/// Its number in each PID namespace, and of its group and session.
+/// Lines with the process's number in each PID namespace, and with those of its group and session.
 const NUMBERS: [&str; 3] = ["NSpid", "NSpgid", "NSsid"];
 const NAMESPACES: [&str; 8] = ["cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"];
-/// Connections to a sandbox come and go.
+/// Time for temporary connections to a sandbox to end.
 const SOON: Duration = Duration::from_secs(20);
 
 fn read(pid: i32, name: &str) -> anyhow::Result<String> {
@@ -40,7 +40,7 @@ fn read(pid: i32, name: &str) -> anyhow::Result<String> {
     read_to_string(&path).with_context(|| format!("cannot read {path}"))
 }
 
-/// What the kernel says of a process: all of it that makes the difference between one that is confined and one that is not.
+/// Returns all that the kernel reports about how a process is confined.
 fn confinement(pid: i32) -> anyhow::Result<BTreeMap<String, String>> {
     let mut found = BTreeMap::new();
     for line in read(pid, "status")?.lines() {
@@ -49,7 +49,7 @@ fn confinement(pid: i32) -> anyhow::Result<BTreeMap<String, String>> {
             found.insert(name.to_owned(), value.trim().to_owned());
         }
         if NUMBERS.contains(&name) {
-            // The innermost is what it sees.
+            // The innermost number is the one that the process sees.
             let numbers: Vec<&str> = value.split_whitespace().collect();
             let seen = numbers.last().unwrap_or(&"");
             found.insert(name.to_owned(), format!("{seen} of {}", numbers.len()));
@@ -65,11 +65,11 @@ fn confinement(pid: i32) -> anyhow::Result<BTreeMap<String, String>> {
     ] {
         found.insert(name.to_owned(), read(pid, name)?);
     }
-    // Kernels have not all of them.
+    // Not every kernel has all of these files.
     for name in ["loginuid", "coredump_filter", "attr/current"] {
         found.insert(name.to_owned(), read(pid, name).unwrap_or_default());
     }
-    // Numbers of mounts and devices are given anew.
+    // Numbers of mounts and devices are assigned anew.
     let mounts: Vec<String> = (read(pid, "mountinfo")?.lines())
         .map(|line| line.split(' ').skip(3).collect::<Vec<_>>().join(" "))
         .collect();
@@ -86,11 +86,15 @@ fn confinement(pid: i32) -> anyhow::Result<BTreeMap<String, String>> {
     Ok(found)
 }
 
-/// Signals that each of its threads blocks: that it got so from who began it. gVisor has threads that block some, and which they are, the first one too, is Go's choice.
+/// Returns the signals that every thread of the process blocks, as inherited from the process that
+/// began it.
+///
+/// gVisor has threads that block some signals; Go chooses these threads, and the first one may be
+/// among them.
 fn blocked_signals(pid: i32) -> anyhow::Result<u64> {
     let mut blocked = u64::MAX;
     for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
-        // One that has ended meanwhile is none of them.
+        // A thread that has ended meanwhile does not count.
         let Ok(status) = read_to_string(thread?.path().join("status")) else {
             continue;
         };
@@ -101,15 +105,17 @@ fn blocked_signals(pid: i32) -> anyhow::Result<u64> {
     Ok(blocked)
 }
 
-/// How many files of each kind a process has open, but for what gVisor makes as it needs it, and of the sandbox' first process but for the container's, which are what
-/// its program has open at the moment.
+/// Returns the number of open files of a process, by kind.
+///
+/// Files that gVisor makes on demand do not count. Neither do, in the sandbox's first process, the
+/// container's files, which its program has open at the moment.
 fn open_files(pid: i32) -> anyhow::Result<BTreeMap<String, usize>> {
     let serves = read(pid, "cmdline")?.starts_with("runsc-gofer");
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
         let target = read_link(entry?.path()).unwrap_or_default();
         let target = target.display().to_string();
-        // Of a socket or pipe without its number.
+        // The kind of a socket or pipe has no number.
         let kind = target.split('[').next().unwrap_or_default();
         let is_container = !serves && kind.starts_with("/root");
         if !is_container && !kind.starts_with("anon_inode") && !kind.is_empty() {
@@ -119,10 +125,12 @@ fn open_files(pid: i32) -> anyhow::Result<BTreeMap<String, usize>> {
     Ok(found)
 }
 
-/// How runsc's own process is told to confine itself, which Torpor's was before it executed runsc,
-/// and descriptors that only slow ends need (gVisor, `pkg/pinring`). [`confinement`] compares what
-/// came of it.
-const BY_ITSELF: [&str; 9] = [
+/// Flags that are not compared.
+///
+/// Some tell runsc's own process to confine itself; Torpor's process is confined before it executes
+/// runsc, and [`confinement`] compares the results. The others are descriptors that only slow ends
+/// need (gVisor, `pkg/pinring`).
+const NOT_COMPARED: [&str; 9] = [
     "--apply-caps",
     "--setup-root",
     "--sync-chroot-fd",
@@ -134,10 +142,12 @@ const BY_ITSELF: [&str; 9] = [
     "--sync-sentry-exit-fd",
 ];
 
-/// What `runsc boot` was told, without the numbers of descriptors. What is said of those that there are not is nothing, and the log is one of them.
+/// Returns the flags of `runsc boot`, with the number of descriptors instead of their numbers.
+///
+/// Descriptors that do not exist are left out, and so is the log.
 fn flags(pid: i32) -> anyhow::Result<BTreeMap<String, String>> {
     let words = read(pid, "cmdline")?;
-    // runsc says some values in a word of their own.
+    // runsc passes some values in a word of their own.
     let words = (words.replace("-memory\0", "-memory=")).replace("--bundle\0", "--bundle=");
     let mut found = BTreeMap::new();
     let mut descriptors: BTreeMap<&str, usize> = BTreeMap::new();
@@ -146,7 +156,7 @@ fn flags(pid: i32) -> anyhow::Result<BTreeMap<String, String>> {
         let is_descriptor = name.ends_with("-fd") || name.ends_with("-fds");
         match (name, value) {
             ("" | "--log", _) => {}
-            _ if BY_ITSELF.contains(&name) => {}
+            _ if NOT_COMPARED.contains(&name) => {}
             (_, "-1") if is_descriptor => {}
             _ if is_descriptor => {
                 *descriptors.entry(name).or_default() += value.split(',').count();
@@ -159,7 +169,7 @@ fn flags(pid: i32) -> anyhow::Result<BTreeMap<String, String>> {
     Ok(found)
 }
 
-/// runsc's record of a container, but for its times and processes.
+/// Returns runsc's record of a container, without its times and processes.
 fn record(case: &Case, uid: &str, id: &str) -> anyhow::Result<Value> {
     let record = case.node.sandbox_of(uid)?;
     let sandbox = record.sandbox.as_str();
@@ -173,7 +183,7 @@ fn record(case: &Case, uid: &str, id: &str) -> anyhow::Result<Value> {
     Ok(record)
 }
 
-/// What of Torpor's the sandbox' next processes are told from.
+/// Returns the path of Torpor's file from which the sandbox's next processes are begun.
 fn kept(case: &Case, uid: &str) -> anyhow::Result<PathBuf> {
     let record = case.node.sandbox_of(uid)?;
     Ok(case
@@ -183,15 +193,20 @@ fn kept(case: &Case, uid: &str) -> anyhow::Result<PathBuf> {
         .join("runsc.json"))
 }
 
-/// runsc's processes give their capabilities away by themselves; Torpor's have done so before they
-/// execute runsc.
+/// Reports whether runsc began the process.
+///
+/// runsc's processes drop their capabilities themselves; Torpor's have done so before they execute
+/// runsc.
 fn is_begun_by_runsc(pid: i32) -> anyhow::Result<bool> {
     let words = read(pid, "cmdline")?;
     Ok(!words.split('\0').any(|word| word == "--apply-caps=false"))
 }
 
-/// One container writes to its root and has mounts: a directory and a file that cannot be written to, and that file at a place which is a link to `/usr/sbin`. The
-/// other one's root cannot be written to. With `volumes` they share one on disk and one in memory, of which one is the pause container's to hold.
+/// Starts a Pod with two containers; returns its UID.
+///
+/// Container `a` writes to its root and has read-only mounts: a directory and a file, and that file
+/// at a path that is a link to `/usr/sbin`. The root of `b` is read-only. With `volumes` they share
+/// one on disk and one in memory, of which the pause container holds one.
 async fn started(case: &Case, volumes: bool) -> anyhow::Result<String> {
     let config = json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "config" }, "data": { "key": "value" },
@@ -221,8 +236,8 @@ async fn started(case: &Case, volumes: bool) -> anyhow::Result<String> {
     Ok(uid(&case.start(pod("p", spec)).await?))
 }
 
-/// What is compared of a process of the sandbox.
-struct Seen {
+/// Properties of a sandbox's process that are compared.
+struct Properties {
     confinement: BTreeMap<String, String>,
     network: PathBuf,
     flags: BTreeMap<String, String>,
@@ -230,7 +245,7 @@ struct Seen {
     open: BTreeMap<String, usize>,
 }
 
-impl Seen {
+impl Properties {
     fn of(pid: i32) -> anyhow::Result<Self> {
         Ok(Self {
             confinement: confinement(pid)?,
@@ -254,7 +269,8 @@ impl Seen {
     }
 }
 
-/// The sandbox' first process, and those that serve its containers' files: of `a`, of `b`, and of the pause container if it holds volumes.
+/// Returns the sandbox's first process and its gofers: of `a`, of `b`, and of the pause container
+/// if that holds volumes.
 fn processes(case: &Case, uid: &str) -> anyhow::Result<Vec<i32>> {
     let gofer = |name: &str| case.node.gofer_of(uid, name);
     let sandbox = case.node.sandbox_of(uid)?.sandbox;
@@ -267,11 +283,14 @@ fn processes(case: &Case, uid: &str) -> anyhow::Result<Vec<i32>> {
     Ok(found)
 }
 
-fn all_seen(case: &Case, uid: &str) -> anyhow::Result<Vec<Seen>> {
-    processes(case, uid)?.into_iter().map(Seen::of).collect()
+fn all_properties(case: &Case, uid: &str) -> anyhow::Result<Vec<Properties>> {
+    processes(case, uid)?
+        .into_iter()
+        .map(Properties::of)
+        .collect()
 }
 
-/// runsc's records of its containers.
+/// Returns runsc's records of the sandbox's containers.
 fn records(case: &Case, uid: &str) -> anyhow::Result<Vec<Value>> {
     let sandbox = case.node.sandbox_of(uid)?.sandbox;
     let mut ids = vec![sandbox.as_str().to_owned()];
@@ -281,7 +300,8 @@ fn records(case: &Case, uid: &str) -> anyhow::Result<Vec<Value>> {
     ids.iter().map(|id| record(case, uid, id)).collect()
 }
 
-/// What the files are like in which gVisor keeps what the container `a` writes, and what is in a volume.
+/// Returns mode and owner of the files in which gVisor keeps what the container `a` writes, and
+/// what is in a volume.
 fn filestores(case: &Case, uid: &str) -> anyhow::Result<Vec<[u32; 3]>> {
     let record = case.node.sandbox_of(uid)?;
     let spec = case.node.records.spec(&case.node.container(uid, "a")?.id)?;
@@ -296,39 +316,45 @@ fn filestores(case: &Case, uid: &str) -> anyhow::Result<Vec<[u32; 3]>> {
     files.collect()
 }
 
-/// Which of its processes runsc has begun.
+/// Reports for each of the sandbox's processes whether runsc began it.
 fn begun_by_runsc(case: &Case, uid: &str) -> anyhow::Result<Vec<bool>> {
     let processes = processes(case, uid)?.into_iter();
     processes.map(is_begun_by_runsc).collect()
 }
 
-/// Compares with the same sandbox begun by `runsc create` and by `runsc restore`.
+/// Compares a sandbox with the same one begun by `runsc create` and by `runsc restore`.
 async fn is_as_confined(case: &Case, volumes: bool) -> anyhow::Result<()> {
     let uid = started(case, volumes).await?;
     let count = if volumes { 4 } else { 3 };
     let by = begun_by_runsc(case, &uid)?;
-    ensure!(by == vec![true; count], "a new one is not restored: {by:?}");
-    let (created, files) = (all_seen(case, &uid)?, filestores(case, &uid)?);
+    ensure!(
+        by == vec![true; count],
+        "runsc begins a new sandbox: {by:?}"
+    );
+    let (created, files) = (all_properties(case, &uid)?, filestores(case, &uid)?);
     ensure!(files.len() == count - 2, "of the root, and of the volume");
     let dirs = if volumes { "/disk /memory" } else { "/tmp" };
     let fill = format!("for dir in {dirs}; do echo kept >$dir/file; done");
     case.sh("p", "a", &fill).await?;
     let check = format!("for dir in {dirs}; do cat $dir/file; done | sort -u");
 
-    // By `runsc restore`.
+    // The wake uses `runsc restore`.
     case.hibernate("p").await?;
     std::fs::remove_file(kept(case, &uid)?)?;
     case.wake("p").await?;
     let by = begun_by_runsc(case, &uid)?;
-    ensure!(by == vec![true; count], "nothing is known of it: {by:?}");
-    let (restored, recorded) = (all_seen(case, &uid)?, records(case, &uid)?);
+    ensure!(
+        by == vec![true; count],
+        "runsc begins a sandbox without Torpor's file: {by:?}"
+    );
+    let (restored, recorded) = (all_properties(case, &uid)?, records(case, &uid)?);
 
     for _ in 0..2 {
         case.hibernate("p").await?;
         case.wake("p").await?;
         let by = begun_by_runsc(case, &uid)?;
-        ensure!(by == vec![false; count], "runsc has begun it: {by:?}");
-        let ours = all_seen(case, &uid)?;
+        ensure!(by == vec![false; count], "runsc began the sandbox: {by:?}");
+        let ours = all_properties(case, &uid)?;
         for ((own, created), restored) in ours.iter().zip(&created).zip(&restored) {
             own.is_confined_as(restored)?;
             for (name, value) in &created.confinement {
@@ -341,17 +367,14 @@ async fn is_as_confined(case: &Case, volumes: bool) -> anyhow::Result<()> {
             "it is in another network namespace"
         );
         let networks: BTreeSet<_> = ours.iter().map(|own| &own.network).collect();
-        ensure!(
-            networks.len() == count,
-            "one that serves files has a network"
-        );
+        ensure!(networks.len() == count, "a gofer has a network");
         let own = filestores(case, &uid)?;
         ensure!(own == files, "its files are {own:?}, by runsc {files:?}");
         let own = records(case, &uid)?;
-        ensure!(own == recorded, "runsc's record is another");
+        ensure!(own == recorded, "runsc's records differ");
         let text = case.sh("p", "a", &check).await?;
         ensure!(text == "kept", "it has lost what it wrote: {text}");
-        wait::until("it has no more open than runsc's", SOON, async || {
+        wait::until("it has no more files open than runsc's", SOON, async || {
             for (pid, restored) in processes(case, &uid)?.into_iter().zip(&restored) {
                 let blocked = blocked_signals(pid)?;
                 if blocked != 0 {
@@ -380,15 +403,15 @@ async fn a_sandbox_with_volumes_is_as_confined_as_one_that_runsc_has_begun() -> 
     case("begun", async |case| is_as_confined(case, true).await).await
 }
 
-/// Signals that it got ignored from who began it.
+/// Returns the line about ignored signals, which the process inherited.
 fn ignored(status: &str) -> Option<&str> {
     status.lines().find(|line| line.starts_with("SigIgn"))
 }
 
-/// Changes what Torpor knows of the sandbox.
+/// Change of Torpor's file about the sandbox.
 type Change = fn(&mut Value);
 
-/// What is changed, and who has begun the sandbox and the container `a` then: whether it was runsc.
+/// Changes, and whether runsc then begins the sandbox and the container `a`.
 const CHANGES: [(&str, Change, [bool; 2]); 8] = [
     (
         "another release",
@@ -403,36 +426,36 @@ const CHANGES: [(&str, Change, [bool; 2]); 8] = [
         [true, true],
     ),
     (
-        "a root that gVisor sees to be none when the last container has come",
+        "a root that gVisor refuses when the last container comes",
         |kept| kept["sandbox"]["spec"]["annotations"][ROOT] = json!("/etc/passwd"),
         [true, true],
     ),
     (
-        "another program, which is the image's all the same",
-        |kept| a_of(kept)["spec"]["process"]["args"] = json!(["other"]),
+        "another program, where the image's program runs all the same",
+        |kept| record_of_a(kept)["spec"]["process"]["args"] = json!(["other"]),
         [false, false],
     ),
     (
         "a container with memory over its root",
-        |kept| a_of(kept)["goferMountConfs"][0]["upper"] = json!(1),
+        |kept| record_of_a(kept)["goferMountConfs"][0]["upper"] = json!(1),
         [false, true],
     ),
     (
-        "a container of which nothing is known",
-        |kept| *a_of(kept) = json!(null),
+        "a container that the file does not have",
+        |kept| *record_of_a(kept) = json!(null),
         [false, true],
     ),
     (
         "users that cannot be mapped",
-        |kept| a_of(kept)["spec"]["linux"]["uidMappings"][0]["size"] = json!(0),
+        |kept| record_of_a(kept)["spec"]["linux"]["uidMappings"][0]["size"] = json!(0),
         [true, true],
     ),
     ("nothing", |_| {}, [false, false]),
 ];
 const ROOT: &str = "dev.gvisor.spec.rootfs.source";
 
-/// What is known of the container `a`.
-fn a_of(kept: &mut Value) -> &mut Value {
+/// Returns the file's record of the container `a`.
+fn record_of_a(kept: &mut Value) -> &mut Value {
     let containers = kept["containers"].as_object_mut();
     let mut records = containers.into_iter().flat_map(|all| all.values_mut());
     let is_a =
@@ -440,9 +463,10 @@ fn a_of(kept: &mut Value) -> &mut Value {
     records.find(|record| is_a(record)).expect("it is kept")
 }
 
-/// What Torpor knows of the sandbox is changed so that it cannot, or does not, begin it.
+/// Torpor's file about the sandbox is changed so that Torpor cannot, or does not, begin the
+/// sandbox.
 #[tokio::test]
-async fn what_torpor_cannot_begin_runsc_begins() -> anyhow::Result<()> {
+async fn runsc_begins_a_sandbox_that_torpor_cannot_begin() -> anyhow::Result<()> {
     case("begun", async |case| {
         let uid = started(case, false).await?;
         let mut counted = case.counted("p").await?;
@@ -458,7 +482,7 @@ async fn what_torpor_cannot_begin_runsc_begins() -> anyhow::Result<()> {
             let now = case.counted("p").await?;
             ensure!(
                 now > counted,
-                "{what}: it counts on from {counted}, and not from {now}"
+                "{what}: it counted {counted}, and {now} after the wake"
             );
             counted = now;
         }

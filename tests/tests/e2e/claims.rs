@@ -1,4 +1,4 @@
-//! Claims: a pool of warm sandboxes, and what a claim gets of it.
+//! Claims: a pool of warm sandboxes, and the sandboxes that claims get.
 
 use anyhow::Context;
 use k8s_openapi::api::autoscaling::v2::HorizontalPodAutoscaler;
@@ -23,7 +23,7 @@ fn extension(kind: &str, name: &str, spec: Value) -> Value {
     })
 }
 
-/// A template, and a pool with so many members of it.
+/// Creates a template, and a pool with `replicas` members of it.
 async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
     let spec = pod_spec(json!({ "containers": [shell("a", COUNT)] }));
     let template = json!({ "podTemplate": { "spec": spec } });
@@ -49,7 +49,7 @@ async fn pool_is_ready(case: &Case, replicas: u32) -> anyhow::Result<()> {
     .await
 }
 
-/// Claims from the pool; the name of the Sandbox that the claim got.
+/// Claims from the pool; returns the name of the Sandbox that the claim got.
 async fn claim(case: &Case, name: &str) -> anyhow::Result<String> {
     let spec =
         json!({ "warmPoolRef": { "name": "w" }, "lifecycle": { "shutdownPolicy": "Delete" } });
@@ -76,7 +76,7 @@ async fn a_claim_takes_a_running_sandbox_of_the_pool_and_its_memory_survives_a_s
         let name = claim(case, "c").await?;
         assert!(members.contains(&name), "{name} of {members:?}");
         let pod = case.ready(&name).await?;
-        // It had been running before it was claimed, and the pool makes another.
+        // The Sandbox had been running before it was claimed, and the pool makes another.
         let before: u64 = case.written(&name, "a", "/n").await?.parse()?;
         pool_is_ready(case, 2).await?;
 
@@ -99,8 +99,7 @@ async fn a_claim_takes_a_running_sandbox_of_the_pool_and_its_memory_survives_a_s
 }
 
 #[tokio::test]
-async fn claims_at_once_get_a_sandbox_each_also_more_of_them_than_the_pool_has()
--> anyhow::Result<()> {
+async fn concurrent_claims_get_a_sandbox_each_even_if_the_pool_has_fewer() -> anyhow::Result<()> {
     case("claimsmany", async |case| {
         pool(case, 2).await?;
         let names = ["c1", "c2", "c3"].map(|name| claim(case, name));
@@ -116,7 +115,9 @@ async fn claims_at_once_get_a_sandbox_each_also_more_of_them_than_the_pool_has()
     .await
 }
 
-/// Kubernetes' own autoscaler of the pool. It needs no metrics to keep what it scales within its bounds, which is what it looks at first.
+/// Creates Kubernetes' own autoscaler of the pool.
+///
+/// It needs no metrics to keep the pool within its bounds, which it looks at first.
 async fn autoscaler(case: &Case, least: u32, most: u32) -> anyhow::Result<()> {
     let target = json!({
         "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
@@ -148,31 +149,34 @@ async fn a_pool_is_scaled_by_the_scale_subresource_as_an_autoscaler_does() -> an
             .patch("w", &PatchParams::default(), &lower)
             .await?;
         pool_is_ready(case, 1).await?;
-        // What an autoscaler asks: how many there are, and which Pods they are.
+        // An autoscaler reads the number of members and the selector of their Pods.
         let scale = case.api::<SandboxWarmPool>().get_scale("w").await?;
         let status = scale.status.unwrap_or_default();
         assert_eq!(status.replicas, 1);
         let selector = status.selector.unwrap_or_default();
         assert_ne!(selector, "");
         let selected = ListParams::default().labels(&selector);
-        wait::until("the selector finds its Pods alone", LIMIT, async || {
-            let found = case.pods().list(&selected).await?.items;
-            let names: Vec<String> = found.iter().map(ResourceExt::name_any).collect();
-            wait::holds(names.len() == 1, || format!("{names:?}"))
-        })
+        wait::until(
+            "the selector finds only the pool's Pods",
+            LIMIT,
+            async || {
+                let found = case.pods().list(&selected).await?.items;
+                let names: Vec<String> = found.iter().map(ResourceExt::name_any).collect();
+                wait::holds(names.len() == 1, || format!("{names:?}"))
+            },
+        )
         .await
     })
     .await
 }
 
-/// As upstream's clients and tests read it: the first version of the claim that is Ready, and no
-/// later one.
+/// Upstream's clients and tests read the first version of the claim that is Ready, and no later
+/// one.
 #[tokio::test]
-async fn a_claim_that_is_read_once_when_it_is_ready_says_all_that_clients_read()
--> anyhow::Result<()> {
+async fn the_first_ready_version_of_a_claim_has_all_that_clients_read() -> anyhow::Result<()> {
     case("readonce", async |case| {
         pool(case, 1).await?;
-        // The pool has one: others start cold.
+        // The pool has one member: the other claims start cold.
         for name in ["first", "second", "third"] {
             let spec = json!({ "warmPoolRef": { "name": "w" } });
             case.create(extension("SandboxClaim", name, spec)).await?;

@@ -1,4 +1,4 @@
-//! A sandbox is awake at the time that was set (`agents.x-k8s.io/next-wakeup`).
+//! Sandboxes that are woken or resumed at a set time (`agents.x-k8s.io/next-wakeup`).
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use torpor_tests::pods::{pod, shell, with};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::sleep::SLEEP_LIMIT;
 
-/// Longer than a save or a suspension takes.
+/// Time until the wake: longer than a save or a suspension takes.
 const AHEAD: Duration = Duration::from_secs(25);
 const LIMIT: Duration = Duration::from_secs(60);
 const KEEP: &str = "date +%s%N >/mem; sleep 1000000";
@@ -45,7 +45,8 @@ async fn a_pod_that_fell_asleep_by_itself_is_awake_at_its_time_and_sleeps_again(
         let sandbox = case.node.sandbox_of(&uid(&started))?.sandbox;
         let woken = case.node.records.wake(&sandbox)?;
         anyhow::ensure!(woken.cause == WakeCause::Clock, "{woken:?}");
-        // By itself again, and not woken once more for what is over.
+        // The Pod falls asleep by itself again, and the time that is over does not wake it once
+        // more.
         let asleep = case.asleep("p").await?;
         let entries = case.node.ledger_seq(&uid(&asleep))?;
         tokio::time::sleep(Duration::from_secs(6)).await;
@@ -65,7 +66,7 @@ async fn a_suspended_sandbox_is_resumed_at_its_time_and_the_time_is_forgotten() 
     case("clocks", async |case| {
         case.create(sandbox("s", json!({ "containers": [shell("a", KEEP)] })))
             .await?;
-        case.sandbox_says("s", "Ready", "True", "DependenciesReady")
+        case.sandbox_has("s", "Ready", "True", "DependenciesReady")
             .await?;
         let before = memory(case, "s").await?;
         let time = ahead()?;
@@ -74,19 +75,19 @@ async fn a_suspended_sandbox_is_resumed_at_its_time_and_the_time_is_forgotten() 
             "spec": { "operatingMode": "Suspended" },
         });
         case.patch("s", change).await?;
-        case.sandbox_says("s", "Suspended", "True", "PodTerminated")
+        case.sandbox_has("s", "Suspended", "True", "PodTerminated")
             .await?;
         anyhow::ensure!(
             Timestamp::now() < time,
             "the suspension took too long for this test"
         );
         let resumed = case
-            .sandbox_says("s", "Ready", "True", "DependenciesReady")
+            .sandbox_has("s", "Ready", "True", "DependenciesReady")
             .await?;
         anyhow::ensure!(Timestamp::now() >= time, "resumed before its time");
         anyhow::ensure!(
             !resumed.annotations().contains_key(NEXT_WAKEUP),
-            "not forgotten"
+            "the annotation is not removed"
         );
         case.pod_until("s", "it goes on from its memory", SLEEP_LIMIT, |pod| {
             condition(pod, "torpor.dev/Restored").0 == "True"

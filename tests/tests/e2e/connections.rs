@@ -1,4 +1,5 @@
-//! Established TCP connections of a Pod that hibernates in place: nothing on them is lost or comes twice, whoever made them.
+//! Established TCP connections of a Pod that hibernates in place: nothing on them is lost or comes
+//! twice, whichever side made them.
 
 use std::time::{Duration, Instant};
 
@@ -18,20 +19,26 @@ use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
 
-/// After the wake the program has to read what has waited for it.
+/// Time for the program to read, after the wake, what has waited for it.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Whoever has said all and only listens wakes nobody. Nor does one whose connection was accepted in the moment of the save, and who then waits to be spoken to: he asks anew.
+/// Asks for the results now and then, which wakes the Pod.
+///
+/// A client that has sent everything and only receives does not wake the Pod. Neither does a client
+/// whose connection was accepted in the moment of the save and that waits for the first data: it
+/// has to ask again.
 async fn ask_now_and_then(pod: &Pod) -> anyhow::Result<()> {
     loop {
-        if let Ok(told) = tokio::time::timeout(Duration::from_secs(5), fates(pod)).await {
-            told?;
+        if let Ok(fates_now) = tokio::time::timeout(Duration::from_secs(5), fates(pod)).await {
+            fates_now?;
         }
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
 }
 
-/// A Pod that is asked to sleep while everybody speaks falls asleep, is woken by what arrives, and again after ten seconds, until all has been said.
+/// Asks the Pod to sleep while all connections are busy, and waits until everything is exchanged.
+///
+/// The Pod falls asleep, is woken by what arrives, and falls asleep again after ten seconds.
 async fn exchange_while_it_falls_asleep(
     case: &Case,
     plan: Plan,
@@ -53,13 +60,14 @@ async fn exchange_while_it_falls_asleep(
         done = exchanges => drop(done?),
         asked = ask_now_and_then(&pod) => asked?,
     }
-    // Begun, committed, asleep, waking, awake: five entries each, and in the end it may sleep once more.
+    // Each sleep has five entries: begun, committed, asleep, waking, awake. In the end the Pod may
+    // sleep once more.
     let entries = case.node.ledger_seq(&uid(&pod))? - before;
     ensure!(
         entries >= 5 * sleeps,
         "{entries} entries: it has not slept {sleeps} times"
     );
-    wait::until("the program has had all", LIMIT, async || {
+    wait::until("the program has received everything", LIMIT, async || {
         let fates = fates(&pod).await?;
         let whole = fates.len() == inward + outward && fates.iter().all(|fate| fate.is_whole());
         wait::holds(whole, || format!("{fates:?}"))
@@ -75,7 +83,7 @@ async fn exchange_while_it_falls_asleep(
 #[tokio::test]
 async fn bytes_in_flight_both_ways_are_neither_lost_nor_repeated() -> anyhow::Result<()> {
     case("flight", async |case| {
-        // In each instant of a save and of a wake.
+        // Data moves in each instant of a save and of a wake.
         let plan = Plan {
             blocks: 1500,
             bytes: 16 << 10,
@@ -103,7 +111,7 @@ fn witness_pod() -> serde_json::Value {
     pod("p", json!({ "containers": [witness::container(5, &[])] }))
 }
 
-/// Fails as soon as something has woken the Pod.
+/// Checks that nothing wakes the Pod for this time.
 async fn sleeps_for(case: &Case, uid: &str, time: Duration) -> anyhow::Result<()> {
     let asleep = case.node.ledger_seq(uid)?;
     let end = Instant::now() + time;
@@ -117,7 +125,7 @@ async fn sleeps_for(case: &Case, uid: &str, time: Duration) -> anyhow::Result<()
     Ok(())
 }
 
-/// Gives the connection up after three seconds without an answer.
+/// Makes the connection fail after three seconds without an answer.
 fn keep_alive(stream: &TcpStream) -> rustix::io::Result<()> {
     use rustix::net::sockopt;
     let second = Duration::from_secs(1);
@@ -128,7 +136,7 @@ fn keep_alive(stream: &TcpStream) -> rustix::io::Result<()> {
 }
 
 #[tokio::test]
-async fn keepalives_are_answered_while_it_sleeps_and_wake_nobody() -> anyhow::Result<()> {
+async fn keepalives_are_answered_while_the_pod_sleeps_and_do_not_wake_it() -> anyhow::Result<()> {
     case("keepalive", async |case| {
         let pod = case.start(witness_pod()).await?;
         witness::ask(&pod).await?;
@@ -138,17 +146,17 @@ async fn keepalives_are_answered_while_it_sleeps_and_wake_nobody() -> anyhow::Re
         let mut connection = Connection::over(stream);
         let before = connection.ask().await?;
         let uid = uid(&case.hibernate("p").await?);
-        // Many times as long as a peer that got no answer would wait.
+        // This is many times as long as a peer without an answer would wait.
         sleeps_for(case, &uid, Duration::from_secs(15)).await?;
         connection.ask().await?.goes_on_from(&before)?;
-        // The sandbox itself answers the next ones as before.
+        // The sandbox itself answers the next keepalives as before.
         tokio::time::sleep(Duration::from_secs(5)).await;
         connection.ask().await?.goes_on_from(&before)
     })
     .await
 }
 
-/// Gives its peers up after three seconds without an answer to its own keepalives.
+/// Program that gives its peers up after three seconds without an answer to its own keepalives.
 const KEEPING: &str = "import socket, socketserver
 class Echo(socketserver.BaseRequestHandler):
     def handle(self):
@@ -168,10 +176,13 @@ async fn echo(stream: &mut TcpStream) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A dozing sandbox' network stack asks its peers whether they are there, until it is stopped, and hears what they say to that. From then on the
-/// keeper answers for it, and nobody tells the peer that there is no such connection.
+/// The network stack of a dozing sandbox sends keepalives until it is stopped, and receives the
+/// answers.
+///
+/// From then on the keeper answers for the sandbox, and no host tells the peer that there is no
+/// such connection.
 #[tokio::test]
-async fn both_sides_keepalives_are_answered_while_it_dozes() -> anyhow::Result<()> {
+async fn keepalives_of_both_sides_are_answered_during_a_doze() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("dozealive", async |case| {
         let doze = json!({ "metadata": { "annotations": { DOZE_AFTER: "6s" } } });
@@ -202,11 +213,13 @@ async fn both_sides_keepalives_are_answered_while_it_dozes() -> anyhow::Result<(
     .await
 }
 
-/// A connection that its peer ends while the Pod sleeps, in order or at once.
+/// A peer ends its connection while the Pod sleeps, in order or at once.
 #[tokio::test]
-async fn a_peer_that_goes_while_it_sleeps_is_gone_when_it_wakes() -> anyhow::Result<()> {
+async fn a_peer_that_disconnects_while_the_pod_sleeps_is_gone_after_the_wake() -> anyhow::Result<()>
+{
     case("gone", async |case| {
-        // It says something and has more to say, so that nobody has ended anything.
+        // The program sends something and has more to send, so that neither side has ended
+        // anything.
         let plan = Plan {
             blocks: 2,
             bytes: 8,
@@ -221,7 +234,7 @@ async fn a_peer_that_goes_while_it_sleeps_is_gone_when_it_wakes() -> anyhow::Res
         streams.push(open(&pod).await?);
         streams.push(open(&pod).await?);
         for stream in &mut streams {
-            // Whoever goes with something unread resets its connection.
+            // A peer that closes its connection with unread data resets it.
             let mut block = [0; 8];
             tokio::time::timeout(wait::scaled(LIMIT), stream.read_exact(&mut block)).await??;
         }
@@ -231,7 +244,7 @@ async fn a_peer_that_goes_while_it_sleeps_is_gone_when_it_wakes() -> anyhow::Res
         }
         drop(streams);
         sleeps_for(case, &uid, Duration::from_secs(5)).await?;
-        // Asking wakes it.
+        // This request wakes the Pod.
         wait::until(
             "the program sees that its peers are gone",
             LIMIT,
@@ -252,14 +265,16 @@ async fn a_peer_that_goes_while_it_sleeps_is_gone_when_it_wakes() -> anyhow::Res
     .await
 }
 
-/// What the program hears of its connections, one of each direction, in a Pod with another address. It speaks on them at this pace.
-async fn hears_at_another_address(
+/// Checks how the program's connections, one of each direction, end in a Pod with another address.
+///
+/// The program sends on them at this pace.
+async fn ends_at_another_address(
     case: &Case,
     name: &str,
     pace: Duration,
-    told: Fate,
+    expected: Fate,
 ) -> anyhow::Result<()> {
-    // Both halves of each connection are at work for longer than this test lasts.
+    // Both directions of each connection are busy for longer than this test lasts.
     let plan = Plan {
         blocks: 100_000,
         bytes: 8,
@@ -271,13 +286,14 @@ async fn hears_at_another_address(
     let pod = case.sandbox_ready(name).await?;
     let mut streams = accept(&listener, 1).await?;
     streams.push(open(&pod).await?);
-    let both =
-        |fates: &[Fate], told: &Fate| fates.len() == 2 && fates.iter().all(|one| one == told);
+    let both = |fates: &[Fate], expected: &Fate| {
+        fates.len() == 2 && fates.iter().all(|one| one == expected)
+    };
     let at_work = Fate {
         sent: None,
         received: None,
     };
-    // The program hears of a connection a moment after its client does.
+    // The program sees a connection a moment after its client does.
     wait::until("both connections are at work", LIMIT, async || {
         let fates = fates(&pod).await?;
         wait::holds(both(&fates, &at_work), || format!("{fates:?}"))
@@ -285,16 +301,19 @@ async fn hears_at_another_address(
     .await?;
     case.suspend(name).await?;
     let pod = case.resume(name).await?;
-    let words = "the program hears that its connections are over";
+    let words = "the program sees that its connections have ended";
     wait::until(words, LIMIT, async || {
         let fates = fates(&pod).await?;
-        wait::holds(both(&fates, &told), || format!("{fates:?}"))
+        wait::holds(both(&fates, &expected), || format!("{fates:?}"))
     })
     .await
 }
 
-/// In a new Pod the sandbox has another address: its connections cannot go on, and its program must hear of it. To who listens gVisor says that the peer has ended the
-/// connection, to who speaks that nobody listens.
+/// In a new Pod the sandbox has another address: its connections cannot continue, and its program
+/// must see that.
+///
+/// gVisor tells a receiver that the peer has ended the connection, and a sender that nothing
+/// listens.
 #[tokio::test]
 async fn connections_of_an_address_that_is_gone_end_for_the_program() -> anyhow::Result<()> {
     case("address", async |case| {
@@ -303,25 +322,25 @@ async fn connections_of_an_address_that_is_gone_end_for_the_program() -> anyhow:
             received: Some("0 blocks".to_owned()),
         };
         let often = Duration::from_millis(100);
-        let speaks = hears_at_another_address(case, "speaks", often, over(Some("BrokenPipeError")));
-        // After its first words it has nothing to say.
+        let sends = ends_at_another_address(case, "sends", often, over(Some("BrokenPipeError")));
+        // After its first block it has nothing to send.
         let seldom = Duration::from_secs(10_000);
-        let listens = hears_at_another_address(case, "listens", seldom, over(None));
-        tokio::try_join!(speaks, listens).map(drop)
+        let receives = ends_at_another_address(case, "receives", seldom, over(None));
+        tokio::try_join!(sends, receives).map(drop)
     })
     .await
 }
 
 const WAKES: u64 = 4;
 
-/// Says a number to its node a thousand times a second, each once.
-fn talker(port: u16) -> serde_json::Value {
-    let says = format!(
+/// Returns a Pod that sends a number to its node a thousand times a second, each once.
+fn sender(port: u16) -> serde_json::Value {
+    let program = format!(
         "import os, socket, time
-says = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 number = 0
 while True:
-    says.sendto(b'%d' % number, (os.environ['NODE'], {port}))
+    link.sendto(b'%d' % number, (os.environ['NODE'], {port}))
     number += 1
     if number % 100 == 0:
         open('/m', 'w').write(str(number))
@@ -330,17 +349,17 @@ while True:
     );
     let node =
         json!({ "name": "NODE", "valueFrom": { "fieldRef": { "fieldPath": "status.hostIP" } } });
-    let container = with(python("a", &says), json!({ "env": [node] }));
+    let container = with(python("a", &program), json!({ "env": [node] }));
     pod("p", json!({ "containers": [container] }))
 }
 
-/// Numbers that were heard.
-struct Heard(tokio::net::UdpSocket);
+/// Socket that receives the numbers.
+struct Receiver(tokio::net::UdpSocket);
 
-impl Heard {
+impl Receiver {
     fn begin() -> anyhow::Result<(Self, u16)> {
         let socket = std::net::UdpSocket::bind("0.0.0.0:0")?;
-        // For seconds in which this test is not given the processor.
+        // The buffer covers seconds in which this test does not get the processor.
         nix::sys::socket::setsockopt(&socket, nix::sys::socket::sockopt::RcvBufForce, &(8 << 20))?;
         socket.set_nonblocking(true)?;
         let port = socket.local_addr()?.port();
@@ -354,27 +373,30 @@ impl Heard {
     }
 }
 
-/// gVisor's programs run before it is recorded that they do. What they say in that moment waits, so that whoever hears it never meets an older one.
+/// gVisor's programs run before their wake is recorded.
+///
+/// Packets of that moment are held, so that their receiver never meets an older state.
 #[tokio::test]
-async fn what_a_sandbox_says_while_it_wakes_is_heard_once_and_in_order() -> anyhow::Result<()> {
-    case("talker", async |case| {
-        let (heard, port) = Heard::begin()?;
-        case.start(talker(port)).await?;
-        let (mut last, mut missing) = (heard.next().await?, 0);
+async fn packets_that_a_sandbox_sends_while_it_wakes_arrive_once_and_in_order() -> anyhow::Result<()>
+{
+    case("sender", async |case| {
+        let (receiver, port) = Receiver::begin()?;
+        case.start(sender(port)).await?;
+        let (mut last, mut missing) = (receiver.next().await?, 0);
         for _ in 0..WAKES {
             case.hibernate("p").await?;
             case.wake("p").await?;
-            // All that it said before it slept, and what it says since.
+            // These are all numbers from before the sleep, and those since.
             let now = case.counted("p").await?;
             while last <= now {
-                let number = heard.next().await?;
-                ensure!(number > last, "{number} was heard after {last}");
+                let number = receiver.next().await?;
+                ensure!(number > last, "{number} arrived after {last}");
                 missing += number - last - 1;
                 last = number;
             }
         }
-        // As on any link, one may be lost in the instant in which the link is opened.
-        ensure!(missing <= WAKES, "{missing} were never heard");
+        // As on any link, a packet may be lost in the instant in which the link is opened.
+        ensure!(missing <= WAKES, "{missing} never arrived");
         Ok(())
     })
     .await

@@ -1,5 +1,4 @@
-//! Copies: what a program that goes on twice can tell, and what is another one in each copy
-//! (docs/clones.md).
+//! Copies: what a program that runs twice can see, and what differs in each copy (docs/clones.md).
 
 use std::collections::BTreeSet;
 
@@ -8,11 +7,11 @@ use serde_json::{Value, json};
 use torpor_api::annotations::{ON_RESTORE_EXEC, RESTORE_FROM};
 use torpor_tests::case::{Case, case};
 use torpor_tests::pods::{annotated, python};
-use torpor_tests::sandboxes::{LIMIT, said, sandbox};
+use torpor_tests::sandboxes::{LIMIT, condition_of, sandbox};
 use torpor_tests::wait;
 
-/// Draws from OpenSSL's generator when it is asked (a file /ask), mixes the kernel's randomness in
-/// on SIGUSR1, and notes when its generation changes.
+/// Program that draws from OpenSSL's generator on request (a file /ask), mixes the kernel's
+/// randomness in on SIGUSR1, and notes when its generation changes.
 const PROGRAM: &str = r#"
 import ctypes, os, signal, ssl, threading, time
 
@@ -40,7 +39,7 @@ while True:
     time.sleep(0.05)
 "#;
 
-/// The program's next random number.
+/// Returns the program's next random number.
 async fn drawn(case: &Case, pod: &str) -> anyhow::Result<String> {
     case.sh(pod, "a", "rm -f /answer; touch /ask").await?;
     case.written(pod, "a", "/answer").await
@@ -58,7 +57,7 @@ fn original(name: &str) -> Value {
     sandbox(name, json!({ "containers": [python("a", PROGRAM)] }))
 }
 
-/// An original that runs, and a snapshot of it.
+/// Starts an original, and takes a snapshot of it.
 async fn snapshot(case: &Case) -> anyhow::Result<()> {
     case.create(original("s")).await?;
     case.sandbox_ready("s").await?;
@@ -69,7 +68,8 @@ async fn snapshot(case: &Case) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn a_copy_has_its_own_name_and_generation_and_its_program_is_told() -> anyhow::Result<()> {
+async fn a_copy_has_its_own_name_and_generation_and_its_program_is_notified() -> anyhow::Result<()>
+{
     case("copies", async |case| {
         snapshot(case).await?;
         let mut generations = BTreeSet::new();
@@ -81,7 +81,7 @@ async fn a_copy_has_its_own_name_and_generation_and_its_program_is_told() -> any
             assert_eq!(case.sh(name, "a", names).await?, [name; 4].join("\n"));
             let generation = case.sh(name, "a", "cat /run/torpor/generation").await?;
             let changed = case.written(name, "a", "/changed").await?;
-            assert_eq!(changed.trim(), generation, "inotify told the program of it");
+            assert_eq!(changed.trim(), generation, "inotify notified the program");
             generations.insert(generation);
         }
         assert_eq!(generations.len(), 3, "{generations:?}");
@@ -90,10 +90,10 @@ async fn a_copy_has_its_own_name_and_generation_and_its_program_is_told() -> any
     .await
 }
 
-/// OpenSSL's generator lies in the program's memory: without the program's help copies draw the
-/// same. With it, before they are heard, they do not.
+/// OpenSSL's generator is in the program's memory: copies draw the same numbers, unless the program
+/// renews the generator before the copies can be reached.
 #[tokio::test]
-async fn the_command_of_a_copy_runs_before_it_is_heard_and_can_renew_what_copies_share()
+async fn the_command_of_a_copy_runs_before_the_copy_can_be_reached_and_can_renew_shared_state()
 -> anyhow::Result<()> {
     case("renewed", async |case| {
         snapshot(case).await?;
@@ -118,14 +118,14 @@ async fn the_command_of_a_copy_runs_before_it_is_heard_and_can_renew_what_copies
 }
 
 #[tokio::test]
-async fn a_copy_whose_command_fails_does_not_go_on_and_says_why() -> anyhow::Result<()> {
+async fn a_copy_whose_command_fails_does_not_continue_and_reports_why() -> anyhow::Result<()> {
     case("unrenewed", async |case| {
         snapshot(case).await?;
         case.create(copy("c", Some(r#"["/bin/false"]"#))).await?;
         let sandbox = case
-            .sandbox_says("c", "Restored", "False", "OnRestoreExecFailed")
+            .sandbox_has("c", "Restored", "False", "OnRestoreExecFailed")
             .await?;
-        let (_, _, message) = said(&sandbox, "Restored");
+        let (_, _, message) = condition_of(&sandbox, "Restored");
         assert!(
             message.contains(ON_RESTORE_EXEC) && message.contains("exit code 1"),
             "{message}"

@@ -1,4 +1,4 @@
-//! `kubectl debug`: a container that somebody adds to a Pod that sleeps.
+//! `kubectl debug`: a container that is added to a Pod that sleeps.
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
@@ -10,10 +10,10 @@ use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::swap::Swap;
 
 const KEEPS: &str = "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000";
-/// The debugger ends when it is told to.
+/// Shell line of the debugger, which ends on request.
 const DEBUGS: &str = "echo debugs >/said; until [ -e /end ]; do sleep 0.2; done";
 
-/// Adds a container to the Pod and sees that it runs, beside a program that has lost nothing.
+/// Adds a container to the Pod and checks that it runs, beside a program that has lost nothing.
 async fn debug(case: &Case, kept: &str) -> anyhow::Result<()> {
     let image = format!("--image={BUSYBOX}");
     let args = [
@@ -49,13 +49,19 @@ async fn kubectl_debug_wakes_a_hibernated_pod_which_does_not_sleep_while_the_deb
         let kept = case.written("p", "a", "/mem").await?;
         case.hibernate("p").await?;
         debug(case, &kept).await?;
-        // The wish for sleep is still there: it is told why it has to wait, and comes true when the debugger has ended.
+        // The request for sleep remains: the condition says why it waits, and the Pod sleeps once
+        // the debugger has ended.
         let refused = |pod: &Pod| {
             let (_, _, message) = condition(pod, POD_HIBERNATED);
             message.contains("debugger") && message.contains("kubectl debug")
         };
-        case.pod_until("p", "it says why it does not sleep", SLEEP_LIMIT, refused)
-            .await?;
+        case.pod_until(
+            "p",
+            "its condition says why it does not sleep",
+            SLEEP_LIMIT,
+            refused,
+        )
+        .await?;
         case.sh("p", "debugger", "touch /end").await?;
         case.asleep("p").await?;
         case.annotate("p", HIBERNATE, None).await?;

@@ -51,7 +51,7 @@ async fn a_pod_with_an_open_port_forward_can_be_hibernated() -> anyhow::Result<(
         let mut connection = Connection::over(forward.connect().await?);
         let before = connection.ask().await?;
         case.hibernate("p").await?;
-        // The connection is part of nothing that is kept.
+        // The connection is not part of the image.
         connection
             .ask()
             .await

@@ -1,4 +1,5 @@
-//! Hibernation in place: the Pod stays, its sandbox becomes an image, and the first use brings it back.
+//! Hibernation in place: the Pod stays, its sandbox becomes an image, and the first use restores
+//! it.
 
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
@@ -15,7 +16,8 @@ use torpor_tests::terminal::Terminal;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
 
-/// Everything at once: a Python program with memory, files and a child, a counting shell, and both kinds of emptyDir.
+/// Returns a Pod with everything at once: a Python program with memory, files and a child, a
+/// counting shell, and both kinds of emptyDir.
 fn rich_pod() -> Value {
     let volumes = json!({ "volumeMounts": mounts(&[("disk", "/disk"), ("memory", "/memory")]) });
     let witness = witness::container(5, &["/disk/file", "/memory/file", "/root-file"]);
@@ -32,12 +34,13 @@ fn rich_pod() -> Value {
     )
 }
 
-/// For tests of its connections alone.
+/// Returns a Pod for tests of its connections only.
 fn witness_pod() -> Value {
     pod("p", json!({ "containers": [witness::container(5, &[])] }))
 }
 
-/// The counting shell's log has each number once, in order, from 1 on.
+/// Checks that the counting shell's log has each number once, in order, from 1 on; returns the
+/// last.
 async fn log_has_no_gap(case: &Case, container: &str) -> anyhow::Result<u64> {
     let log = case.log("p", container).await?;
     let mut last = 0;
@@ -51,7 +54,7 @@ async fn log_has_no_gap(case: &Case, container: &str) -> anyhow::Result<u64> {
     Ok(last)
 }
 
-/// The number that the counting shell holds.
+/// Returns the number that the counting shell holds.
 async fn counted(case: &Case, container: &str) -> anyhow::Result<u64> {
     Ok(case.written("p", container, "/n").await?.parse()?)
 }
@@ -128,7 +131,7 @@ async fn an_exec_is_not_cut_off_although_hibernation_is_wanted() -> anyhow::Resu
         case.hibernate("p").await?;
         let line = "echo begun; for i in 1 2 3 4 5 6 7 8; do sleep 1; done; echo ended";
         assert_eq!(case.kubectl.sh("p", "a", line).await?, "begun\nended");
-        // And when nobody works in it, it sleeps again.
+        // The Pod sleeps again when nothing works in it.
         case.asleep("p").await?;
         Ok(())
     })
@@ -159,7 +162,10 @@ async fn a_pod_hibernates_and_wakes_again_and_again() -> anyhow::Result<()> {
     .await
 }
 
-/// Whoever put it to sleep died after its processes, before he could take away the note that it is paused. gVisor ends a sandbox that is resumed without having been paused.
+/// The process that hibernated the Pod died after the sandbox's processes, before it removed the
+/// note of the pause.
+///
+/// gVisor ends a sandbox that is resumed without having been paused.
 #[tokio::test]
 async fn a_note_of_a_pause_does_not_outlive_the_sandbox_that_was_paused() -> anyhow::Result<()> {
     case("pausenote", async |case| {
@@ -219,8 +225,8 @@ async fn a_hibernated_pod_is_deleted_at_once_and_leaves_nothing() -> anyhow::Res
     .await
 }
 
-/// Kills something of a hibernated Pod, waits until it sleeps or runs in whatever the kubelet made of it, and sees that
-/// the memory is still there.
+/// Kills a process of a hibernated Pod, waits until the kubelet has noticed, and checks that the
+/// memory is still there.
 async fn survives(
     name: &str,
     kill: impl AsyncFnOnce(&Case, &str) -> anyhow::Result<()>,
@@ -256,15 +262,16 @@ async fn memory_survives_the_death_of_the_shim_of_a_hibernated_pod() -> anyhow::
     survives("shimdies", async |case, uid| case.node.shim(uid)?.kill()).await
 }
 
-/// Between the death and the removal of what is left the pause container's keeper still hears packets.
+/// Between the shim's death and the removal of its remains the pause container's keeper still
+/// receives packets.
 #[tokio::test]
-async fn a_packet_right_after_the_shims_death_does_not_wake_a_pod_into_its_end()
+async fn a_packet_right_after_the_shims_death_costs_a_hibernated_pod_no_memory()
 -> anyhow::Result<()> {
     survives("shimpacket", async |case, uid| {
         let address = witness::address(&case.pods().get("p").await?)?;
         case.node.shim(uid)?.kill()?;
         let asked = tokio::net::TcpStream::connect((address.as_str(), 9));
-        // Nobody answers: the packet is all that counts.
+        // Nothing answers: only the packet matters.
         let _ = tokio::time::timeout(Duration::from_secs(1), asked).await;
         Ok(())
     })
@@ -300,7 +307,7 @@ async fn a_terminal_survives_hibernation() -> anyhow::Result<()> {
         terminal.shows("ready-42").await?;
         for round in 1..=2 {
             case.hibernate("p").await?;
-            // In the second round it wakes by what is typed.
+            // In the second round the typed line wakes the Pod.
             if round == 1 {
                 case.wake("p").await?;
             }
@@ -343,7 +350,7 @@ async fn a_connection_on_which_data_is_sent_while_the_pod_wakes_survives() -> an
                 woken.set(true);
                 result
             };
-            // Something arrives in every moment of the wake.
+            // Data arrives in every moment of the wake.
             let talk = async {
                 let mut asked = 0;
                 let mut every = tokio::time::interval(Duration::from_millis(20));

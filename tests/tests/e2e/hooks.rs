@@ -1,4 +1,4 @@
-//! Hooks that a container has for its end: run by the sandbox also when it sleeps as its Pod is deleted.
+//! Hooks for a container's end: the sandbox runs them also if it sleeps when its Pod is deleted.
 
 use std::time::Duration;
 
@@ -12,11 +12,14 @@ use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
-/// A wake and the hook, on a busy machine.
+/// Time for a wake and the hook, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Serves HTTP on port 8080, and tells HOST:PORT what it holds in its memory when it is asked for /stop. It ends when it is asked to: as the first
-/// process of its container it would not otherwise, and its Pod would take all of its grace.
+/// Program that serves HTTP on port 8080 and, when it is asked for /stop, sends its secret from
+/// memory to HOST:PORT.
+///
+/// It ends on SIGTERM: as the first process of its container it would not otherwise, and its Pod
+/// would use its whole grace period.
 const SERVER: &str = "import http.server, os, signal, socket
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 secret = os.urandom(8).hex()
@@ -32,7 +35,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.ThreadingHTTPServer(('', 8080), Handler).serve_forever()";
 
-/// The program, which is probed at the port at which it takes its hook.
+/// Returns the program's container, which is probed at the port that takes the hook.
 fn server(name: &str, hook: Value, port: u16) -> Value {
     let host = json!({ "fieldRef": { "fieldPath": "status.hostIP" } });
     let get = json!({ "httpGet": { "path": "/", "port": 8080 }, "periodSeconds": 1, "timeoutSeconds": 5 });
@@ -58,7 +61,7 @@ fn by_command() -> Value {
     json!({ "exec": { "command": ["python3", "-c", ask] } })
 }
 
-/// Puts a Pod with the hook to sleep; what it holds in its memory.
+/// Puts a Pod with the hook to sleep; returns the secret in its memory.
 async fn sleeping(case: &Case, hook: Value, port: u16) -> anyhow::Result<String> {
     let containers = json!({ "containers": [server("a", hook, port)] });
     let grace = json!({ "spec": { "terminationGracePeriodSeconds": 25 } });
@@ -68,12 +71,12 @@ async fn sleeping(case: &Case, hook: Value, port: u16) -> anyhow::Result<String>
     Ok(first_line(&secret).to_owned())
 }
 
-/// After it the server logs each request.
+/// Returns the first line; after it the server logs each request.
 fn first_line(logs: &str) -> &str {
     logs.lines().next().unwrap_or_default()
 }
 
-/// What a hook tells.
+/// Returns the secret that a hook sends.
 async fn told(listener: &TcpListener) -> anyhow::Result<String> {
     let told = async {
         let (mut stream, _) = listener.accept().await?;
@@ -111,8 +114,7 @@ async fn the_command_hook_of_a_pod_that_is_deleted_asleep_is_run_in_it() -> anyh
 }
 
 #[tokio::test]
-async fn the_hooks_of_a_sandbox_that_is_suspended_are_not_run_because_it_goes_on()
--> anyhow::Result<()> {
+async fn the_hooks_of_a_suspended_sandbox_are_not_run() -> anyhow::Result<()> {
     for (name, hook) in [("httpsuspend", by_http()), ("execsuspend", by_command())] {
         case(name, async |case| {
             let (listener, port) = listen().await?;
@@ -123,7 +125,7 @@ async fn the_hooks_of_a_sandbox_that_is_suspended_are_not_run_because_it_goes_on
             let before = case.log("s", "a").await?;
             case.suspend("s").await?;
             let pod = case.resume("s").await?;
-            // From its memory, which nobody was told.
+            // The secret comes from the program's memory; no hook has sent it before.
             let get = format!("http://{}:8080/stop", torpor_tests::witness::address(&pod)?);
             let ask = format!("import urllib.request; urllib.request.urlopen('{get}')");
             let command = ["python3", "-c", &ask];

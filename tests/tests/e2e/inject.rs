@@ -1,4 +1,4 @@
-//! `torpor.dev/inject-runtime`: the container stays the user's own, and has the runtime in it.
+//! `torpor.dev/inject-runtime`: the runtime is added to the user's own container.
 
 use std::time::Duration;
 
@@ -22,14 +22,14 @@ fn injected(spec: Value) -> Value {
     with(sandbox("s", spec), annotations)
 }
 
-/// A request that runs a command.
+/// Returns a request that runs a command.
 fn command(words: &str) -> Vec<u8> {
     let body = json!({ "command": words }).to_string();
     let length = body.len();
     format!("POST /execute HTTP/1.1\r\nHost: sandbox\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}").into()
 }
 
-/// Sends a request through a port-forward; the answer has status 200.
+/// Sends a request through a port-forward; the answer must have status 200.
 async fn ask(forward: &Forward, request: &[u8]) -> anyhow::Result<String> {
     let answer = String::from_utf8(forward.exchange(request).await?)?;
     anyhow::ensure!(answer.starts_with("HTTP/1.1 200"), "{answer}");
@@ -46,7 +46,7 @@ async fn the_program_has_its_signals_and_its_exit_code_and_leaves_no_zombies() -
 {
     case("inject", async |case| {
         let program = "trap 'exit 7' TERM; (sleep 0.1 &); echo up; while :; do sleep 0.2; done";
-        // It wants a port for itself; the runtime is ready on another.
+        // The program claims port 8888 for itself; the runtime is ready on another.
         let ports = json!({ "ports": [{ "containerPort": 8888 }] });
         let container = with(shell("a", program), ports);
         let spec = json!({ "restartPolicy": "Never", "containers": [container] });
@@ -57,20 +57,20 @@ async fn the_program_has_its_signals_and_its_exit_code_and_leaves_no_zombies() -
             sh("tr '\\0' ' ' </proc/1/cmdline | cut -d ' ' -f 1-4").await?,
             "/.torpor/sandbox-runtime --legacy-bind-address=0 run --"
         );
-        wait::until("the program's own word", LIMIT, async || {
+        wait::until("the program's own output", LIMIT, async || {
             let log = case.log("s", "a").await?;
             wait::holds(log == "up", || log.clone())
         })
         .await?;
-        // An orphan of an exec ends, and the first process waits for it.
+        // An orphan of an exec ends, and the container's first process waits for it.
         sh("(sleep 0.1 &); sleep 0.5").await?;
-        // Each child of the program is one too for the moment until its shell has waited for it.
+        // Each child of the program is a zombie, too, until its shell has waited for it.
         wait::until("no zombie stays", LIMIT, async || {
             let zombies = sh("cat /proc/[0-9]*/stat | grep -c ') Z ' || true").await?;
             wait::holds(zombies == "0", || zombies.clone())
         })
         .await?;
-        // Nobody in the container can change the runtime, root included.
+        // No process in the container can change the runtime, not even as root.
         let change = case.exec("s", "a", &["sh", "-c", "echo x >>/.torpor/sandbox-runtime"]);
         assert_ne!(change.await?.code, 0);
         sh("kill -TERM 1").await?;
@@ -80,7 +80,7 @@ async fn the_program_has_its_signals_and_its_exit_code_and_leaves_no_zombies() -
             })
             .await?;
         assert_eq!(ended(&pod).map(|end| end.exit_code), Some(7));
-        case.sandbox_says("s", "Finished", "True", "PodFailed")
+        case.sandbox_has("s", "Finished", "True", "PodFailed")
             .await?;
         Ok(())
     })
@@ -102,12 +102,13 @@ async fn an_image_without_a_shell_has_the_runtime_alone_and_it_sleeps_and_wakes_
         let answer = ask(&forward, &version).await?;
         assert!(answer.contains("sandbox-runtime "), "{answer}");
 
-        // The binary lies in a volume that is in the image, so that it can be started again after a wake.
+        // The binary is in a volume that is part of the image, so that it can be started again
+        // after a wake.
         case.patch("s", json!({ "metadata": { "annotations": { "torpor.dev/hibernate": "true" } } }))
             .await?;
         case.asleep("s").await?;
         ask(&forward, &version).await?;
-        // And after a suspension, though nobody asks for it any more.
+        // It can be started after a suspension, too, although the annotation is gone.
         let taken = json!({ "metadata": { "annotations": { "torpor.dev/hibernate": null, "torpor.dev/inject-runtime": null } } });
         case.patch("s", taken).await?;
         case.suspend("s").await?;
@@ -122,7 +123,7 @@ async fn an_image_without_a_shell_has_the_runtime_alone_and_it_sleeps_and_wakes_
 }
 
 #[tokio::test]
-async fn what_cannot_be_injected_is_told_on_the_sandbox() -> anyhow::Result<()> {
+async fn a_runtime_that_cannot_be_injected_is_reported_on_the_sandbox() -> anyhow::Result<()> {
     case("injectno", async |case| {
         let container = with(
             shell("a", ""),
@@ -131,9 +132,9 @@ async fn what_cannot_be_injected_is_told_on_the_sandbox() -> anyhow::Result<()> 
         case.create(injected(json!({ "containers": [container] })))
             .await?;
         let told = case
-            .sandbox_says("s", "Ready", "False", "ReconcilerError")
+            .sandbox_has("s", "Ready", "False", "ReconcilerError")
             .await?;
-        let (_, _, message) = torpor_tests::sandboxes::said(&told, "Ready");
+        let (_, _, message) = torpor_tests::sandboxes::condition_of(&told, "Ready");
         assert!(
             message.contains("set command to the entrypoint"),
             "{message}"
@@ -144,7 +145,7 @@ async fn what_cannot_be_injected_is_told_on_the_sandbox() -> anyhow::Result<()> 
     .await
 }
 
-/// Says for how long it is busy, and does nothing that anybody could see.
+/// Program that reports for how long it is busy, and does nothing visible.
 const BUSY: &str = "import time, urllib.request as r
 r.urlopen(r.Request('http://127.0.0.1:8080/v1/busy?for=25s', method='PUT')).read()
 while True: time.sleep(1000)";
@@ -161,7 +162,7 @@ async fn a_call_to_be_busy_keeps_an_idle_sandbox_awake_until_its_time_is_over() 
         let sleepy = json!({ "metadata": { "annotations": { HIBERNATE_AFTER: "5s" } } });
         case.create(with(injected(spec), sleepy)).await?;
         case.sandbox_ready("s").await?;
-        // Three times as long as it takes without the call.
+        // This is three times as long as the Pod stays awake without the call.
         let long = Duration::from_secs(20);
         let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).0 != "True";
         case.pod_stays("s", "awake", long, awake).await?;

@@ -1,5 +1,5 @@
-//! The driver of Kata: against the real containerd, with the containers of runc, which it pauses as it pauses Kata's; and against Kata, where a
-//! node has it.
+//! The driver of Kata: against the real containerd with containers of runc, which it pauses as it
+//! pauses Kata's, and against Kata where a node has it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -23,7 +23,7 @@ use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 
 const LIMIT: Duration = Duration::from_secs(20);
-/// As much as the test's program holds.
+/// Bytes of memory that the test's program holds.
 const HELD: u64 = 32 << 20;
 
 struct Subject {
@@ -50,7 +50,7 @@ impl Subject {
         seen.ok_or_else(|| anyhow::anyhow!("the Pod has no sandbox"))
     }
 
-    /// On a thread that may block, as the agent does it.
+    /// Acts on a thread that may block, as the agent does.
     async fn act(self, action: Action) -> anyhow::Result<(Self, Outcome)> {
         let done = tokio::task::spawn_blocking(move || {
             let seen = self.look()?;
@@ -79,7 +79,7 @@ async fn containerd_pauses_and_resumes_a_pod_as_the_driver_expects_and_its_memor
 -> anyhow::Result<()> {
     case("kata-driver", async |case| {
         let _swap = Swap::on()?;
-        // A shell that holds a string, and one that counts.
+        // One shell holds a string, the other one counts.
         let holds = format!(
             "x=$(head -c {HELD} /dev/zero | tr '\\0' x); echo held; while true; do sleep 1; done"
         );
@@ -99,7 +99,7 @@ async fn containerd_pauses_and_resumes_a_pod_as_the_driver_expects_and_its_memor
         let subject = Subject::of(&pod).await?;
         let (subject, live) = subject.live().await?;
         assert_eq!(live, Live::Running);
-        // It runs: nothing is pushed out.
+        // The sandbox runs, so nothing is reclaimed.
         let (subject, refused) = subject.act(Action::Reclaim { image: None }).await?;
         assert!(
             matches!(&refused, Outcome::Failed { reason, .. } if reason == "NotPaused"),
@@ -124,9 +124,9 @@ async fn containerd_pauses_and_resumes_a_pod_as_the_driver_expects_and_its_memor
             gone > Some(HELD * 3 / 4),
             "of {before:?} bytes {after:?} are left"
         );
-        // What a user sees who does not wake it first.
+        // A user who does not wake the Pod first gets this error.
         let refused = case.kubectl.exec("p", "b", &["true"]).await?.ok();
-        let words = format!("{:#}", refused.expect_err("it stands still"));
+        let words = format!("{:#}", refused.expect_err("the container is paused"));
         assert!(words.contains("paused"), "{words}");
         for expected in [Outcome::Done, Outcome::Already] {
             let (again, outcome) = Subject::of(&pod).await?.act(Action::Resume).await?;
@@ -149,7 +149,7 @@ async fn blocking_look(pod: &Pod) -> anyhow::Result<Seen> {
     tokio::task::spawn_blocking(move || subject.look()).await?
 }
 
-/// The handler of a RuntimeClass of Kata, if this cluster has one.
+/// Returns the name of a RuntimeClass of Kata, if this cluster has one.
 async fn kata_class(case: &Case) -> anyhow::Result<Option<String>> {
     let classes: Api<RuntimeClass> = Api::all(case.client());
     let classes = classes.list(&ListParams::default()).await?;

@@ -18,7 +18,8 @@ use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::wait;
 
-/// The kubelet looks at its Pods every second or two; a crash costs it a backoff of ten.
+/// Time for a recovery: the kubelet looks at its Pods every second or two; a crash costs a back-off
+/// of ten.
 pub(crate) const RECOVERY_LIMIT: Duration = Duration::from_secs(60);
 
 pub(crate) fn two_containers() -> Value {
@@ -86,7 +87,8 @@ async fn a_pod_that_never_started_leaves_nothing() -> anyhow::Result<()> {
     .await
 }
 
-/// Kills one of the processes that stand for the Pod, sees the kubelet bring it back, deletes it and looks for what is left.
+/// Kills one of the Pod's processes, waits until the kubelet has recovered the Pod, deletes it and
+/// checks that nothing is left.
 async fn killed(
     name: &str,
     kill: impl AsyncFnOnce(&Case, &mut Footprint) -> anyhow::Result<()>,
@@ -181,15 +183,17 @@ async fn the_kubelet_recovers_a_woken_pod_whose_gofer_was_killed() -> anyhow::Re
     .await
 }
 
-/// runsc's record of a container in this root directory.
+/// Returns the path of runsc's record of a container in this root directory.
 fn state_in(root: &Path, container: &ContainerId, sandbox: &SandboxId) -> PathBuf {
     let (container, sandbox) = (container.as_str(), sandbox.as_str());
     root.join(format!("{container}_sandbox:{sandbox}.state"))
 }
 
-/// Of a Pod from before runsc's records were spread the keepers look for them where they were then.
+/// The keepers of a Pod from before runsc's records were spread look for the records where they
+/// were then.
 #[tokio::test]
-async fn a_pod_of_before_wakes_where_its_keepers_look_for_it() -> anyhow::Result<()> {
+async fn a_pod_from_before_the_spread_of_records_wakes_where_its_keepers_look_for_it()
+-> anyhow::Result<()> {
     case("unspread", async |case| {
         let pod = case.start(two_containers()).await?;
         let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
@@ -212,7 +216,8 @@ async fn a_pod_of_before_wakes_where_its_keepers_look_for_it() -> anyhow::Result
     .await
 }
 
-/// runsc writes its state of a container in its place: one that is killed meanwhile leaves a part of it, which no runsc reads.
+/// runsc writes its state of a container in place: a runsc that is killed meanwhile leaves a part
+/// of it, which no runsc reads.
 #[tokio::test]
 async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_back()
 -> anyhow::Result<()> {
@@ -231,7 +236,7 @@ async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_bac
         case.pod_until("p", "a is there again", RECOVERY_LIMIT, back)
             .await?;
         assert!(!state.exists(), "gone with its container");
-        // Nor is it in the way of a save or a restore.
+        // A save and a restore succeed, too.
         let before = case.written("p", "b", "/n").await?;
         case.hibernate("p").await?;
         let pod = case.wake("p").await?;

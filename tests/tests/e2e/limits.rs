@@ -1,5 +1,5 @@
-//! What programs see of their Pod's limits, read by the language runtimes that size themselves by
-//! it.
+//! Limits of a Pod as its programs see them, read by language runtimes that size themselves by
+//! them.
 
 use std::time::Duration;
 
@@ -12,13 +12,14 @@ use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
 const MIB: u64 = 1 << 20;
-/// The kubelet resizes a Pod within seconds, and the agent sees it then.
+/// Time for a resize: the kubelet resizes a Pod within seconds, and the agent sees it then.
 const SOON: Duration = Duration::from_secs(60);
-/// Runs what is written to /ask, as a program of the container's own: what `kubectl exec` runs is
-/// in no cgroup of a sandbox that was resumed.
+/// Shell line that runs what is written to /ask as a program of the container's own.
+///
+/// A command of `kubectl exec` is in no cgroup of a sandbox that was resumed.
 const RUN: &str = "while true; do if [ -e /ask ]; then sh /ask >/said 2>&1; mv /said /answer; rm /ask; fi; sleep 0.1; done";
 
-/// A container whose Pod may have so many MiB and one processor.
+/// Returns a container whose Pod may use `mib` MiB and one processor.
 fn limited(mib: u64) -> Value {
     let memory = format!("{mib}Mi");
     let all = json!({ "memory": memory, "cpu": "1" });
@@ -28,21 +29,21 @@ fn limited(mib: u64) -> Value {
     )
 }
 
-/// Bytes of memory that Python's psutil, Node and the kernel's own files see; the last one of them
-/// is what the cgroup says.
+/// Script that prints the bytes of memory that Python's psutil, Node and the kernel's own files
+/// see; the last of these is the cgroup's limit.
 const MEMORY: &str = r#"python3 -c 'import psutil; print(psutil.virtual_memory().total)'
 node -p 'require("os").totalmem()'
 python3 -c 'import os; print(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))'
 cat /sys/fs/cgroup/memory/memory.limit_in_bytes"#;
 
-/// Processors that Python, Node and nproc see, and what of a processor the cgroup gives in a
+/// Script that prints the processors that Python, Node and nproc see, and the cgroup's quota and
 /// period.
 const PROCESSORS: &str = r#"python3 -c 'import os; print(os.cpu_count())'
 node -p 'require("os").cpus().length'
 nproc
 cat /sys/fs/cgroup/cpu/cpu.cfs_quota_us /sys/fs/cgroup/cpu/cpu.cfs_period_us"#;
 
-/// The JVM's largest heap, which is a quarter of the memory, and its processors.
+/// Script that prints the JVM's largest heap, which is a quarter of the memory, and its processors.
 const JVM: &str = r#"java=$(echo /usr/lib/jvm/java-17-openjdk-*/bin/java)
 $java -XX:+PrintFlagsFinal -version 2>/dev/null
 $java -XshowSettings:system -version 2>&1"#;
@@ -94,7 +95,7 @@ async fn language_runtimes_see_the_limits_of_their_pod() -> anyhow::Result<()> {
 }
 
 async fn cgroup_says(case: &Case, pod: &str, mib: u64) -> anyhow::Result<()> {
-    wait::until("its cgroup says the new limit", SOON, async || {
+    wait::until("its cgroup has the new limit", SOON, async || {
         let seen = lines(case, pod, MEMORY).await?.pop();
         wait::holds(seen == Some((mib * MIB).to_string()), || {
             format!("{seen:?}")
@@ -103,7 +104,7 @@ async fn cgroup_says(case: &Case, pod: &str, mib: u64) -> anyhow::Result<()> {
     .await
 }
 
-/// The sandbox' kernel has its memory from its start; its cgroups are told at once.
+/// The sandbox's kernel keeps the memory size of its start; its cgroups get the new limit at once.
 #[tokio::test]
 async fn a_resized_pod_sees_its_new_limit_in_its_cgroup_and_everywhere_after_a_wake()
 -> anyhow::Result<()> {

@@ -1,4 +1,5 @@
-//! What the network loses of a sandbox' words before it falls asleep: gVisor's network stack forgets in a restore what it was to say again.
+//! Packets of a sandbox that the network loses before the sandbox falls asleep: in a restore
+//! gVisor's network stack forgets what it had to send again.
 
 use std::net::IpAddr;
 use std::process::Command;
@@ -17,10 +18,10 @@ use torpor_tests::witness;
 
 use crate::windows::timer;
 
-/// For what is said again after a time that doubles.
+/// Time for a retransmission, whose interval doubles.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Says again what it hears, byte for byte. After a `.` it ends the connection.
+/// Program that echoes each byte, and ends the connection after a `.`.
 const ECHO: &str = "import socketserver
 class Echo(socketserver.BaseRequestHandler):
     def handle(self):
@@ -30,7 +31,7 @@ class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 Server(('', 8080), Echo).serve_forever()";
 
-/// A word to the program and what it says to that: the same, or that the connection ends.
+/// A byte to the program, and its answer: the same byte, or the end of the connection.
 #[derive(Debug, Clone, Copy)]
 enum Word {
     Echoed,
@@ -38,14 +39,14 @@ enum Word {
 }
 
 impl Word {
-    fn said(self) -> &'static [u8] {
+    fn sent(self) -> &'static [u8] {
         match self {
             Self::Echoed => b"?",
             Self::Ends => b".",
         }
     }
 
-    fn heard(self) -> &'static [u8] {
+    fn expected(self) -> &'static [u8] {
         match self {
             Self::Echoed => b"?",
             Self::Ends => b"",
@@ -53,17 +54,20 @@ impl Word {
     }
 }
 
-async fn hears(stream: &mut TcpStream, expected: &[u8]) -> anyhow::Result<()> {
+async fn receives(stream: &mut TcpStream, expected: &[u8]) -> anyhow::Result<()> {
     let mut byte = [0];
     let read = tokio::time::timeout(wait::scaled(LIMIT), stream.read(&mut byte)).await;
     let length = read.context("nothing has come in time")??;
-    let heard = &byte[..length];
-    ensure!(heard == expected, "{heard:?} in place of {expected:?}");
+    let received = &byte[..length];
+    ensure!(
+        received == expected,
+        "{received:?} in place of {expected:?}"
+    );
     Ok(())
 }
 
-/// A Pod, and a connection on which its program has answered.
-async fn in_conversation(case: &Case) -> anyhow::Result<(Pod, TcpStream)> {
+/// Starts a Pod, and opens a connection on which its program has answered.
+async fn connected_pod(case: &Case) -> anyhow::Result<(Pod, TcpStream)> {
     let spec = json!({ "containers": [python("a", ECHO)] });
     let pod = case.start(pod("p", spec)).await?;
     let address = (witness::address(&pod)?, witness::PORT);
@@ -73,22 +77,22 @@ async fn in_conversation(case: &Case) -> anyhow::Result<(Pod, TcpStream)> {
     })
     .await?;
     let word = Word::Echoed;
-    stream.write_all(word.said()).await?;
-    hears(&mut stream, word.heard()).await?;
+    stream.write_all(word.sent()).await?;
+    receives(&mut stream, word.expected()).await?;
     Ok((pod, stream))
 }
 
-/// What this machine loses of what is said between it and a Pod's port, until this is dropped.
+/// Loss of packets between this machine and a Pod's port, until drop.
 struct Loss {
     table: String,
-    /// The Pod's, as nftables matches it.
+    /// Family of the Pod's address, as nftables matches it.
     family: &'static str,
     address: IpAddr,
 }
 
 impl Loss {
-    /// Loses what the Pod says: data and ends of connections. Acknowledgements come through.
-    fn of_words(case: &Case, pod: &Pod) -> anyhow::Result<Self> {
+    /// Drops the Pod's data and ends of connections; acknowledgements come through.
+    fn of_data(case: &Case, pod: &Pod) -> anyhow::Result<Self> {
         let address: IpAddr = witness::address(pod)?.parse()?;
         let loss = Self {
             table: format!("torpor-{}", case.namespace),
@@ -96,34 +100,34 @@ impl Loss {
             address,
         };
         nft(&format!("add table inet {}", loss.table))?;
-        // Before anything else looks at them.
+        // The chains see the packets before anything else does.
         loss.add(
             "chain",
-            "said { type filter hook prerouting priority -300; }",
+            "from_pod { type filter hook prerouting priority -300; }",
         )?;
-        loss.add("chain", "heard { type filter hook output priority -300; }")?;
-        // gVisor, as Linux, pushes the last data that it has.
-        loss.lose_of_pod("tcp flags & (fin | psh) != 0 counter")?;
+        loss.add("chain", "to_pod { type filter hook output priority -300; }")?;
+        // gVisor, as Linux, sets PSH on the last data that it has.
+        loss.drop_packets_of_pod("tcp flags & (fin | psh) != 0 counter")?;
         Ok(loss)
     }
 
-    /// Loses all that the Pod says, acknowledgements too.
+    /// Drops all packets of the Pod, acknowledgements too.
     fn of_all(case: &Case, pod: &Pod) -> anyhow::Result<Self> {
-        let loss = Self::of_words(case, pod)?;
-        loss.lose_of_pod("")?;
+        let loss = Self::of_data(case, pod)?;
+        loss.drop_packets_of_pod("")?;
         Ok(loss)
     }
 
-    fn lose_of_pod(&self, what: &str) -> anyhow::Result<()> {
+    fn drop_packets_of_pod(&self, what: &str) -> anyhow::Result<()> {
         let (family, address, port) = (self.family, self.address, witness::PORT);
-        let rule = format!("said {family} saddr {address} tcp sport {port} {what} drop");
+        let rule = format!("from_pod {family} saddr {address} tcp sport {port} {what} drop");
         self.add("rule", &rule)
     }
 
-    /// And the Pod does not hear what is said to it.
-    fn deafen(&self) -> anyhow::Result<()> {
+    /// Drops the packets to the Pod as well.
+    fn drop_packets_to_pod(&self) -> anyhow::Result<()> {
         let (family, address, port) = (self.family, self.address, witness::PORT);
-        let rule = format!("heard {family} daddr {address} tcp dport {port} drop");
+        let rule = format!("to_pod {family} daddr {address} tcp dport {port} drop");
         self.add("rule", &rule)
     }
 
@@ -131,9 +135,9 @@ impl Loss {
         nft(&format!("add {what} inet {} {rest}", self.table)).map(drop)
     }
 
-    /// How many of the Pod's words were lost.
-    fn words(&self) -> anyhow::Result<u64> {
-        let listed = nft(&format!("list chain inet {} said", self.table))?;
+    /// Returns the number of the Pod's dropped packets with data or ends of connections.
+    fn dropped(&self) -> anyhow::Result<u64> {
+        let listed = nft(&format!("list chain inet {} from_pod", self.table))?;
         let mut after = listed
             .split_whitespace()
             .skip_while(|word| *word != "packets");
@@ -141,10 +145,10 @@ impl Loss {
         Ok(number.with_context(|| listed.clone())?.parse()?)
     }
 
-    async fn loses_another_word(&self) -> anyhow::Result<()> {
-        let before = self.words()?;
-        wait::until("the Pod says something", LIMIT, async || {
-            wait::holds(self.words()? > before, || format!("{before} words"))
+    async fn drops_another_packet(&self) -> anyhow::Result<()> {
+        let before = self.dropped()?;
+        wait::until("the Pod sends another packet", LIMIT, async || {
+            wait::holds(self.dropped()? > before, || format!("{before} packets"))
         })
         .await
     }
@@ -156,7 +160,7 @@ impl Drop for Loss {
     }
 }
 
-/// What it prints.
+/// Runs nft; returns its output.
 fn nft(command: &str) -> anyhow::Result<String> {
     let done = Command::new("nft").arg(command).output();
     let done = done.context("cannot run nft (Debian package nftables)")?;
@@ -165,55 +169,59 @@ fn nft(command: &str) -> anyhow::Result<String> {
     Ok(String::from_utf8_lossy(&done.stdout).into_owned())
 }
 
-/// The client hears nothing, not even that it was heard, so it says its word again, which wakes the Pod.
-async fn is_answered_who_repeats_himself(case: &Case, word: Word) -> anyhow::Result<()> {
-    let (pod, mut stream) = in_conversation(case).await?;
+/// The client gets no acknowledgement, so it sends its byte again, which wakes the Pod.
+async fn a_client_that_retransmits_is_answered(case: &Case, word: Word) -> anyhow::Result<()> {
+    let (pod, mut stream) = connected_pod(case).await?;
     let loss = Loss::of_all(case, &pod)?;
-    stream.write_all(word.said()).await?;
-    loss.loses_another_word().await?;
-    // A Pod that has heard data last is taken for one that owes an answer, and is woken as soon as it sleeps.
-    loss.deafen()?;
-    loss.loses_another_word().await?;
+    stream.write_all(word.sent()).await?;
+    loss.drops_another_packet().await?;
+    // A Pod that received data last is assumed to owe an answer, and is woken as soon as it sleeps.
+    loss.drop_packets_to_pod()?;
+    loss.drops_another_packet().await?;
     let uid = uid(&case.hibernate("p").await?);
     let asleep = case.node.ledger_seq(&uid)?;
     drop(loss);
-    wait::until("the client's repetition wakes it", LIMIT, async || {
-        let entries = case.node.ledger_seq(&uid)? - asleep;
-        wait::holds(entries > 0, || "no entry".to_owned())
-    })
+    wait::until(
+        "the client's retransmission wakes the Pod",
+        LIMIT,
+        async || {
+            let entries = case.node.ledger_seq(&uid)? - asleep;
+            wait::holds(entries > 0, || "no entry".to_owned())
+        },
+    )
     .await?;
     case.annotate("p", HIBERNATE, None).await?;
-    hears(&mut stream, word.heard()).await
+    receives(&mut stream, word.expected()).await
 }
 
 #[tokio::test]
-async fn what_a_sandbox_sent_and_lost_as_it_fell_asleep_is_sent_again_after_the_wake()
--> anyhow::Result<()> {
+async fn data_lost_as_a_sandbox_fell_asleep_is_sent_again_after_the_wake() -> anyhow::Result<()> {
     case("lostword", async |case| {
-        is_answered_who_repeats_himself(case, Word::Echoed).await
+        a_client_that_retransmits_is_answered(case, Word::Echoed).await
     })
     .await
 }
 
 #[tokio::test]
-async fn the_end_that_a_sandbox_sent_and_lost_as_it_fell_asleep_is_sent_again_after_the_wake()
+async fn an_end_of_connection_lost_as_a_sandbox_fell_asleep_is_sent_again_after_the_wake()
 -> anyhow::Result<()> {
     case("lostend", async |case| {
-        is_answered_who_repeats_himself(case, Word::Ends).await
+        a_client_that_retransmits_is_answered(case, Word::Ends).await
     })
     .await
 }
 
-/// Linux' timers of a socket of which nothing is on its way (proc_net_tcp.rst in its documentation).
+/// Timer that Linux shows for a socket with nothing on its way (proc_net_tcp.rst in its
+/// documentation).
 const NO_TIMER: &str = "00";
 
-/// The client knows that it was heard, and waits.
-async fn is_answered_who_waits(case: &Case, word: Word) -> anyhow::Result<()> {
-    let (pod, mut stream) = in_conversation(case).await?;
-    let loss = Loss::of_words(case, &pod)?;
-    stream.write_all(word.said()).await?;
-    loss.loses_another_word().await?;
-    wait::until("the client's word is acknowledged", LIMIT, async || {
+/// The client's byte is acknowledged, so the client waits.
+async fn a_client_that_waits_is_answered(case: &Case, word: Word) -> anyhow::Result<()> {
+    let (pod, mut stream) = connected_pod(case).await?;
+    let loss = Loss::of_data(case, &pod)?;
+    stream.write_all(word.sent()).await?;
+    loss.drops_another_packet().await?;
+    wait::until("the client's byte is acknowledged", LIMIT, async || {
         let timer = timer(&stream)?;
         wait::holds(timer == NO_TIMER, || format!("timer {timer:?}"))
     })
@@ -223,22 +231,22 @@ async fn is_answered_who_waits(case: &Case, word: Word) -> anyhow::Result<()> {
     let nothing = ["python3", "-c", ""];
     case.kubectl.exec("p", "a", &nothing).await?.ok()?;
     case.annotate("p", HIBERNATE, None).await?;
-    hears(&mut stream, word.heard()).await
+    receives(&mut stream, word.expected()).await
 }
 
 #[tokio::test]
-async fn what_a_sandbox_sent_and_lost_is_sent_again_to_a_peer_that_waits() -> anyhow::Result<()> {
+async fn data_that_the_network_lost_is_sent_again_to_a_peer_that_waits() -> anyhow::Result<()> {
     case("lostwaits", async |case| {
-        is_answered_who_waits(case, Word::Echoed).await
+        a_client_that_waits_is_answered(case, Word::Echoed).await
     })
     .await
 }
 
 #[tokio::test]
-async fn the_end_that_a_sandbox_sent_and_lost_is_sent_again_to_a_peer_that_waits()
+async fn an_end_of_connection_that_the_network_lost_is_sent_again_to_a_peer_that_waits()
 -> anyhow::Result<()> {
     case("lostendwaits", async |case| {
-        is_answered_who_waits(case, Word::Ends).await
+        a_client_that_waits_is_answered(case, Word::Ends).await
     })
     .await
 }

@@ -1,8 +1,11 @@
-//! End-to-end tests: on a real cluster, with a real kubelet, containerd and gVisor.
+//! End-to-end tests on a real cluster, with a real kubelet, containerd and gVisor.
 //!
-//! `cargo test -p torpor-tests --test e2e -- --test-threads=4`, as root on the node of the cluster that KUBECONFIG names.
-//! TORPOR_PLUGIN names the folder that hack/plugin put the kubectl plugin into; without it kubectl finds it in PATH.
-//! TORPOR_DEV=hack/cluster adds the logs of a development cluster's programs to the explanation of a failure.
+//! Run as root on the node of the cluster that KUBECONFIG names: `cargo test -p torpor-tests --test
+//! e2e -- --test-threads=4`.
+//!
+//! TORPOR_PLUGIN names the folder into which hack/plugin put the kubectl plugin; without it kubectl
+//! finds the plugin in PATH. TORPOR_DEV=hack/cluster adds the logs of a development cluster's
+//! programs to the explanation of a failure.
 
 mod alone;
 mod badinput;
@@ -12,8 +15,8 @@ mod clock;
 mod connections;
 mod copies;
 mod debug;
+mod examples;
 mod forwards;
-mod hearing;
 mod hibernate;
 mod hooks;
 mod inject;
@@ -21,20 +24,21 @@ mod kata;
 mod leftovers;
 mod limits;
 mod losses;
-mod lost;
+mod lost_containers;
 mod networks;
 mod oci;
 mod oncrash;
+mod packet_filter;
 mod plugin;
 mod resources;
 mod rights;
 mod router;
+mod runsc_requests;
 mod sandbox;
 mod sdk;
 mod sleep;
 mod streams;
 mod suspend;
-mod told;
 mod volumes;
 mod wake;
 mod windows;

@@ -1,4 +1,7 @@
-//! NetworkPolicies of sandboxes. The development cluster's network enforces none: what is shown here is that each Pod is selected by the policy that it is to have, and none is made before it.
+//! NetworkPolicies of sandboxes.
+//!
+//! The development cluster's network enforces none. The tests show that each Pod is selected by the
+//! policy that it is to have, and that none is made before the policy.
 
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::{
@@ -54,7 +57,7 @@ async fn a_sandbox_without_a_template_has_the_strict_policy_unless_it_asks_to_be
 }
 
 #[tokio::test]
-async fn a_claim_waits_for_the_policy_of_its_template_and_says_whose_is_in_the_way()
+async fn a_claim_waits_for_its_templates_policy_and_reports_another_owner_of_the_name()
 -> anyhow::Result<()> {
     case("awaited", async |case| {
         let foreign = json!({
@@ -82,7 +85,7 @@ async fn a_claim_waits_for_the_policy_of_its_template_and_says_whose_is_in_the_w
             })
             .await
         };
-        says("somebody else has the name", "NetworkPolicyNotOwned").await?;
+        says("another owner has the name", "NetworkPolicyNotOwned").await?;
         assert!(case.sandboxes().get_opt("c").await?.is_none());
         let policies = case.api::<NetworkPolicy>();
         policies

@@ -32,16 +32,17 @@ fn status_of(pod: &Pod, container: &str) -> ContainerStatus {
         .unwrap_or_default()
 }
 
-/// Exit code and reason of a container that has ended.
+/// Returns exit code and reason of a container that has ended.
 fn end_of(pod: &Pod, container: &str) -> Option<(i32, String)> {
     let ContainerState { terminated, .. } = status_of(pod, container).state?;
     let terminated = terminated?;
     Some((terminated.exit_code, terminated.reason.unwrap_or_default()))
 }
 
-/// Waits until these words are a container's log: it is Ready before its program has said anything.
+/// Waits until a container's log is this text: the container is Ready before its program has
+/// written anything.
 async fn says(case: &Case, container: &str, words: &str) -> anyhow::Result<()> {
-    wait::until("the container's words", START_LIMIT, async || {
+    wait::until("the container's log", START_LIMIT, async || {
         let log = case.log("p", container).await?;
         wait::holds(log == words, || log.clone())
     })
@@ -81,7 +82,8 @@ async fn init_containers_run_first_and_sidecars_beside_and_each_has_its_log() ->
         ] {
             says(case, container, log).await?;
         }
-        // One sandbox for all of them: they see one hostname and can reach one another on localhost.
+        // All containers share one sandbox: they see one hostname and can reach one another on
+        // localhost.
         let uid = torpor_tests::case::uid(&pod);
         assert_eq!(case.node.sandboxes_of(&uid)?.len(), 1);
         let sentries = case.node.sandbox_processes(&uid)?;
@@ -139,7 +141,7 @@ async fn a_container_that_exits_with_3_fails_its_pod_with_that_code() -> anyhow:
 #[tokio::test]
 async fn one_container_is_restarted_while_the_other_runs_on() -> anyhow::Result<()> {
     case("restart", async |case| {
-        // It ends once: the second time the file is there.
+        // The container ends once: at its second start the file exists.
         let line =
             "if [ -e /shared/once ]; then exec sleep 1000000; fi; touch /shared/once; exit 1";
         let mount = json!({ "volumeMounts": [{ "name": "shared", "mountPath": "/shared" }] });
@@ -173,7 +175,7 @@ async fn one_container_is_restarted_while_the_other_runs_on() -> anyhow::Result<
     .await
 }
 
-/// containerd kills the process that waits for the probe's; its own runs in the sandbox.
+/// containerd kills the process that waits for the probe's process; the latter runs in the sandbox.
 #[tokio::test]
 async fn a_probe_by_exec_that_takes_too_long_leaves_nothing_and_the_next_one_is_made()
 -> anyhow::Result<()> {
@@ -192,7 +194,7 @@ async fn a_probe_by_exec_that_takes_too_long_leaves_nothing_and_the_next_one_is_
         let line = "until [ $(cat /probes 2>/dev/null | wc -l) -ge 4 ]; do sleep 0.1; done
             ps | grep '[s]leep 1000$' | wc -l";
         let left: u32 = case.sh("p", "a", line).await?.trim().parse()?;
-        // That of the fourth may not be over.
+        // The process of the fourth probe may still run.
         ensure!(left <= 1, "{left} of four probes are left");
         Ok(())
     })
@@ -244,7 +246,7 @@ async fn a_handler_of_sigterm_runs_before_the_end() -> anyhow::Result<()> {
         let began = Instant::now();
         case.delete_pod("p", Duration::from_secs(25)).await?;
         assert!(began.elapsed() < Duration::from_secs(25), "it ended before its grace period");
-        // Another Pod looks at what the handler wrote.
+        // Another Pod reads what the handler wrote.
         let reader = with(container, json!({ "command": ["sh", "-c", "exec sleep 1000000"] }));
         let soon = json!({ "spec": { "terminationGracePeriodSeconds": 1 } });
         case.start(with(pod("reader", spec(reader)), soon)).await?;
@@ -271,7 +273,7 @@ async fn a_program_that_ignores_sigterm_is_killed_after_its_grace_period() -> an
     .await
 }
 
-/// Waits for words in what `kubectl describe pod` says. It is asked when there is another Event to describe.
+/// Waits for words in the output of `kubectl describe pod`, which runs again for each new Event.
 async fn described(case: &Case, words: &[&str]) -> anyhow::Result<()> {
     let events: Api<Event> = case.api();
     let (mut seen, mut text) = (Vec::new(), String::new());
@@ -327,7 +329,7 @@ async fn a_part_of_an_empty_dir_is_refused_with_the_volume_and_the_remedy() -> a
     .await
 }
 
-/// Whether the container's first process and one that exec starts may use raw sockets.
+/// Reports whether the container's first process, and one that exec starts, may use raw sockets.
 async fn raw_sockets(case: &Case, container: &str) -> anyhow::Result<[bool; 2]> {
     /// CAP_NET_RAW of capabilities(7).
     const NET_RAW: u64 = 1 << 13;
@@ -345,7 +347,7 @@ except PermissionError:
     Ok([first, opened.trim() == "opened"])
 }
 
-/// A program that does nothing and has no port.
+/// Program that does nothing and has no port.
 const WAIT: &str = "import signal; signal.pause()";
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! What becomes of a sandbox that crashes while it is awake, and of the image that is kept for that.
+//! Crashes of sandboxes that are awake, and the image that is kept for a crash.
 
 use torpor_api::annotations::ON_CRASH;
 use torpor_api::conditions::POD_RESTORED;
@@ -8,12 +8,13 @@ use torpor_tests::pods::{annotated, shell_pod};
 use torpor_tests::sleep::SLEEP_LIMIT;
 use torpor_tests::wait;
 
-/// What idle programs do.
+/// Shell line of an idle program.
 const IDLE: &str = "sleep 1000000";
-/// What the program wrote when it began lies in the sandbox' own files: only an image brings it back.
+/// Shell line that writes a random id at its start into the sandbox's own files: only an image
+/// brings the id back.
 const BEGINNING: &str = "cat /proc/sys/kernel/random/uuid >/begun; sleep 1000000";
 
-/// Sleeps once, wakes, does something, and dies.
+/// Puts the Pod to sleep once, wakes it, writes a file and kills it; returns the id of its start.
 async fn crash_awake(case: &Case, pod: &str) -> anyhow::Result<String> {
     let begun = case.written(pod, "a", "/begun").await?;
     case.hibernate(pod).await?;
@@ -23,7 +24,7 @@ async fn crash_awake(case: &Case, pod: &str) -> anyhow::Result<String> {
     Ok(begun)
 }
 
-/// What the sandbox that came after it has.
+/// Waits until the next sandbox has the right files.
 async fn found_after(
     case: &Case,
     pod: &str,
@@ -39,7 +40,7 @@ async fn found_after(
 }
 
 #[tokio::test]
-async fn a_sandbox_that_crashes_awake_goes_back_to_its_last_image_only_if_its_user_wishes_that()
+async fn a_sandbox_that_crashes_awake_is_rolled_back_to_its_last_image_only_on_request()
 -> anyhow::Result<()> {
     case("oncrash", async |case| {
         let pod = |name| shell_pod(name, BEGINNING);
@@ -53,7 +54,7 @@ async fn a_sandbox_that_crashes_awake_goes_back_to_its_last_image_only_if_its_us
         found_after(case, "anew", |found| !found.contains(&begun)).await?;
         let anew = case.pods().get("anew").await?;
         assert_eq!(condition(&anew, POD_RESTORED).1, "");
-        // What it did after the image is lost, as its user was told.
+        // The changes since the image are lost.
         let begun = crash_awake(case, "back").await?;
         found_after(case, "back", |found| found == begun).await?;
         let told = |pod: &k8s_openapi::api::core::v1::Pod| {
@@ -61,9 +62,14 @@ async fn a_sandbox_that_crashes_awake_goes_back_to_its_last_image_only_if_its_us
             status == "True" && reason == restored::ROLLED_BACK && message.contains(" s before")
         };
         let back = case
-            .pod_until("back", "it says that it went back", SLEEP_LIMIT, told)
+            .pod_until(
+                "back",
+                "its condition reports the roll back",
+                SLEEP_LIMIT,
+                told,
+            )
             .await?;
-        // It can again.
+        // A second roll back is possible.
         let images = case.node.images_of(&case.namespace, &uid(&back));
         assert_eq!(images.len(), 1, "{images:?}");
         case.node.sentry(&uid(&back))?.kill()?;
@@ -73,7 +79,7 @@ async fn a_sandbox_that_crashes_awake_goes_back_to_its_last_image_only_if_its_us
 }
 
 #[tokio::test]
-async fn what_is_wanted_for_a_crash_no_more_is_removed() -> anyhow::Result<()> {
+async fn an_image_kept_for_a_crash_is_removed_once_the_annotation_is_gone() -> anyhow::Result<()> {
     case("oncrashoff", async |case| {
         case.start(annotated(shell_pod("p", IDLE), ON_CRASH, "LastImage"))
             .await?;

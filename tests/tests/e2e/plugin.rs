@@ -19,7 +19,7 @@ fn witness_sandbox() -> Value {
     sandbox("s", json!({ "containers": [container] }))
 }
 
-/// The versions of all that `get` makes its answer of.
+/// Returns the versions of all objects that `get` reads.
 async fn versions(case: &Case) -> anyhow::Result<Vec<Option<String>>> {
     let nodes: Api<SandboxNode> = Api::all(case.client());
     let (sandboxes, pods, all) = (case.sandboxes(), case.pods(), ListParams::default());
@@ -34,8 +34,10 @@ async fn versions(case: &Case) -> anyhow::Result<Vec<Option<String>>> {
     Ok(nodes.chain(sandboxes).chain(pods).collect())
 }
 
-/// `get` tells it, sooner or later: figures come with the node's next report. It is asked when there is something new to tell.
-async fn told(case: &Case, words: &str, wish: impl Fn(&Value) -> bool) -> anyhow::Result<Value> {
+/// Waits until `get` shows what is expected; figures come with the node's next report.
+///
+/// The plugin runs again whenever one of the objects has changed.
+async fn shown(case: &Case, words: &str, wish: impl Fn(&Value) -> bool) -> anyhow::Result<Value> {
     let (mut seen, mut view) = (Vec::new(), Value::Null);
     wait::until(words, LIMIT, async || {
         let now = versions(case).await?;
@@ -57,21 +59,21 @@ fn failed(ran: &Ran, code: i32, words: &str) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn the_plugin_puts_a_sandbox_to_sleep_and_wakes_it_and_tells_what_it_did()
+async fn the_plugin_puts_a_sandbox_to_sleep_and_wakes_it_and_reports_what_it_did()
 -> anyhow::Result<()> {
     case("plugin", async |case| {
         case.create(witness_sandbox()).await?;
         let pod = case.sandbox_ready("s").await?;
         let before = witness::ask(&pod).await?;
-        told(case, "it is awake", |view| view["state"] == "Awake").await?;
+        shown(case, "it is awake", |view| view["state"] == "Awake").await?;
 
-        let said = case.torpor_says(&["hibernate", "s"]).await?;
+        let said = case.torpor_output(&["hibernate", "s"]).await?;
         assert!(
             said.starts_with("sandbox.agents.x-k8s.io/s hibernated ("),
             "{said}"
         );
         assert_eq!(case.node.sandbox_processes(&uid(&pod))?, []);
-        let asleep = told(case, "what its sleep gained", |view| {
+        let asleep = shown(case, "the sizes of its sleep", |view| {
             view["imageBytes"].is_number() && view["memoryAsleepBytes"].is_number()
         })
         .await?;
@@ -81,9 +83,9 @@ async fn the_plugin_puts_a_sandbox_to_sleep_and_wakes_it_and_tells_what_it_did()
             bytes("memoryAwakeBytes") > bytes("memoryAsleepBytes"),
             "{asleep}"
         );
-        let yaml = case.torpor_says(&["get", "s", "-o", "yaml"]).await?;
+        let yaml = case.torpor_output(&["get", "s", "-o", "yaml"]).await?;
         assert!(yaml.contains("state: Hibernated"), "{yaml}");
-        let wide = case.torpor_says(&["get", "-o", "wide"]).await?;
+        let wide = case.torpor_output(&["get", "-o", "wide"]).await?;
         let (headings, row) = wide.split_once('\n').unwrap_or_default();
         assert!(
             headings.contains("MEMORY AWAKE") && headings.contains("MESSAGE"),
@@ -91,27 +93,30 @@ async fn the_plugin_puts_a_sandbox_to_sleep_and_wakes_it_and_tells_what_it_did()
         );
         assert!(row.contains("Hibernated"), "{wide}");
         assert_eq!(
-            case.torpor_says(&["get", "-o", "name"]).await?,
+            case.torpor_output(&["get", "-o", "name"]).await?,
             "sandbox.agents.x-k8s.io/s"
         );
-        let why = case.torpor_says(&["why", "s"]).await?;
+        let why = case.torpor_output(&["why", "s"]).await?;
         assert!(
             why.contains("to hibernate in place") && why.contains("Sleeping: "),
             "{why}"
         );
-        let top = case.torpor_says(&["top"]).await?;
+        let top = case.torpor_output(&["top"]).await?;
         assert!(top.contains("1 asleep, 0 awake"), "{top}");
 
-        // Somebody's packet, and then the wish.
+        // A packet wakes the sandbox before the plugin is asked to.
         Connection::open(&pod)
             .await?
             .ask()
             .await?
             .goes_on_from(&before)?;
-        let woken = told(case, "who woke it", |view| view["lastWake"].is_object()).await?;
+        let woken = shown(case, "the cause of its wake", |view| {
+            view["lastWake"].is_object()
+        })
+        .await?;
         assert_eq!(woken["lastWake"]["cause"], "Packet", "{woken}");
         assert_eq!(woken["lastWake"]["from"], "Hibernated", "{woken}");
-        let said = case.torpor_says(&["wake", "s"]).await?;
+        let said = case.torpor_output(&["wake", "s"]).await?;
         assert!(
             said.starts_with("sandbox.agents.x-k8s.io/s awake ("),
             "{said}"
@@ -119,7 +124,7 @@ async fn the_plugin_puts_a_sandbox_to_sleep_and_wakes_it_and_tells_what_it_did()
         let same = case.sandbox_ready("s").await?;
         assert_eq!((uid(&same), restarts(&same)), (uid(&pod), 0));
         witness::ask(&same).await?.goes_on_from(&before)?;
-        // Nobody asks it to sleep any more.
+        // The request to sleep is withdrawn.
         assert_ne!(case.node.sandbox_processes(&uid(&pod))?, []);
         Ok(())
     })
@@ -127,12 +132,13 @@ async fn the_plugin_puts_a_sandbox_to_sleep_and_wakes_it_and_tells_what_it_did()
 }
 
 #[tokio::test]
-async fn the_plugin_suspends_and_resumes_and_says_what_makes_no_sense() -> anyhow::Result<()> {
+async fn the_plugin_suspends_and_resumes_and_refuses_commands_that_do_not_apply()
+-> anyhow::Result<()> {
     case("pluginsuspend", async |case| {
         case.create(witness_sandbox()).await?;
         let pod = case.sandbox_ready("s").await?;
         let before = witness::ask(&pod).await?;
-        let said = case.torpor_says(&["suspend", "s"]).await?;
+        let said = case.torpor_output(&["suspend", "s"]).await?;
         assert!(said.contains("/s suspended ("), "{said}");
         assert_eq!(case.pods().get_opt("s").await?, None);
         let view = case.torpor_view("s").await?;
@@ -149,17 +155,17 @@ async fn the_plugin_suspends_and_resumes_and_says_what_makes_no_sense() -> anyho
         failed(&case.torpor(&["why", "nobody"]).await?, 1, "nobody")?;
         assert_eq!(case.torpor(&["sleep", "s"]).await?.code, 2);
 
-        let said = case.torpor_says(&["resume", "s"]).await?;
+        let said = case.torpor_output(&["resume", "s"]).await?;
         assert!(said.contains("/s resumed ("), "{said}");
         let resumed = case.sandbox_ready("s").await?;
         assert_ne!(uid(&resumed), uid(&pod));
         witness::ask(&resumed).await?.goes_on_from(&before)?;
-        // Who does not wait is told that it was asked, not that it is done.
+        // Without a wait the plugin reports that the change is requested, not that it is done.
         let said = case
-            .torpor_says(&["suspend", "s", "--timeout", "0"])
+            .torpor_output(&["suspend", "s", "--timeout", "0"])
             .await?;
-        assert_eq!(said, "sandbox.agents.x-k8s.io/s asked");
-        case.sandbox_says("s", "Suspended", "True", "PodTerminated")
+        assert_eq!(said, "sandbox.agents.x-k8s.io/s patched");
+        case.sandbox_has("s", "Suspended", "True", "PodTerminated")
             .await?;
         Ok(())
     })
@@ -167,14 +173,14 @@ async fn the_plugin_suspends_and_resumes_and_says_what_makes_no_sense() -> anyho
 }
 
 #[tokio::test]
-async fn the_plugin_tells_of_a_doze_and_what_ends_it() -> anyhow::Result<()> {
+async fn the_plugin_reports_a_doze_and_what_ends_it() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("plugindoze", async |case| {
         let annotations = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
         let idle = json!({ "containers": [shell("a", "echo kept >/mem; sleep 1000000")] });
         case.create(with(sandbox("s", idle), annotations)).await?;
         case.sandbox_ready("s").await?;
-        let dozing = told(case, "it dozes, and what that gained", |view| {
+        let dozing = shown(case, "it dozes, with the sizes of its sleep", |view| {
             view["state"] == "Dozing"
                 && view["imageBytes"].is_number()
                 && view["memoryAsleepBytes"].is_number()
@@ -184,23 +190,26 @@ async fn the_plugin_tells_of_a_doze_and_what_ends_it() -> anyhow::Result<()> {
             dozing["memoryAwakeBytes"].as_u64() > dozing["memoryAsleepBytes"].as_u64(),
             "{dozing}"
         );
-        let why = case.torpor_says(&["why", "s"]).await?;
+        let why = case.torpor_output(&["why", "s"]).await?;
         assert!(why.contains("to doze after 3s without use"), "{why}");
         assert_eq!(case.sh("s", "a", "cat /mem").await?, "kept");
-        let woken = told(case, "what ended it", |view| view["lastWake"].is_object()).await?;
+        let woken = shown(case, "the cause of its wake", |view| {
+            view["lastWake"].is_object()
+        })
+        .await?;
         assert_eq!(woken["lastWake"]["cause"], "Exec", "{woken}");
         assert_eq!(woken["lastWake"]["from"], "Dozing", "{woken}");
 
-        told(case, "it dozes again", |view| {
+        shown(case, "it dozes again", |view| {
             view["asleepSince"].is_string()
         })
         .await?;
-        let said = case.torpor_says(&["wake", "s"]).await?;
+        let said = case.torpor_output(&["wake", "s"]).await?;
         assert!(
             said.starts_with("sandbox.agents.x-k8s.io/s awake ("),
             "{said}"
         );
-        told(case, "the agent woke it", |view| {
+        shown(case, "the agent woke it", |view| {
             view["lastWake"]["cause"] == "Asked"
         })
         .await?;
@@ -231,18 +240,19 @@ async fn the_plugin_diagnoses_the_cluster_and_completes_names() -> anyhow::Resul
             let check = of(name).unwrap_or_default();
             assert_eq!(check["findings"], json!([]), "{name}: {check}");
         }
-        // Whether other tests' sandboxes are stuck right now is theirs to say; what was looked at is ours.
+        // Sandboxes of other tests may be stuck right now. This test requires only that all were
+        // looked at.
         assert!(
             of("sandboxes").is_some() && diagnosis["unseen"] == 0,
             "{diagnosis}"
         );
         assert!([0, 3].contains(&ran.code), "{ran:?}");
 
-        // As kubectl's own completion asks.
+        // kubectl's own completion runs this command.
         let line = ["__complete", "torpor", "wake", "-n", &case.namespace, ""];
         let completed = case.run_plugin(&line).await?.ok()?;
         assert!(completed.lines().any(|line| line == "s"), "{completed}");
-        let script = case.torpor_says(&["completion", "bash"]).await?;
+        let script = case.torpor_output(&["completion", "bash"]).await?;
         assert!(script.contains("complete -F"), "{script}");
         Ok(())
     })

@@ -1,4 +1,4 @@
-//! Limits: the sandbox lives in its Pod's cgroup and what is set there holds.
+//! Limits: the sandbox lives in its Pod's cgroup, and the limits that are set there hold.
 
 use std::time::Duration;
 
@@ -9,7 +9,8 @@ use torpor_tests::pods::{COUNT, mounts, pod, python, shell, with};
 use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::wait;
 
-/// What the restored sentry has no more use for it keeps for a while.
+/// Time until the limit is set back: the restored sentry keeps memory without further use for a
+/// while.
 const LIMIT_IS_BACK: Duration = Duration::from_secs(90);
 
 #[tokio::test]
@@ -97,7 +98,8 @@ async fn a_container_that_exceeds_its_memory_limit_is_ended_and_its_status_says_
             .state
             .and_then(|state| state.terminated)
             .unwrap_or_default();
-        // On cgroup v2 containerd looks at a cgroup beside the one that the kernel counts it in.
+        // On cgroup v2 containerd looks at a cgroup beside the one in which the kernel counts the
+        // kill.
         let is_v2 = std::path::Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
         let reason = if is_v2 { "Error" } else { "OOMKilled" };
         assert_eq!((end.exit_code, end.reason.as_deref()), (137, Some(reason)));
@@ -106,12 +108,11 @@ async fn a_container_that_exceeds_its_memory_limit_is_ended_and_its_status_says_
     .await
 }
 
-/// What wakes a sandbox needs memory too, in the Pod's cgroup.
+/// A wake needs memory too, in the Pod's cgroup.
 #[tokio::test]
-async fn a_sandbox_that_has_nearly_all_the_memory_it_may_have_wakes_and_its_limit_is_back()
--> anyhow::Result<()> {
+async fn a_sandbox_near_its_memory_limit_wakes_and_gets_its_limit_back() -> anyhow::Result<()> {
     case("nearlimit", async |case| {
-        // With the sentry's own, 117 of 128 MiB.
+        // With the sentry's own memory this is 117 of 128 MiB.
         let program = "import os, time\nkept = os.urandom(88 << 20)\nprint('full', flush=True)\nwhile True: time.sleep(1)";
         let limits = json!({ "resources": { "limits": { "memory": "128Mi" } } });
         let spec = json!({ "containers": [with(python("a", program), limits)] });
@@ -136,7 +137,7 @@ async fn a_sandbox_that_has_nearly_all_the_memory_it_may_have_wakes_and_its_limi
         .await?;
         let most = [of("memory.max_usage_in_bytes"), of("memory.peak")].concat();
         let most = most.iter().filter_map(|text| text.parse::<u64>().ok()).max();
-        assert!(most > Some(128 << 20), "it needed no room: {most:?}");
+        assert!(most > Some(128 << 20), "the wake needed no more memory: {most:?}");
         let pod = case.pods().get("p").await?;
         assert!(is_ready(&pod) && restarts(&pod) == 0, "{:?}", pod.status);
         Ok(())
@@ -160,7 +161,7 @@ async fn a_cpu_limit_holds_for_the_program() -> anyhow::Result<()> {
             quota.iter().any(|line| line.starts_with("20000")),
             "a fifth of 100 ms: {quota:?}"
         );
-        // A program that spins was held back, and again.
+        // A program that spins is throttled repeatedly.
         let throttled = || {
             let lines = of("cpu.stat");
             let numbers = lines

@@ -1,5 +1,5 @@
-//! What somebody may write who has stolen the token of an agent, or of a router: the admission
-//! policies of `deploy` are on.
+//! Writes that the admission policies of `deploy` refuse to the stolen token of an agent or of a
+//! router.
 
 use anyhow::Context;
 use k8s_openapi::api::core::v1::Pod;
@@ -16,10 +16,10 @@ use torpor_tests::case::{Case, case};
 use torpor_tests::pods::{shell, shell_pod};
 use torpor_tests::sandboxes::sandbox;
 
-/// No node of the cluster.
+/// Name that no node of the cluster has.
 const ELSEWHERE: &str = "torpor-e2e-elsewhere";
 
-/// An account's token in strange hands.
+/// Client with a stolen token of a ServiceAccount.
 struct Thief {
     client: Client,
     node: String,
@@ -27,7 +27,7 @@ struct Thief {
 }
 
 impl Thief {
-    /// With the token that the kubelet mounts into a Pod of the account.
+    /// Takes the token that the kubelet mounts into a Pod of the account.
     async fn of(case: &Case, account: &str, label: &str) -> anyhow::Result<Self> {
         let pod = running(case.client(), install::NAMESPACE, label).await?;
         let stolen = token(case.client(), install::NAMESPACE, account, Some(&pod)).await?;
@@ -72,7 +72,7 @@ impl Thief {
     }
 }
 
-/// The policy has refused it, and not something else.
+/// Checks that the policy, and nothing else, has refused the write.
 #[track_caller]
 fn refused(policy: &str, what: &str, written: kube::Result<()>) {
     match written {
@@ -88,8 +88,8 @@ fn refused(policy: &str, what: &str, written: kube::Result<()>) {
     }
 }
 
-/// A SandboxSnapshot of nobody, as a user makes it; then the node that holds it is written down, as
-/// its agent does it.
+/// Creates a SandboxSnapshot of a missing Sandbox as a user does; then records the node that holds
+/// it as its agent does.
 async fn snapshot(
     case: &Case,
     name: &str,
@@ -193,7 +193,7 @@ async fn a_stolen_agents_token_takes_no_snapshot_from_another_node_and_moves_non
         }
         let elsewhere = json!({ "nodeName": ELSEWHERE });
         refused(STATUS, "open", thief.snapshot_status("open", elsewhere).await);
-        // What an agent does: it adopts one, says where it is, and lets it go.
+        // An agent adopts a snapshot, reports where it is, and releases it.
         thief.snapshot("open", ours).await?;
         thief.snapshot_status("open", json!({ "nodeName": node })).await?;
         let none = json!({ "metadata": { "finalizers": [] } });
@@ -204,7 +204,7 @@ async fn a_stolen_agents_token_takes_no_snapshot_from_another_node_and_moves_non
 }
 
 #[tokio::test]
-async fn a_stolen_agents_token_says_nothing_of_other_nodes_pods_and_only_its_own_of_its_nodes()
+async fn a_stolen_agents_token_writes_only_the_agents_conditions_of_its_own_nodes_pods()
 -> anyhow::Result<()> {
     const POLICY: &str = "torpor-agent-pod-status";
     case("rightspods", async |case| {
@@ -215,7 +215,7 @@ async fn a_stolen_agents_token_says_nothing_of_other_nodes_pods_and_only_its_own
         case.create(far).await?;
         let said = condition_of(POD_RESTORE_SETTLED);
         let of_far = thief.pod_status("far", said.clone()).await;
-        // No kubelet is there to end it.
+        // No kubelet is there to end the Pod.
         let at_once = DeleteParams::default().grace_period(0);
         case.pods().delete("far", &at_once).await?;
         refused(POLICY, "a Pod of another node", of_far);
@@ -261,11 +261,11 @@ async fn a_token_of_the_agents_account_that_names_no_node_writes_nothing() -> an
         let told = thief
             .snapshot_status("own", json!({ "nodeName": node }))
             .await;
-        refused("torpor-agent-snapshot-status", "told", told);
+        refused("torpor-agent-snapshot-status", "reported", told);
         let said = thief
             .pod_status("p", condition_of(POD_RESTORE_SETTLED))
             .await;
-        refused("torpor-agent-pod-status", "said", said);
+        refused("torpor-agent-pod-status", "conditions", said);
         let nodes: Api<SandboxNode> = Api::all(thief.client.clone());
         let nothing = Patch::Merge(json!({ "status": { "agentVersion": "stolen" } }));
         let parameters = PatchParams::default();

@@ -1,24 +1,20 @@
-//! The router: requests reach a Sandbox by its name, and wake one that may be woken so.
+//! The router: requests reach a Sandbox by its name, and wake a Sandbox that allows it.
 
-use std::time::Duration;
-
-use anyhow::Context;
 use k8s_openapi::api::apps::v1::Deployment;
-use k8s_openapi::api::core::v1::{Pod, Service};
+use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::api::{DeleteParams, PostParams};
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
 use torpor_api::annotations::HIBERNATE;
 use torpor_api::install;
 use torpor_tests::accounts::token;
 use torpor_tests::case::{Case, START_LIMIT, case, condition};
+use torpor_tests::http::{self, Request};
 use torpor_tests::pods::{PYTHON, shell, with};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
-/// Answers how often it was asked.
+/// Program that answers with the number of its requests.
 const COUNTING_SERVER: &str = "
 import http.server
 asked = 0
@@ -43,16 +39,12 @@ fn server(annotations: Value) -> Value {
     manifest
 }
 
-/// Status and body of a request to the Sandbox `s` through the router's Service.
+/// Sends a request to the Sandbox `s` through the router's Service; returns status and body.
 async fn ask(case: &Case) -> anyhow::Result<(u16, String)> {
-    let services: Api<Service> = Api::namespaced(case.client(), install::NAMESPACE);
-    let service = services.get("sandbox-router-svc").await?;
-    let address = service.spec.and_then(|spec| spec.cluster_ip);
-    let address = address.context("the router's Service has no address")?;
-    ask_at(&address, &case.namespace, None).await
+    ask_at(&case.router().await?, &case.namespace, None).await
 }
 
-/// The same through the router at this address, for a Sandbox `s` of this namespace.
+/// Sends a request to a Sandbox `s` of this namespace through the router at this address.
 async fn ask_at(
     address: &str,
     namespace: &str,
@@ -66,22 +58,13 @@ async fn ask_at(
     get(address, "/", &headers).await
 }
 
-/// Status and body of a request with these headers.
+/// Sends a request with these headers; returns status and body.
 async fn get(address: &str, path: &str, headers: &str) -> anyhow::Result<(u16, String)> {
-    let answer = async {
-        let mut stream = TcpStream::connect((address, 8080)).await?;
-        let request =
-            format!("GET {path} HTTP/1.1\r\nHost: router\r\n{headers}Connection: close\r\n\r\n");
-        stream.write_all(request.as_bytes()).await?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).await?;
-        anyhow::Ok(answer)
+    let request = Request {
+        headers,
+        ..Request::get(path)
     };
-    let answer = tokio::time::timeout(Duration::from_secs(60), answer);
-    let answer = answer.await.context("no answer in time")??;
-    let (head, body) = answer.split_once("\r\n\r\n").context("no head")?;
-    let status = head.split(' ').nth(1).context("no status")?.parse()?;
-    Ok((status, body.to_owned()))
+    http::ask(address, 8080, request).await
 }
 
 /// Runs the body with the address of a router that has these arguments and is otherwise the
@@ -96,7 +79,7 @@ async fn with_router(
     let mut spec = json!(own.spec.template.spec);
     spec["containers"][0]["args"] = json!(arguments);
     spec["topologySpreadConstraints"] = Value::Null;
-    // Not the label of the router's Service: nobody else's requests come here.
+    // The Pod has no label of the router's Service: no other requests come here.
     let name = format!("router-{}", case.namespace);
     let pod: Pod = serde_json::from_value(json!({
         "metadata": { "name": name, "labels": { "torpor.dev/e2e": "true" } }, "spec": spec,
@@ -123,8 +106,8 @@ async fn with_router(
 }
 
 #[tokio::test]
-async fn a_router_that_is_closed_lets_in_only_whoever_may_connect_to_the_sandbox()
--> anyhow::Result<()> {
+async fn a_closed_router_admits_only_clients_that_may_connect_to_the_sandbox() -> anyhow::Result<()>
+{
     case("routershut", async |case| {
         case.create(server(json!({}))).await?;
         for name in ["client", "other"] {
@@ -147,7 +130,7 @@ async fn a_router_that_is_closed_lets_in_only_whoever_may_connect_to_the_sandbox
             assert_eq!(ask(own, Some(&other)).await?, 403);
             assert_eq!(ask("default", Some(&client)).await?, 403);
             let (status, body) = ask_at(router, own, Some(&client)).await?;
-            assert_eq!((status, body.as_str()), (200, "1"), "nobody else came through");
+            assert_eq!((status, body.as_str()), (200, "1"), "no other request came through");
             Ok(())
         })
         .await
@@ -184,10 +167,10 @@ async fn a_request_reaches_a_sandbox_by_its_name_and_resumes_it_with_its_memory(
         assert_eq!(ask(case).await?, (200, "2".to_owned()));
         case.suspend("s").await?;
         assert_eq!(ask(case).await?, (200, "3".to_owned()));
-        // In place, it is the request's first packet that wakes it.
+        // The request's first packet wakes a sandbox that hibernates in place.
         let sleep = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
         case.patch("s", sleep).await?;
-        case.sandbox_says("s", "Hibernated", "True", "Hibernated")
+        case.sandbox_has("s", "Hibernated", "True", "Hibernated")
             .await?;
         assert_eq!(ask(case).await?, (200, "4".to_owned()));
         Ok(())
@@ -196,7 +179,7 @@ async fn a_request_reaches_a_sandbox_by_its_name_and_resumes_it_with_its_memory(
 }
 
 #[tokio::test]
-async fn a_request_to_a_suspended_sandbox_that_may_not_be_resumed_so_says_so() -> anyhow::Result<()>
+async fn a_request_to_a_suspended_sandbox_that_it_may_not_resume_is_refused() -> anyhow::Result<()>
 {
     case("routerno", async |case| {
         case.create(server(json!({}))).await?;

@@ -1,4 +1,5 @@
-//! Sandboxes: upstream's conditions through a suspension, what a resumed Pod finds, and what ends a suspension otherwise.
+//! Sandboxes: upstream's conditions during a suspension, the state that a resumed Pod finds, and
+//! other ends of a suspension.
 
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
@@ -15,7 +16,7 @@ use torpor_tests::case::{Case, case, uid};
 use torpor_tests::fullness::FullDisk;
 use torpor_tests::pods::{BUSYBOX, COUNT, PYTHON, mounts, shell, with};
 use torpor_tests::retag::Tag;
-use torpor_tests::sandboxes::{LIMIT, conditions, said, sandbox};
+use torpor_tests::sandboxes::{LIMIT, condition_of, conditions, sandbox};
 use torpor_tests::sleep::restarts;
 use torpor_tests::{wait, witness};
 
@@ -32,7 +33,7 @@ async fn snapshots_are_gone(case: &Case) -> anyhow::Result<()> {
     wait::none(&case.snapshots(), words, LIMIT).await
 }
 
-/// The types of a Sandbox' conditions that upstream knows.
+/// Returns the types of a Sandbox's conditions that are upstream's.
 fn of_upstream(sandbox: &Sandbox) -> Vec<&str> {
     let known = ["Ready", "Suspended", "PodScheduled", "Finished"];
     let types = conditions(sandbox)
@@ -43,7 +44,8 @@ fn of_upstream(sandbox: &Sandbox) -> Vec<&str> {
     types
 }
 
-/// Of the Pod's spec, of an object in it, and of one in that: the apiserver prunes each by itself.
+/// The fields are in the Pod's spec, in an object of it, and in an object of that: the API server
+/// prunes each level by itself.
 #[tokio::test]
 async fn fields_of_a_newer_kubernetes_are_kept_by_the_apiserver() -> anyhow::Result<()> {
     case("tomorrow", async |case| {
@@ -52,7 +54,7 @@ async fn fields_of_a_newer_kubernetes_are_kept_by_the_apiserver() -> anyhow::Res
         container["securityContext"] = json!({ "fieldOfTomorrow": { "deep": true } });
         let spec = json!({ "fieldOfTomorrow": ["a"], "containers": [container] });
         let mut manifest = sandbox("s", spec.clone());
-        // The Pod's own apiserver does not know them either.
+        // The Pod's own API does not know the fields either, so no Pod is made.
         manifest["spec"]["operatingMode"] = json!("Suspended");
         case.create(manifest).await?;
         let sandboxes: Api<Sandbox> = case.api();
@@ -73,14 +75,14 @@ async fn fields_of_a_newer_kubernetes_are_kept_by_the_apiserver() -> anyhow::Res
     .await
 }
 
-/// Upstream's rule, where it applies: in the apiserver.
+/// Upstream's rule applies in the API server.
 #[tokio::test]
 async fn a_name_that_no_service_can_have_is_refused_where_one_is_asked_for() -> anyhow::Result<()> {
     case("longname", async |case| {
         let name = "n".repeat(64);
         let with_service = |wanted: bool| {
             let made = sandbox(&name, json!({ "containers": [shell("a", COUNT)] }));
-            // Nothing has to run for it.
+            // No Pod has to run for this test.
             let spec = json!({ "service": wanted, "operatingMode": "Suspended" });
             with(made, json!({ "spec": spec }))
         };
@@ -92,7 +94,7 @@ async fn a_name_that_no_service_can_have_is_refused_where_one_is_asked_for() -> 
     .await
 }
 
-/// The apiserver refuses the change of the Sandbox' spec, in upstream's words.
+/// Checks that the API server refuses the change of the Sandbox's spec, with upstream's message.
 async fn is_refused_as_immutable(case: &Case, name: &str, spec: Value) -> anyhow::Result<()> {
     let changed = case.patch(name, json!({ "spec": spec })).await;
     let Err(error) = changed else {
@@ -106,7 +108,7 @@ async fn is_refused_as_immutable(case: &Case, name: &str, spec: Value) -> anyhow
     Ok(())
 }
 
-/// Upstream's rule, where it applies: in the apiserver.
+/// Upstream's rule applies in the API server.
 #[tokio::test]
 async fn a_sandbox_keeps_the_volume_claim_templates_that_it_was_made_with() -> anyhow::Result<()> {
     case("immutable", async |case| {
@@ -118,7 +120,7 @@ async fn a_sandbox_keeps_the_volume_claim_templates_that_it_was_made_with() -> a
         };
         for (name, spec) in [("without", json!({})), ("with", templates("1Mi"))] {
             let made = sandbox(name, json!({ "containers": [shell("a", COUNT)] }));
-            // Nothing has to run for it.
+            // No Pod has to run for this test.
             let spec = with(spec, json!({ "operatingMode": "Suspended" }));
             case.create(with(made, json!({ "spec": spec }))).await?;
         }
@@ -127,7 +129,7 @@ async fn a_sandbox_keeps_the_volume_claim_templates_that_it_was_made_with() -> a
         is_refused_as_immutable(case, "with", templates("2Mi")).await?;
         is_refused_as_immutable(case, "with", removed).await?;
 
-        // Another change passes, also when it brings the same templates once more.
+        // Another change passes, also if it contains the same templates.
         let other = json!({ "shutdownPolicy": "Delete" });
         case.patch("without", json!({ "spec": other })).await?;
         let same = with(templates("1Mi"), other);
@@ -146,7 +148,7 @@ async fn a_sandbox_keeps_the_volume_claim_templates_that_it_was_made_with() -> a
 #[tokio::test]
 async fn the_conditions_of_a_suspension_are_upstreams() -> anyhow::Result<()> {
     case("conditions", async |case| {
-        // The Pod takes its time to end, so that what is said meanwhile can be seen.
+        // The Pod takes its time to end, so that the conditions meanwhile can be seen.
         let line = "trap 'sleep 3; exit 0' TERM; while true; do sleep 0.1; done";
         let spec = json!({ "terminationGracePeriodSeconds": 20, "containers": [shell("a", line)] });
         let mut manifest = sandbox("s", spec);
@@ -155,34 +157,34 @@ async fn the_conditions_of_a_suspension_are_upstreams() -> anyhow::Result<()> {
         case.sandbox_ready("s").await?;
         case.set_mode("s", "Suspended").await?;
         let going = case
-            .sandbox_says("s", "Suspended", "False", "PodTerminating")
+            .sandbox_has("s", "Suspended", "False", "PodTerminating")
             .await?;
         assert_eq!(
-            said(&going, "Suspended").2,
+            condition_of(&going, "Suspended").2,
             "Pod is terminating. Sandbox is suspending"
         );
         assert_eq!(
-            said(&going, "Ready"),
+            condition_of(&going, "Ready"),
             ("False", "SandboxSuspended", "Sandbox is suspending")
         );
         let gone = case
-            .sandbox_says("s", "Suspended", "True", "PodTerminated")
+            .sandbox_has("s", "Suspended", "True", "PodTerminated")
             .await?;
         assert_eq!(
-            said(&gone, "Suspended").2,
+            condition_of(&gone, "Suspended").2,
             "Pod has been terminated. Sandbox is suspended"
         );
         assert_eq!(
-            said(&gone, "Ready"),
+            condition_of(&gone, "Ready"),
             ("False", "SandboxSuspended", "Sandbox is suspended")
         );
         assert_eq!(of_upstream(&gone), ["Ready", "Suspended"]);
         case.set_mode("s", "Running").await?;
         let back = case
-            .sandbox_says("s", "Ready", "True", "DependenciesReady")
+            .sandbox_has("s", "Ready", "True", "DependenciesReady")
             .await?;
         assert_eq!(
-            said(&back, "Suspended"),
+            condition_of(&back, "Suspended"),
             ("False", "NotSuspended", "Sandbox is not suspended")
         );
         assert_eq!(of_upstream(&back), ["PodScheduled", "Ready", "Suspended"]);
@@ -192,7 +194,7 @@ async fn the_conditions_of_a_suspension_are_upstreams() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn a_sandbox_that_is_saved_says_the_same_as_one_that_is_stopped() -> anyhow::Result<()> {
+async fn a_saved_sandbox_has_the_same_upstream_conditions_as_a_stopped_one() -> anyhow::Result<()> {
     case("alike", async |case| {
         let mut stopped = sandbox("stopped", json!({ "containers": [shell("a", COUNT)] }));
         stopped["metadata"]["annotations"] = json!({ "torpor.dev/suspension-strategy": "Stop" });
@@ -201,7 +203,7 @@ async fn a_sandbox_that_is_saved_says_the_same_as_one_that_is_stopped() -> anyho
         let in_upstreams_words = |sandbox: &Sandbox| {
             let types = of_upstream(sandbox);
             let words = |kind: &&str| {
-                let (status, reason, message) = said(sandbox, kind);
+                let (status, reason, message) = condition_of(sandbox, kind);
                 format!("{kind}={status} {reason}: {message}")
             };
             types.iter().map(words).collect::<Vec<_>>()
@@ -226,7 +228,8 @@ async fn a_sandbox_that_is_saved_says_the_same_as_one_that_is_stopped() -> anyho
 }
 
 #[tokio::test]
-async fn a_resumed_pod_has_its_volume_its_name_and_todays_configuration() -> anyhow::Result<()> {
+async fn a_resumed_pod_has_its_volume_its_name_and_the_current_configuration() -> anyhow::Result<()>
+{
     case("volumes", async |case| {
         let config = |value: &str| json!({
             "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "config" }, "data": { "key": value },
@@ -292,18 +295,18 @@ async fn a_suspension_that_is_taken_back_in_time_keeps_the_pod() -> anyhow::Resu
         case.create(counting()).await?;
         let pod = case.sandbox_ready("s").await?;
         let before = counted(case).await?;
-        // No room for the save: the Pod waits for as long as the disk is full.
+        // The disk is full: the save fails, and the Pod waits.
         let dir = case.node.images_dir(&case.namespace);
         fs::DirBuilder::new().mode(0o700).create(&dir)?;
         let disk = FullDisk::over(dir, 64 << 10)?;
         case.set_mode("s", "Suspended").await?;
         let failed = case
-            .sandbox_says("s", "Hibernated", "False", "SaveFailed")
+            .sandbox_has("s", "Hibernated", "False", "SaveFailed")
             .await?;
         assert!(
             ["DiskFull", "enlarge the disk"]
                 .iter()
-                .all(|word| said(&failed, "Hibernated").2.contains(word)),
+                .all(|word| condition_of(&failed, "Hibernated").2.contains(word)),
             "{failed:?}"
         );
         case.set_mode("s", "Running").await?;
@@ -325,12 +328,12 @@ async fn a_sandbox_hibernates_in_place_on_request_and_stays_ready() -> anyhow::R
         let before = counted(case).await?;
         let wish = |value: Value| json!({ "metadata": { "annotations": { "torpor.dev/hibernate": value } } });
         case.patch("s", wish(json!("true"))).await?;
-        let asleep = case.sandbox_says("s", "Hibernated", "True", "Hibernated").await?;
-        assert_eq!(said(&asleep, "Ready").0, "True");
-        assert_eq!(said(&asleep, "Suspended").0, "False");
+        let asleep = case.sandbox_has("s", "Hibernated", "True", "Hibernated").await?;
+        assert_eq!(condition_of(&asleep, "Ready").0, "True");
+        assert_eq!(condition_of(&asleep, "Suspended").0, "False");
         assert_eq!(case.node.sandbox_processes(&uid(&pod))?, []);
         case.patch("s", wish(Value::Null)).await?;
-        case.sandbox_says("s", "Hibernated", "False", "Awake").await?;
+        case.sandbox_has("s", "Hibernated", "False", "Awake").await?;
         let same = case.sandbox_ready("s").await?;
         assert_eq!((uid(&same), restarts(&same)), (uid(&pod), 0));
         assert!(counted(case).await? >= before);
@@ -339,7 +342,7 @@ async fn a_sandbox_hibernates_in_place_on_request_and_stays_ready() -> anyhow::R
     .await
 }
 
-/// What the agent of its node says of a Pod's sandbox, once it says what is wished.
+/// Waits until the node's report about a Pod's sandbox is as expected; returns the report.
 async fn told(
     case: &Case,
     pod: &Pod,
@@ -358,14 +361,14 @@ async fn told(
 }
 
 #[tokio::test]
-async fn what_a_sleep_gained_and_how_the_wake_went_is_told_by_the_node() -> anyhow::Result<()> {
+async fn the_node_reports_the_sizes_of_a_sleep_and_how_the_wake_went() -> anyhow::Result<()> {
     case("told", async |case| {
         case.create(counting()).await?;
         let pod = case.sandbox_ready("s").await?;
         let wish = |value: Value| json!({ "metadata": { "annotations": { "torpor.dev/hibernate": value } } });
         case.patch("s", wish(json!("true"))).await?;
-        case.sandbox_says("s", "Hibernated", "True", "Hibernated").await?;
-        let asleep = told(case, &pod, "the node tells of the sleep", |told| {
+        case.sandbox_has("s", "Hibernated", "True", "Hibernated").await?;
+        let asleep = told(case, &pod, "the node reports the sleep", |told| {
             told.image_bytes.is_some() && told.reasons.iter().any(|why| why.reason == plan::SLEEPING)
         })
         .await?;
@@ -373,15 +376,15 @@ async fn what_a_sleep_gained_and_how_the_wake_went_is_told_by_the_node() -> anyh
         let (before, after) = (asleep.memory_awake_bytes, asleep.memory_asleep_bytes);
         assert!(before > after && after.is_some(), "{asleep:?}");
         assert_eq!(asleep.last_wake, None);
-        // An exec wakes it, and it stays awake.
+        // An exec wakes the sandbox, which then stays awake.
         counted(case).await?;
         case.patch("s", wish(Value::Null)).await?;
-        let words = "the node tells of the wake";
+        let words = "the node reports the wake";
         let awake = told(case, &pod, words, |told| {
             told.last_wake.is_some() && told.image_bytes.is_none()
         })
         .await?;
-        let wake = awake.last_wake.context("the wish was that there is one")?;
+        let wake = awake.last_wake.context("the report has a wake")?;
         assert_eq!(wake.cause, "Exec");
         assert!(wake.duration_micros > 0, "{wake:?}");
         Ok(())
@@ -398,7 +401,7 @@ async fn a_sandbox_that_hibernates_in_place_can_be_suspended_and_comes_back() ->
         let before = counted(case).await?;
         let wish = |value: Value| json!({ "metadata": { "annotations": { "torpor.dev/hibernate": value } } });
         case.patch("s", wish(json!("true"))).await?;
-        case.sandbox_says("s", "Hibernated", "True", "Hibernated").await?;
+        case.sandbox_has("s", "Hibernated", "True", "Hibernated").await?;
         case.suspend("s").await?;
         case.patch("s", wish(Value::Null)).await?;
         case.resume("s").await?;
@@ -443,7 +446,7 @@ async fn a_tag_that_was_moved_does_not_change_what_a_sandbox_resumes_with() -> a
 }
 
 #[tokio::test]
-async fn a_sandbox_whose_time_is_over_goes_with_its_bytes() -> anyhow::Result<()> {
+async fn a_sandbox_past_its_shutdown_time_is_deleted_with_its_image() -> anyhow::Result<()> {
     case("shutdown", async |case| {
         case.create(counting()).await?;
         let pod = uid(&case.sandbox_ready("s").await?);
@@ -478,7 +481,7 @@ async fn a_pod_that_is_deleted_under_its_sandbox_starts_anew_and_not_from_an_ima
         case.suspend("s").await?;
         let pod = case.resume("s").await?;
         witness::ask(&pod).await?.goes_on_from(&before)?;
-        // The image that it came from is stale now.
+        // The image of this resume is stale now.
         case.delete_pod_at_once("s").await?;
         let another = wait::object(case.pods(), "s", "another Pod", LIMIT, |found| {
             found

@@ -1,4 +1,5 @@
-//! Upstream's Python SDK, unmodified, on sandboxes whose image knows nothing of it: the runtime comes by annotation.
+//! Upstream's Python SDK, unmodified, on sandboxes whose image does not contain the runtime: an
+//! annotation injects it.
 
 use k8s_openapi::api::core::v1::Namespace;
 use kube::Api;
@@ -10,7 +11,8 @@ use torpor_tests::pods::{BUSYBOX, mounts, pod_spec};
 use torpor_tests::sandboxes::LIMIT;
 use torpor_tests::{sdk, wait};
 
-/// Counts ten times a second in a variable, and writes it down where it works.
+/// Shell line that counts ten times a second in a variable, and writes the number into its working
+/// directory.
 const COUNT: &str = "n=0; while true; do n=$((n+1)); echo $n >n.new; mv n.new n; sleep 0.1; done";
 
 fn extension(kind: &str, name: &str, spec: Value) -> Value {
@@ -22,7 +24,8 @@ fn extension(kind: &str, name: &str, spec: Value) -> Value {
     })
 }
 
-/// A Pod as the profile `restricted` wants it: no root, nothing to write to but a volume.
+/// Returns a Pod as the profile `restricted` requires it: no root, and nothing writable but a
+/// volume.
 fn restricted(volume: &str) -> Value {
     json!({
         "securityContext": {
@@ -41,7 +44,9 @@ fn restricted(volume: &str) -> Value {
     })
 }
 
-/// The template `t` with its pool `w` of so many members that wait for claims. Asks for the runtime itself.
+/// Creates the template `t` with its pool `w` of `replicas` members that wait for claims.
+///
+/// The template itself asks for the runtime.
 async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
     let mut spec = pod_spec(restricted("work"));
     spec["volumes"] = json!([{ "name": "work", "emptyDir": {} }]);
@@ -67,10 +72,14 @@ async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
     .await
 }
 
-/// The template `tv`, of which a claim may change the volume and add variables, with its empty pool `v`. Its pod template asks for the runtime.
+/// Creates the template `tv`, whose claims may change the volume and add variables, with its empty
+/// pool `v`.
+///
+/// The pod template asks for the runtime.
 async fn pool_with_volumes(case: &Case) -> anyhow::Result<()> {
     let mut spec = pod_spec(restricted("data"));
-    // The volumes of the development cluster's provisioner belong to root, and fsGroup does not change that.
+    // The volumes of the development cluster's provisioner belong to root; fsGroup does not change
+    // that.
     spec["securityContext"] = json!({});
     let claim = json!({
         "metadata": { "name": "data" },
@@ -91,7 +100,7 @@ async fn pool_with_volumes(case: &Case) -> anyhow::Result<()> {
     case.create(extension("SandboxWarmPool", "v", pool)).await
 }
 
-/// From here on the namespace takes no Pod that is not as the profile wants it, the injected container included.
+/// Makes the namespace refuse Pods that do not follow the profile, the injected container included.
 async fn restrict(case: &Case) -> anyhow::Result<()> {
     let namespaces: Api<Namespace> = Api::all(case.client());
     let label =
@@ -128,7 +137,7 @@ async fn the_asynchronous_python_sdk_works_through_the_router_and_directly() -> 
     .await
 }
 
-/// Without the profile of the test above: root's volumes need root.
+/// The profile of the test above does not apply here: root's volumes need root.
 #[tokio::test]
 async fn claims_of_the_asynchronous_python_sdk_bring_volumes_end_in_time_and_are_deleted()
 -> anyhow::Result<()> {
@@ -142,7 +151,7 @@ async fn claims_of_the_asynchronous_python_sdk_bring_volumes_end_in_time_and_are
 }
 
 #[tokio::test]
-async fn the_python_sdk_works_with_sandboxds_calls_in_each_way_and_nobody_gets_out_of_the_root()
+async fn the_python_sdk_works_with_sandboxds_calls_in_each_way_and_no_path_leaves_the_root()
 -> anyhow::Result<()> {
     sdk::python().await?;
     case("sandboxd", async |case| {

@@ -1,4 +1,5 @@
-//! Sandboxes that fall asleep by themselves: when they may, when they must not, and what wakes them.
+//! Sandboxes that fall asleep by themselves: when they may, when they must not, and what wakes
+//! them.
 
 use std::time::Duration;
 
@@ -19,10 +20,10 @@ use torpor_tests::swap::Swap;
 use torpor_tests::terminal::Terminal;
 use torpor_tests::wait;
 
-/// The file lies in the sandbox' memory: whoever starts cold does not have it.
+/// Shell line that writes a file into the sandbox's memory, which a cold start does not have.
 const IDLE: &str = "echo kept >/mem; sleep 1000000";
 const AFTER: Duration = Duration::from_secs(6);
-/// What must not fall asleep is watched for so long.
+/// Time for which a Pod that must not fall asleep is watched.
 const WATCHED: Duration = Duration::from_secs(20);
 
 fn sleepy(key: &str, spec: Value) -> Value {
@@ -33,7 +34,7 @@ fn sleepy(key: &str, spec: Value) -> Value {
     )
 }
 
-/// Fails as soon as the Pod says that it sleeps.
+/// Checks that the Pod's condition does not show sleep for this time.
 async fn stays_awake(case: &Case, limit: Duration) -> anyhow::Result<()> {
     let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).0 != "True";
     case.pod_stays("p", "awake", limit, awake).await
@@ -60,7 +61,7 @@ async fn an_idle_pod_falls_asleep_by_itself_again_and_again_and_an_exec_wakes_it
             assert_eq!(restarts(&awake), 0);
         }
         case.asleep("p").await?;
-        // It may not any more: that wakes it.
+        // Without the annotation the Pod may not sleep any more, which wakes it.
         case.annotate("p", HIBERNATE_AFTER, None).await?;
         case.pod_until("p", "it is awake", SLEEP_LIMIT, is_awake)
             .await?;
@@ -115,7 +116,7 @@ async fn a_program_that_marks_itself_busy_stays_awake_until_it_takes_the_mark_aw
     .await
 }
 
-/// Answers each connection with its own bytes, and the probes on another port.
+/// Program that echoes on each connection, and answers the probes on another port.
 const ECHO: &str = "import socketserver, threading
 class Echo(socketserver.BaseRequestHandler):
     def handle(self):
@@ -125,7 +126,7 @@ class Server(socketserver.ThreadingTCPServer):
 threading.Thread(target=Server(('', 8081), Echo).serve_forever).start()
 Server(('', 8080), Echo).serve_forever()";
 
-/// Says something every two seconds, and waits for the answer.
+/// Sends a byte every two seconds, and waits for the answer.
 async fn talk(stream: &mut tokio::net::TcpStream) -> std::io::Result<()> {
     loop {
         stream.write_all(b"x").await?;
@@ -152,7 +153,7 @@ async fn packets_keep_a_pod_awake_but_probes_do_not() -> anyhow::Result<()> {
             broken = talk(&mut stream) => broken?,
         }
         let asleep = case.asleep("p").await?;
-        // The exec probe goes on, neither fails nor wakes it.
+        // The exec probe goes on, does not fail and does not wake the Pod.
         stays_asleep(case, Duration::from_secs(10)).await?;
         assert_eq!(restarts(&asleep), 0);
         Ok(())
@@ -160,13 +161,13 @@ async fn packets_keep_a_pod_awake_but_probes_do_not() -> anyhow::Result<()> {
     .await
 }
 
-/// Fails as soon as the Pod says anything but that it sleeps.
+/// Checks that the Pod's condition shows sleep for this time.
 async fn stays_asleep(case: &Case, limit: Duration) -> anyhow::Result<()> {
     let asleep = |pod: &Pod| condition(pod, POD_HIBERNATED).0 == "True";
     case.pod_stays("p", "asleep", limit, asleep).await
 }
 
-/// Bytes of main memory that the sandbox' own cgroup has.
+/// Returns the bytes of main memory that the sandbox's own cgroup has.
 fn memory_of(case: &Case, uid: &str) -> anyhow::Result<u64> {
     let cgroup = case.node.sandbox_of(uid)?.cgroup;
     let files = [("memory", "memory.usage_in_bytes"), ("", "memory.current")];
@@ -181,7 +182,7 @@ fn memory_of(case: &Case, uid: &str) -> anyhow::Result<u64> {
 
 const MIB: u64 = 1 << 20;
 
-/// The Pod, once it dozes and its memory has gone.
+/// Returns the Pod once it dozes and its memory is in swap.
 async fn dozes(case: &Case, most: u64) -> anyhow::Result<Pod> {
     let pod = case.dozes("p").await?;
     let uid = uid(&pod);
@@ -205,12 +206,13 @@ async fn a_dozing_pod_gives_its_memory_back_and_an_exec_finds_it_as_it_was() -> 
         assert!(memory_of(case, &uid)? > 60 * MIB);
         let (sentry, gofer) = (case.node.sentry(&uid)?, case.node.gofer_of(&uid, "a")?);
         let pod = dozes(case, 12 * MIB).await?;
-        assert!(sentry.lives(), "its processes stay");
-        assert!(sentry.is_stopped() && gofer.is_stopped(), "they take nothing back");
+        assert!(sentry.lives(), "the sandbox's processes stay");
+        assert!(sentry.is_stopped() && gofer.is_stopped(), "the sandbox's processes are stopped");
         assert_eq!(case.kubectl.sh("p", "a", "ls /ready").await?, "/ready");
         assert!(sentry.lives());
         assert!(!sentry.is_stopped() && !gofer.is_stopped());
-        // Who puts it to sleep goes on without it where gVisor does not do it.
+        // A doze goes on without this call where gVisor does not support it, so the test makes the
+        // call.
         let sandbox = case.node.sandbox_of(&uid)?.sandbox;
         let control = NodeRunsc::new(&case.node.config).connect(&sandbox);
         control?.collect_garbage(SLEEP_LIMIT)?;
@@ -223,7 +225,7 @@ async fn a_dozing_pod_gives_its_memory_back_and_an_exec_finds_it_as_it_was() -> 
 }
 
 #[tokio::test]
-async fn what_is_typed_into_its_terminal_wakes_a_dozing_pod() -> anyhow::Result<()> {
+async fn a_line_typed_into_its_terminal_wakes_a_dozing_pod() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("dozetty", async |case| {
         let terminal = json!({ "command": ["sh"], "stdin": true, "tty": true });
@@ -240,8 +242,7 @@ async fn what_is_typed_into_its_terminal_wakes_a_dozing_pod() -> anyhow::Result<
 }
 
 #[tokio::test]
-async fn what_is_written_to_its_input_wakes_a_dozing_pod_without_a_terminal() -> anyhow::Result<()>
-{
+async fn data_written_to_its_input_wakes_a_dozing_pod_without_a_terminal() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("dozeinput", async |case| {
         let first = case.start(sleepy(DOZE_AFTER, attached::echoes())).await?;
@@ -279,7 +280,7 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
             })
         })
         .await?;
-        // Awake by that exec: its image is stale.
+        // The exec has woken the Pod, so its image is stale.
         case.node.sentry(&uid)?.kill()?;
         wait::until("it starts cold", START_LIMIT, async || {
             let found = case.sh("p", "a", "cat /mem").await;
@@ -292,7 +293,7 @@ async fn a_pod_that_dies_while_it_dozes_comes_back_with_its_memory_and_one_that_
     .await
 }
 
-/// Whoever answers has the memory that the first start made: never another one's.
+/// Waits until the Pod answers; an answer without the memory of the first start is an error.
 async fn goes_on_with(case: &Case, kept: &str) -> anyhow::Result<()> {
     wait::until("it goes on with its memory", START_LIMIT, async || {
         let found = case.sh("p", "a", "cat /mem").await;
@@ -322,8 +323,10 @@ async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Resu
     .await
 }
 
-/// Who would notice the keeper's death stands still: the agent, asked to wake the sandbox in that moment, does not let it run into the loss of
-/// its container.
+/// The shim and the pause container's keeper, which would notice a keeper's death, are stopped.
+///
+/// The agent is asked to wake the sandbox in that moment, and must not let it run without its
+/// container.
 #[tokio::test]
 async fn a_wake_right_after_a_keepers_death_does_not_let_a_dozing_pod_run_without_it()
 -> anyhow::Result<()> {
@@ -355,7 +358,8 @@ async fn a_wake_right_after_a_keepers_death_does_not_let_a_dozing_pod_run_withou
     .await
 }
 
-/// gVisor kills a container that has lost its gofer as soon as it may run: it is not let run, and its image is.
+/// gVisor kills a container that has lost its gofer as soon as the container may run: the sandbox
+/// is restored from its image instead.
 #[tokio::test]
 async fn memory_survives_the_death_of_a_gofer_of_a_dozing_pod() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
@@ -392,8 +396,11 @@ async fn memory_survives_the_death_of_a_gofer_of_a_dozing_pod() -> anyhow::Resul
     .await
 }
 
-/// A sandbox that was frozen over a doze has its memory in an image and no note that anybody may resume it. A signal, or containerd's resume,
-/// lets it run on: from the image, because gVisor would kill the container that has lost its gofer.
+/// A sandbox that was frozen during a doze has its memory in an image, and no note that allows a
+/// resume.
+///
+/// A signal, or containerd's resume, lets it continue from the image, because gVisor would kill the
+/// container that has lost its gofer.
 #[tokio::test]
 async fn memory_survives_the_death_of_a_gofer_of_a_frozen_pod_that_is_resumed() -> anyhow::Result<()>
 {
@@ -460,30 +467,35 @@ async fn a_doze_becomes_hibernation_when_it_lasts() -> anyhow::Result<()> {
     .await
 }
 
-/// The one as a shell leaves it, the other as a daemon makes itself.
+/// Shell line that leaves two processes: one as a shell leaves it, one as a daemon detaches itself.
 const LEAVE: &str = "exec 2>/dev/null; sleep 1111 >/dev/null </dev/null & setsid sleep 2222 >/dev/null </dev/null & echo left";
 
 #[tokio::test]
-async fn what_exec_has_left_behind_keeps_a_pod_from_hibernating_by_itself_and_a_sleep_that_is_asked_for_names_it()
+async fn processes_left_by_exec_keep_a_pod_from_hibernating_by_itself_and_a_requested_sleep_names_them()
 -> anyhow::Result<()> {
     case("left", async |case| {
         let spec = json!({ "containers": [shell("a", IDLE)] });
         case.start(sleepy(HIBERNATE_AFTER, spec)).await?;
         assert_eq!(case.sh("p", "a", LEAVE).await?, "left");
         let told = |pod: &Pod| condition(pod, POD_HIBERNATED).2.contains("(sleep, sleep)");
-        case.pod_until("p", "it says why it stays awake", SLEEP_LIMIT, told)
-            .await?;
+        case.pod_until(
+            "p",
+            "its condition says why it stays awake",
+            SLEEP_LIMIT,
+            told,
+        )
+        .await?;
         stays_awake(case, WATCHED).await?;
         let asleep = case.hibernate("p").await?;
         let (_, _, message) = condition(&asleep, POD_HIBERNATED);
-        assert!(message.contains("end with it: sleep, sleep"), "{message}");
+        assert!(message.contains("left behind: sleep, sleep"), "{message}");
         case.wake("p").await?;
-        // The program's own go on. Its first process reaps nobody: of what has ended the names are
-        // left.
+        // The program's own processes continue. Its first process does not reap: of the ended ones
+        // the names are left.
         let running =
             "cat /mem; ps | grep -c '[s]leep [12][12][12][12]'; ps | grep -c '[s]leep 1000000'";
         assert_eq!(case.sh("p", "a", running).await?, "kept\n0\n1");
-        // With nothing left behind it falls asleep by itself again.
+        // With nothing left behind the Pod falls asleep by itself again.
         case.asleep("p").await?;
         Ok(())
     })

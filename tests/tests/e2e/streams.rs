@@ -70,7 +70,7 @@ async fn attach_reaches_the_shell_of_a_container_with_a_terminal() -> anyhow::Re
         terminal.line("kept=first; echo answer-$((40+2))")?;
         terminal.shows("answer-42").await?;
         drop(terminal);
-        // The shell goes on when nobody is attached.
+        // The shell continues while no client is attached.
         let mut terminal = Terminal::open(&case.kubectl, &["attach", "-it", "p"])?;
         terminal.line("echo still-$kept")?;
         terminal.shows("still-first").await?;
@@ -102,7 +102,8 @@ async fn files_are_copied_both_ways() -> anyhow::Result<()> {
     .await
 }
 
-/// Serves on the loopback only. It answers with the SHA-256 of what is sent, after it has read all of it, and reads slowly.
+/// Program that serves on the loopback only, reads slowly, and answers with the SHA-256 of the
+/// whole body.
 const DIGEST: &str = r#"
 import hashlib, http.server, time
 
@@ -135,7 +136,8 @@ fn digest_pod() -> serde_json::Value {
 async fn port_forward_reaches_a_server_in_the_sandbox() -> anyhow::Result<()> {
     case("forward", async |case| {
         case.start(digest_pod()).await?;
-        // More than all buffers on the way hold: not a byte of it may be lost when the server is slow to read.
+        // The body is larger than all buffers on the way: no byte may be lost when the server reads
+        // slowly.
         let body = vec![b'x'; 8 << 20];
         let mut request =
             format!("POST / HTTP/1.0\r\nContent-Length: {}\r\n\r\n", body.len()).into_bytes();
@@ -165,7 +167,7 @@ async fn port_forward_to_a_closed_port_says_so() -> anyhow::Result<()> {
     case("closed", async |case| {
         case.start(shell_pod("p", IDLE)).await?;
         let mut forward = Forward::open(&case.kubectl, "p", 8080).await?;
-        // kubectl closes its side; whether with an error or without one is its own affair.
+        // kubectl closes its side, with an error or without one.
         if let Ok(answer) = forward.exchange(b"GET / HTTP/1.0\r\n\r\n").await {
             assert_eq!(answer, b"");
         }

@@ -1,4 +1,4 @@
-//! Suspending a Sandbox with its memory, and bringing it back in a new Pod.
+//! Suspends a Sandbox with its memory, and resumes it in a new Pod.
 
 use std::time::Duration;
 
@@ -11,11 +11,11 @@ use torpor_snapshots::{Fingerprint, Manifest};
 use torpor_tests::case::{Case, case, uid};
 use torpor_tests::pods::{COUNT, mounts, pod_spec, shell, with};
 use torpor_tests::remains::Footprint;
-use torpor_tests::sandboxes::said;
+use torpor_tests::sandboxes::condition_of;
 use torpor_tests::wait;
 use torpor_tests::witness;
 
-/// A save, a deletion with its grace period, a start: seconds, on a busy machine more.
+/// Time for a save, a deletion with its grace period and a start: seconds, more on a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn sandbox(annotations: Value, spec: Value) -> Value {
@@ -27,7 +27,8 @@ fn sandbox(annotations: Value, spec: Value) -> Value {
     })
 }
 
-/// A Python program with memory, files and a child, a counting shell, and both kinds of emptyDir.
+/// Returns a spec with a Python program with memory, files and a child, a counting shell, and both
+/// kinds of emptyDir.
 fn rich() -> Value {
     let volumes = json!({ "volumeMounts": mounts(&[("disk", "/disk"), ("memory", "/memory")]) });
     let witness = witness::container(5, &["/disk/file", "/memory/file", "/root-file"]);
@@ -41,7 +42,8 @@ fn rich() -> Value {
     })
 }
 
-/// For a test of something else than what comes back: each container more is another process of gVisor, at each start.
+/// Returns a spec for tests whose subject is not the restored state: each further container is
+/// another process of gVisor, at each start.
 fn lean() -> Value {
     json!({ "containers": [witness::container(5, &["/root-file"])] })
 }
@@ -59,7 +61,7 @@ async fn a_suspended_sandbox_comes_back_with_memory_processes_and_files() -> any
         let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&first))?;
 
         let sandbox = case.suspend("s").await?;
-        assert_eq!(said(&sandbox, "Ready").2, "Sandbox is suspended");
+        assert_eq!(condition_of(&sandbox, "Ready").2, "Sandbox is suspended");
         assert!(case.pods().get_opt("s").await?.is_none(), "the Pod is gone");
         assert_eq!(footprint.of_sandbox(&case.node), Vec::<String>::new());
 
@@ -69,10 +71,10 @@ async fn a_suspended_sandbox_comes_back_with_memory_processes_and_files() -> any
         witness::ask(&second).await?.goes_on_from(&before)?;
         let init = case.sh("s", "witness", "cat /disk/init").await?;
         assert_eq!(init, "once", "the init container did not run again");
-        case.sandbox_says("s", "Restored", "True", "Restored")
+        case.sandbox_has("s", "Restored", "True", "Restored")
             .await?;
 
-        // A second time, from the new Pod.
+        // The second suspend is of the new Pod.
         let before = witness::ask(&second).await?;
         case.suspend("s").await?;
         let third = case.run("s").await?;
@@ -99,7 +101,8 @@ async fn deleting_a_suspended_sandbox_deletes_its_bytes() -> anyhow::Result<()> 
     .await
 }
 
-/// A sidecar that the others wait for, with what is done at a container's start; it ends when it is asked to.
+/// Returns a spec with a sidecar that the other container waits for, and with hooks at the start of
+/// both; the sidecar ends on request.
 fn with_sidecar() -> Value {
     let line = "while [ ! -e /end ]; do sleep 0.1; done; rm /end; exit 1";
     let started = json!({ "exec": { "command": ["sh", "-c", "echo once >>/post-start"] } });
@@ -116,12 +119,12 @@ fn with_sidecar() -> Value {
 }
 
 #[tokio::test]
-async fn a_sidecar_comes_back_with_the_others_also_one_that_was_in_its_backoff()
--> anyhow::Result<()> {
+async fn a_sidecar_comes_back_with_the_others_even_out_of_its_backoff() -> anyhow::Result<()> {
     case("sidecar", async |case| {
         case.create(sandbox(json!({}), with_sidecar())).await?;
         case.sandbox_ready("s").await?;
-        // The second end is followed by a backoff of ten seconds, in which the sandbox is asked to be saved.
+        // The second end is followed by a back-off of ten seconds, in which the suspend is
+        // requested.
         for restarts in [1, 2] {
             case.sh("s", "sidecar", "touch /end").await?;
             let ended = |pod: &Pod| {
@@ -149,7 +152,8 @@ async fn a_sidecar_comes_back_with_the_others_also_one_that_was_in_its_backoff()
         case.run("s").await?;
         let after = case.counted("s").await?;
         ensure!(after >= before, "{before} → {after}");
-        // It was saved as soon as the kubelet had brought the sidecar back, so its hook may have been cut off, as any exec by a suspension.
+        // The save came as soon as the kubelet had restarted the sidecar. So a suspension may have
+        // cut off the sidecar's hook, as it does any exec.
         for (container, allowed) in [("sidecar", 0..=1), ("a", 1..=1)] {
             let lines = "cat /post-start 2>/dev/null | wc -l";
             let hooks: u32 = case.sh("s", container, lines).await?.trim().parse()?;
@@ -185,14 +189,14 @@ async fn strategy_stop_keeps_no_memory() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn a_frozen_sandbox_keeps_its_pod_and_stands_still() -> anyhow::Result<()> {
+async fn a_frozen_sandbox_keeps_its_pod_and_is_paused() -> anyhow::Result<()> {
     case("suspend-freeze", async |case| {
         let annotations = json!({ "torpor.dev/suspension-strategy": "Freeze" });
         case.create(sandbox(annotations, lean())).await?;
         let first = case.sandbox_ready("s").await?;
         let before = witness::ask(&first).await?;
         case.set_mode("s", "Suspended").await?;
-        case.sandbox_says("s", "Suspended", "True", "PodFrozen")
+        case.sandbox_has("s", "Suspended", "True", "PodFrozen")
             .await?;
         let refused = case.kubectl.exec("s", "witness", &["true"]).await?;
         let words = format!("{refused:?}");
@@ -205,7 +209,7 @@ async fn a_frozen_sandbox_keeps_its_pod_and_stands_still() -> anyhow::Result<()>
 }
 
 #[tokio::test]
-async fn a_runtime_that_cannot_save_is_stopped_and_says_that_memory_was_not_kept()
+async fn a_sandbox_whose_runtime_cannot_save_is_stopped_and_its_lost_memory_is_reported()
 -> anyhow::Result<()> {
     case("suspend-runc", async |case| {
         let annotations = json!({ "torpor.dev/suspension-strategy": "Hibernate" });
@@ -217,9 +221,9 @@ async fn a_runtime_that_cannot_save_is_stopped_and_says_that_memory_was_not_kept
         case.sandbox_ready("s").await?;
         case.suspend("s").await?;
         let sandbox = case
-            .sandbox_says("s", "Hibernated", "False", "RuntimeNotCapable")
+            .sandbox_has("s", "Hibernated", "False", "RuntimeNotCapable")
             .await?;
-        let words = said(&sandbox, "Hibernated").2;
+        let words = condition_of(&sandbox, "Hibernated").2;
         assert!(words.contains("memory was not kept"), "{words}");
         Ok(())
     })
@@ -237,7 +241,7 @@ async fn a_snapshot_by_hand_is_the_start_of_a_copy() -> anyhow::Result<()> {
 
         let mut copy = sandbox(json!({ "torpor.dev/restore-from": "by-hand" }), rich());
         copy["metadata"]["name"] = json!("copy");
-        // The saved program knows its host's name.
+        // The saved program knows its hostname.
         copy["spec"]["podTemplate"]["spec"]["hostname"] = json!("s");
         case.create(copy).await?;
         let copy = case.ready("copy").await?;
@@ -253,9 +257,9 @@ async fn an_unknown_snapshot_and_a_malformed_annotation_are_named() -> anyhow::R
         let annotations = json!({ "torpor.dev/restore-from": "nowhere" });
         case.create(sandbox(annotations, counting())).await?;
         let sandbox = case
-            .sandbox_says("s", "Restored", "False", "SnapshotNotFound")
+            .sandbox_has("s", "Restored", "False", "SnapshotNotFound")
             .await?;
-        assert!(said(&sandbox, "Restored").2.contains("nowhere"));
+        assert!(condition_of(&sandbox, "Restored").2.contains("nowhere"));
         assert!(
             case.pods().get_opt("s").await?.is_none(),
             "nothing was started"
@@ -267,9 +271,9 @@ async fn an_unknown_snapshot_and_a_malformed_annotation_are_named() -> anyhow::R
         let (parameters, patch) = (PatchParams::default(), Patch::Merge(annotations));
         case.sandboxes().patch("s", &parameters, &patch).await?;
         let sandbox = case
-            .sandbox_says("s", "Hibernated", "False", "InvalidAnnotation")
+            .sandbox_has("s", "Hibernated", "False", "InvalidAnnotation")
             .await?;
-        let words = said(&sandbox, "Hibernated").2;
+        let words = condition_of(&sandbox, "Hibernated").2;
         for part in ["torpor.dev/suspension-strategy", "Hibernat", "Freeze"] {
             assert!(words.contains(part), "{part} in {words}");
         }
@@ -279,7 +283,7 @@ async fn an_unknown_snapshot_and_a_malformed_annotation_are_named() -> anyhow::R
 }
 
 #[tokio::test]
-async fn a_damaged_image_is_refused_and_kept_and_cold_start_is_an_answer() -> anyhow::Result<()> {
+async fn a_damaged_image_is_refused_and_kept_and_a_cold_start_is_possible() -> anyhow::Result<()> {
     case("suspend-damaged", async |case| {
         case.create(sandbox(json!({}), lean())).await?;
         let pod = case.sandbox_ready("s").await?;
@@ -295,13 +299,13 @@ async fn a_damaged_image_is_refused_and_kept_and_cold_start_is_an_answer() -> an
 
         case.set_mode("s", "Running").await?;
         let sandbox = case
-            .sandbox_says("s", "Restored", "False", "ImageCorrupt")
+            .sandbox_has("s", "Restored", "False", "ImageCorrupt")
             .await?;
-        let words = said(&sandbox, "Restored").2;
+        let words = condition_of(&sandbox, "Restored").2;
         assert!(words.contains("pages.img"), "{words}");
         assert_eq!(std::fs::read(&pages)?, flipped, "the image is kept");
 
-        // Mended, the same Pod goes on: the kubelet tries again by itself.
+        // After the repair the same Pod continues: the kubelet tries again by itself.
         std::fs::write(&pages, &whole)?;
         let pod = case.sandbox_ready("s").await?;
         witness::ask(&pod).await?.goes_on_from(&before)?;
@@ -321,9 +325,9 @@ async fn a_damaged_image_is_refused_and_kept_and_cold_start_is_an_answer() -> an
         let cold = case.sandbox_ready("s").await?;
         assert_ne!(witness::ask(&cold).await?.secret, before.secret);
         let sandbox = case
-            .sandbox_says("s", "Restored", "False", "ColdStarted")
+            .sandbox_has("s", "Restored", "False", "ColdStarted")
             .await?;
-        assert!(said(&sandbox, "Restored").2.contains("pages.img"));
+        assert!(condition_of(&sandbox, "Restored").2.contains("pages.img"));
         assert_eq!(cold.name_any(), "s");
         Ok(())
     })
@@ -351,9 +355,9 @@ async fn an_image_of_another_pod_spec_is_refused_and_kept_until_the_spec_fits_ag
             .to_owned();
         running_with(other).await?;
         let sandbox = case
-            .sandbox_says("s", "Restored", "False", "SpecMismatch")
+            .sandbox_has("s", "Restored", "False", "SpecMismatch")
             .await?;
-        let words = said(&sandbox, "Restored").2;
+        let words = condition_of(&sandbox, "Restored").2;
         assert!(words.contains(&name), "{words}");
 
         case.suspend("s").await?;
@@ -364,7 +368,8 @@ async fn an_image_of_another_pod_spec_is_refused_and_kept_until_the_spec_fits_ag
     .await
 }
 
-/// Says that the image is another node's, by the change to its fingerprint; the words that refuse it must name what differs.
+/// Changes the fingerprint of an image as if another node had made it; the refusal must name the
+/// difference.
 async fn is_refused_and_kept(
     case: &Case,
     change: impl FnOnce(&mut Fingerprint),
@@ -383,13 +388,13 @@ async fn is_refused_and_kept(
 
     case.set_mode("s", "Running").await?;
     let sandbox = case
-        .sandbox_says("s", "Restored", "False", "FingerprintMismatch")
+        .sandbox_has("s", "Restored", "False", "FingerprintMismatch")
         .await?;
-    let words = said(&sandbox, "Restored").2;
+    let words = condition_of(&sandbox, "Restored").2;
     let names = |name: &&str| words.contains(name);
     ensure!(named.iter().any(names), "{named:?}: {words}");
 
-    // On a node that it fits the same Pod goes on: the kubelet tries again by itself.
+    // Once the fingerprint fits, the same Pod continues: the kubelet tries again by itself.
     std::fs::write(&path, &whole)?;
     let pod = case.sandbox_ready("s").await?;
     witness::ask(&pod).await?.goes_on_from(&before)
@@ -420,7 +425,8 @@ async fn an_image_of_another_processor_is_refused_and_kept() -> anyhow::Result<(
             of.cpu_features.push("zz_not_of_this_world".to_owned());
             of.cpu_features_digest = format!("blake3:{}", "0".repeat(64));
         };
-        // The controller, once the agent has told it of the change, knows the digest of the features alone.
+        // Once the agent has reported the change, the controller knows only the digest of the
+        // features.
         let named = ["zz_not_of_this_world", "cpuFeaturesDigest"];
         is_refused_and_kept(case, other, &named).await
     })

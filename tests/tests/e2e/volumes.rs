@@ -1,4 +1,5 @@
-//! Volumes: what is shared is the same for all containers, what is mounted has the right content.
+//! Volumes: a shared volume is the same for all containers, and a mounted one has the right
+//! content.
 
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use torpor_tests::pods::{mounts, pod, shell, with};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
-/// The kubelet measures volumes once a minute.
+/// Time for an eviction: the kubelet measures volumes once a minute.
 const EVICTION: Duration = Duration::from_secs(180);
 const IDLE: &str = "exec sleep 1000000";
 
@@ -111,7 +112,7 @@ async fn a_persistent_volume_outlives_its_pod() -> anyhow::Result<()> {
     .await
 }
 
-/// As runc's: the kubelet makes the directories, and says owner, group and size there.
+/// As with runc, the kubelet makes the directories and sets owner, group and size there.
 #[tokio::test]
 async fn volumes_have_the_group_and_the_size_that_the_pod_asks_for() -> anyhow::Result<()> {
     case("fsgroup", async |case| {
@@ -160,14 +161,14 @@ async fn volumes_are_as_asked_for(case: &Case, file: &str) -> anyhow::Result<()>
     }
     let groups = case.sh("s", "a", "id -G").await?;
     assert_eq!(groups, "0 3003 4004");
-    // 24 MiB do not fit, and 8 do.
+    // 24 MiB do not fit, 8 MiB do.
     let fill = "dd if=/dev/zero of=/memory/big bs=1M count=24 2>&1 | grep -c 'No space left'; stat -c %s /memory/big; rm /memory/big; df -k /memory | tail -n 1 | awk '{print $2}'";
     let seen = case.sh("s", "a", fill).await?;
     assert_eq!(seen, "1\n8388608\n8192");
     Ok(())
 }
 
-/// Files of an emptyDir on disk lie in a file of its directory, which is what the kubelet counts.
+/// The files of an emptyDir on disk are in a file of its directory, which the kubelet counts.
 #[tokio::test]
 async fn a_pod_that_fills_its_disk_volume_beyond_the_limit_is_evicted() -> anyhow::Result<()> {
     case("disklimit", async |case| {

@@ -1,4 +1,4 @@
-//! What a packet does to a Pod that sleeps: it is held, wakes the sandbox, and is answered by it.
+//! Packets to a Pod that sleeps: a packet is held, wakes the sandbox, and is answered by it.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
 
-/// For falling asleep and waking once.
+/// Time to fall asleep and to wake once.
 const LIMIT: Duration = Duration::from_secs(90);
 
 fn witness_pod() -> serde_json::Value {
@@ -28,22 +28,22 @@ fn witness_pod() -> serde_json::Value {
     pod("p", json!({ "containers": [container] }))
 }
 
-/// What wakes a Pod.
+/// Packet that wakes a Pod.
 #[derive(Debug, Clone, Copy)]
 enum Packet {
-    /// Of a connection that begins.
+    /// First packet of a connection.
     First,
-    /// Data on a connection that was there before.
+    /// Data on a connection that existed before.
     Data,
-    /// Nobody sends it again.
+    /// Datagram, which is not sent again.
     Datagram,
-    /// gVisor itself answers it.
+    /// Echo request, which gVisor itself answers.
     Echo,
 }
 
 const PACKETS: [Packet; 4] = [Packet::First, Packet::Data, Packet::Datagram, Packet::Echo];
 
-/// A sleeping Pod is spoken to, and answers as the same program.
+/// Sends a packet to a sleeping Pod, and checks that the same program answers.
 async fn answers_from_sleep(
     case: &Case,
     pod: &Pod,
@@ -72,7 +72,9 @@ async fn answers_from_sleep(
     Ok(())
 }
 
-/// A Pod that falls asleep again and again, woken by another packet each time; `over` says by which of its addresses it is spoken to, if it has one.
+/// Puts a Pod to sleep again and again, and wakes it by another packet each time.
+///
+/// `over` returns the Pod with the address that is used, if the Pod has such an address.
 async fn packets_wake(
     case: &Case,
     pod: serde_json::Value,
@@ -150,7 +152,8 @@ async fn a_datagram_and_a_ping_wake_a_dozing_pod_and_are_answered() -> anyhow::R
     .await
 }
 
-/// Which packets wake is the same for both depths of sleep, and seen over IPv6 of a hibernated Pod: here, that they reach one that dozes.
+/// The same packets wake in both depths of sleep; tests of a hibernated Pod cover them over IPv6.
+/// This test shows that they reach a Pod that dozes.
 #[tokio::test]
 async fn a_packet_over_ipv6_wakes_a_dozing_pod_and_is_answered() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
@@ -162,7 +165,8 @@ async fn a_packet_over_ipv6_wakes_a_dozing_pod_and_is_answered() -> anyhow::Resu
 
 const MANY: usize = 1000;
 
-/// Answers each line with a word that it drew at its start, to as many at once as may wait for a connection.
+/// Program that answers each line with a word that it drew at its start, on as many connections at
+/// once as may wait.
 const NAMED: &str = "import asyncio, os
 name = os.urandom(8).hex().encode() + b'\\n'
 async def answer(reader, writer):
@@ -203,19 +207,21 @@ async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow:
         for answer in answers {
             assert_eq!(answer?, before);
         }
-        // It falls asleep again after ten seconds: on a loaded machine some are not answered by then.
+        // The Pod falls asleep again after ten seconds: on a loaded machine some connections are
+        // not answered by then.
         woken(case, &uid, asleep, began.elapsed().as_secs() / 10)
     })
     .await
 }
 
-/// Twice as many as may wait for one sandbox (`torpor_wake::held`).
+/// Number of packets: twice as many as may wait for one sandbox (`torpor_wake::held`).
 const TOO_MANY: usize = 4096;
-/// A client's kernel sends the first packet of a connection again after a second.
+/// Least time of a connection whose first packet is sent again, as a client's kernel does after a
+/// second.
 const SENT_AGAIN: Duration = Duration::from_millis(900);
 
 #[tokio::test]
-async fn connections_that_find_no_room_among_what_waits_are_answered_all_the_same()
+async fn connections_without_room_among_the_held_packets_are_answered_all_the_same()
 -> anyhow::Result<()> {
     case("noroom", async |case| {
         let pod = case.start(witness_pod()).await?;
@@ -235,7 +241,8 @@ async fn connections_that_find_no_room_among_what_waits_are_answered_all_the_sam
     .await
 }
 
-/// That it wakes, that it is awake, and by now or soon that its image is gone; and again all six of a sleep and a wake.
+/// Checks the ledger since a sleep: begin and end of the wake, by now or soon the removal of its
+/// image, and six entries for each further sleep and wake.
 fn woken(case: &Case, uid: &str, asleep: u64, again: u64) -> anyhow::Result<()> {
     let entries = case.node.ledger_seq(uid)? - asleep;
     let expected = (2..=3 + 6 * again).contains(&entries);
@@ -243,7 +250,8 @@ fn woken(case: &Case, uid: &str, asleep: u64, again: u64) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Asleep, with more than so many entries in its ledger: it has been awake.
+/// Waits until the Pod sleeps with more than `entries` entries in its ledger, so that it has been
+/// awake.
 async fn sleeps_again(case: &Case, uid: &str, entries: u64) -> anyhow::Result<Pod> {
     let asleep = |pod: &Pod| {
         let told = condition(pod, POD_HIBERNATED).0 == "True";
@@ -254,7 +262,8 @@ async fn sleeps_again(case: &Case, uid: &str, entries: u64) -> anyhow::Result<Po
 }
 
 #[tokio::test]
-async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyhow::Result<()> {
+async fn a_port_scan_wakes_a_pod_once_and_an_abandoned_connection_does_no_harm()
+-> anyhow::Result<()> {
     case("scan", async |case| {
         let pod = case.start(witness_pod()).await?;
         let before = witness::ask(&pod).await?;
@@ -268,15 +277,15 @@ async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyh
         let scan = futures::future::join_all((1..=500).map(knock)).await;
         ensure!(
             !scan.iter().any(|port| matches!(port, Ok(Ok(_)))),
-            "nobody listens there"
+            "a port without a server took a connection"
         );
         let after = Connection::open(&pod).await?.ask().await?;
         after.goes_on_from(&before)?;
         woken(case, &uid, asleep, 0)?;
-        // Its wish stands: it sleeps again when nobody speaks to it.
+        // The request to sleep remains: the Pod sleeps again when nothing speaks to it.
         sleeps_again(case, &uid, asleep + 3).await?;
         let asleep = case.node.ledger_seq(&uid)?;
-        // Gone before anybody can have answered.
+        // The client is gone before anything can have answered.
         let gives_up = tokio::net::TcpStream::connect((address.as_str(), witness::PORT));
         let gave_up = tokio::time::timeout(Duration::from_millis(1), gives_up).await;
         ensure!(gave_up.is_err(), "{gave_up:?}");
@@ -288,8 +297,10 @@ async fn a_port_scan_wakes_a_pod_once_and_who_gives_up_leaves_it_whole() -> anyh
     .await
 }
 
-/// Connections begin from before the Pod falls asleep until something has woken it and a while longer, every 20 ms from the moment when the
-/// save begins: none is refused or reset, and each is answered.
+/// Connections begin from before the Pod falls asleep until a while after its wake, every 20 ms
+/// from the moment when the save begins.
+///
+/// No connection is refused or reset, and each is answered.
 #[tokio::test]
 async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow::Result<()> {
     case("moments", async |case| {
@@ -301,7 +312,8 @@ async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow:
         let mut connections = tokio::task::JoinSet::new();
         let mut last = None;
         while last != Some(0) {
-            // Until it is its turn to be saved they would be more than a program on a busy machine can answer.
+            // Before the save begins such a rate would be more than a program on a busy machine can
+            // answer.
             let saving = case.node.ledger_seq(&uid(&pod))? > 0;
             tokio::time::sleep(Duration::from_millis(if saving { 20 } else { 200 })).await;
             let (pod, before) = (pod.clone(), before.clone());
@@ -315,7 +327,8 @@ async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow:
             };
             ensure!(Instant::now() < deadline, "no packet has woken it");
         }
-        // Or it would be put to sleep again, with what takes longer to answer than it may.
+        // Otherwise the Pod would be put to sleep again, with connections that take longer to
+        // answer than they may.
         case.annotate("p", HIBERNATE, None).await?;
         while let Some(answered) = connections.join_next().await {
             answered??;
@@ -335,7 +348,7 @@ async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others(
         let uid = uid(&case.hibernate("p").await?);
         let asleep = case.node.ledger_seq(&uid)?;
         let soon = Duration::from_secs(3);
-        // Neither an answer, nor a word that there is none.
+        // There is neither an answer nor a refusal.
         let datagram = tokio::time::timeout(soon, witness::ask_by_datagram(&pod)).await;
         ensure!(datagram.is_err(), "{datagram:?}");
         let address = (witness::address(&pod)?, 8081);
@@ -344,7 +357,7 @@ async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others(
         ensure!(case.node.ledger_seq(&uid)? == asleep, "woken");
         let answer = Connection::open(&pod).await?.ask().await?;
         answer.goes_on_from(&before)?;
-        // It falls asleep again, and from now on goes by something else.
+        // The Pod falls asleep again, and follows the new annotation from then on.
         sleeps_again(case, &uid, asleep + 2).await?;
         case.annotate("p", WAKE_ON, Some("udp")).await?;
         wait::until("a datagram wakes it", LIMIT, async || {
@@ -357,7 +370,7 @@ async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others(
     .await
 }
 
-/// Answers each line after six seconds: a loaded machine begins to save within that.
+/// Program that answers each line after six seconds: a loaded machine begins to save within that.
 const SLOW: &str = "import socketserver, time
 class Slow(socketserver.StreamRequestHandler):
     def handle(self):
@@ -368,11 +381,11 @@ class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 Server(('', 8080), Slow).serve_forever()";
 
-/// Nothing more comes from the one who has asked: the kernel has acknowledged the question.
+/// The client sends nothing more: the kernel has acknowledged the question.
 #[tokio::test]
 async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> anyhow::Result<()> {
     case("question", async |case| {
-        // Not probed: what the node says to a probed port may be a probe.
+        // The port is not probed: the node's packets to a probed port may be a probe.
         let pod = case
             .start(pod("p", json!({ "containers": [python("a", SLOW)] })))
             .await?;
@@ -390,20 +403,22 @@ async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> a
         tokio::time::timeout(wait::scaled(LIMIT), stream.read_exact(&mut answer)).await??;
         ensure!(&answer == b"?\n", "{answer:?}");
         let entries = case.node.ledger_seq(&uid)? - awake;
-        // Begun, committed, asleep, waking; that it is awake is noted a moment after it runs.
+        // Begun, committed, asleep, waking; the end of the wake is recorded a moment after the Pod
+        // runs.
         ensure!(entries >= 4, "{entries} entries: it did not sleep");
         Ok(())
     })
     .await
 }
 
-/// Every second would keep a program in Python awake on a slow machine: its answers take a hundredth of a processor.
+/// Returns the probe with its period: a probe every second would keep a Python program awake on a
+/// slow machine, as its answers take a hundredth of a processor.
 fn probed(probe: serde_json::Value) -> serde_json::Value {
     let often = json!({ "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 1 });
     with(probe, often)
 }
 
-/// HTTP, TCP and exec; the witness' port is asked by each of the first two.
+/// Returns a Pod with probes by HTTP, TCP and exec, one of them at the witness's port.
 fn probed_pod() -> serde_json::Value {
     let server = "import http.server as h; \
                   h.HTTPServer(('', 8081), h.SimpleHTTPRequestHandler).serve_forever()";
@@ -425,8 +440,10 @@ fn probed_pod() -> serde_json::Value {
     pod("p", json!({ "containers": [web, witness] }))
 }
 
-/// Answers every call of a connection of HTTP/2 as a server of grpc.health.v1 that is SERVING: whether it is one is for the kubelet's own
-/// client to say.
+/// Program that answers every call of an HTTP/2 connection as a server of grpc.health.v1 that is
+/// SERVING.
+///
+/// The kubelet's own client decides whether the answers are valid.
 const HEALTH: &str = r"import socketserver
 def frame(kind, flags, stream, payload):
     return len(payload).to_bytes(3, 'big') + bytes([kind, flags]) + stream + payload
@@ -448,7 +465,7 @@ class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 Server(('', 9000), Health).serve_forever()";
 
-/// Beside the witness, which nobody probes.
+/// Returns a Pod with a program that is probed over gRPC, beside the witness, which is not probed.
 fn pod_probed_over_grpc() -> serde_json::Value {
     let check = json!({ "grpc": { "port": 9000 } });
     let patient = json!({ "periodSeconds": 1, "failureThreshold": 60 });
@@ -466,7 +483,7 @@ fn pod_probed_over_grpc() -> serde_json::Value {
     )
 }
 
-/// Takes its certificate from its environment.
+/// Program that serves HTTPS with the certificate in its environment.
 const SECURE: &str = "import http.server as h, os, ssl
 with open('/server.pem', 'w') as file:
     file.write(os.environ['PEM'])
@@ -476,7 +493,7 @@ server = h.HTTPServer(('', 8443), h.SimpleHTTPRequestHandler)
 server.socket = context.wrap_socket(server.socket, server_side=True)
 server.serve_forever()";
 
-/// Beside the witness, which nobody probes.
+/// Returns a Pod with a program that is probed over HTTPS, beside the witness, which is not probed.
 fn pod_probed_over_https() -> serde_json::Value {
     let get = json!({ "httpGet": { "path": "/", "port": 8443, "scheme": "HTTPS" } });
     let patient = json!({ "periodSeconds": 1, "failureThreshold": 60 });
@@ -495,7 +512,8 @@ fn pod_probed_over_https() -> serde_json::Value {
     )
 }
 
-/// Longer than any of the probes waits: what fails once makes the Pod unready or restarts a container.
+/// Checks that the Pod sleeps for longer than any of the probes waits: one failure makes the Pod
+/// unready or restarts a container.
 async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
     let long = Duration::from_secs(5);
     let end = Instant::now() + long;
@@ -517,7 +535,7 @@ async fn hibernates_on(case: &Case, probed: serde_json::Value) -> anyhow::Result
     let uid = uid(&case.hibernate("p").await?);
     let asleep = case.node.ledger_seq(&uid)?;
     sleeps_on(case, || Ok(case.node.ledger_seq(&uid)? == asleep)).await?;
-    // Anybody else's connection wakes it, also one to a probed port.
+    // Any other connection wakes the Pod, also one to a probed port.
     let after = Connection::open(&pod).await?.ask().await?;
     after.goes_on_from(&before)?;
     ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
@@ -570,7 +588,7 @@ async fn https_probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result
 async fn grpc_probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
     case("grpcprobes", async |case| {
         hibernates_on(case, pod_probed_over_grpc()).await?;
-        // The program answers again by itself.
+        // The woken program answers the probes by itself again.
         let awake = case.wake("p").await?;
         ensure!(restarts(&awake) == 0, "a probe has failed");
         sleeps_on(case, || Ok(true)).await
@@ -602,7 +620,7 @@ async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyho
         let speak = async { Connection::open(&pod).await?.ask().await };
         let give_back = async {
             wait::until("the wake waits for its turn", LIMIT, async || {
-                wait::holds(turns.is_somebody_waiting(), || "nobody waits".to_owned())
+                wait::holds(turns.is_somebody_waiting(), || "no wake waits".to_owned())
             })
             .await?;
             let state = case.node.state_of(&uid)?;

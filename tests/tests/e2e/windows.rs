@@ -1,4 +1,5 @@
-//! Connections whose windows are closed when the Pod falls asleep: each side has more to say than the other makes room for.
+//! Connections whose windows are closed when the Pod falls asleep: each side has more to send than
+//! the other has room for.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -17,13 +18,22 @@ use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 use torpor_tests::witness;
 
-/// Who has found no room tries again after a time that doubles: he may come back after as long again as there was none.
+/// Time for a transfer: a sender without room tries again after a time that doubles, so it may wait
+/// as long again as there was no room.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// What is said in either direction of a full connection: the numbers from 0 on, eight bytes each. More than the buffers on its way hold, so that each side has more to say in the end.
+/// Number of words in either direction of a full connection: the numbers from 0 on, eight bytes
+/// each.
+///
+/// They are more than the buffers on the way hold, so that each side has more to send in the end.
 const WORDS: u64 = 1 << 20;
 
-/// By a connection's first byte: reads all that follows once it may (`r`), lets all of these read (`!`), writes all that it has (`w`), or tells how far it has come with that (`?`).
+/// Program that acts by the first byte of a connection.
+///
+/// - `r`: reads all that follows, once it may
+/// - `!`: lets all of these connections read
+/// - `w`: writes all words
+/// - `?`: reports how far all the writers have come
 const FULL: &str = "import array, json, os, socket, socketserver, threading
 ALL = array.array('Q', range(int(os.environ['WORDS']))).tobytes()
 may_read, written = threading.Event(), []
@@ -54,7 +64,8 @@ class Peer(socketserver.BaseRequestHandler):
             try:
                 now['bytes'] += self.request.send(ALL[now['bytes']:now['bytes'] + (1 << 16)])
             except TimeoutError:
-                # From here on it stands still until there is room: a program that tries again and again is not idle.
+                # From here on the call blocks until there is room: a program that polls is not
+                # idle.
                 now['waits'] = True
                 self.request.settimeout(None)
         self.request.shutdown(socket.SHUT_WR)
@@ -65,15 +76,15 @@ class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 Server(('', 8080), Peer).serve_forever()";
 
-/// What the program has read to the end of a connection.
+/// Data that the program has read up to the end of a connection.
 #[derive(Debug, PartialEq, Eq, Deserialize)]
 struct Read {
     bytes: usize,
-    /// Where the first part begins in which something else came than was to come.
+    /// Offset of the first part that differs from the expected data.
     wrong: Option<usize>,
 }
 
-/// What the program has written to a connection.
+/// Data that the program has written to a connection.
 #[derive(Debug, Deserialize)]
 struct Written {
     bytes: usize,
@@ -81,28 +92,30 @@ struct Written {
     waits: bool,
 }
 
-/// A connection on which the program does what the byte says.
-async fn wish(pod: &Pod, wish: u8) -> anyhow::Result<TcpStream> {
+/// Opens a connection on which the program acts by this byte.
+async fn connect(pod: &Pod, action: u8) -> anyhow::Result<TcpStream> {
     let connected = TcpStream::connect((witness::address(pod)?, witness::PORT));
     let connected = tokio::time::timeout(wait::scaled(LIMIT), connected).await;
     let mut stream = connected.context("no connection in time")??;
-    stream.write_all(&[wish]).await?;
+    stream.write_all(&[action]).await?;
     Ok(stream)
 }
 
-/// All that the program says to that.
+/// Returns the program's whole answer to a byte.
 async fn answer(pod: &Pod, to: u8) -> anyhow::Result<String> {
-    let mut stream = wish(pod, to).await?;
+    let mut stream = connect(pod, to).await?;
     let mut answer = String::new();
     let read = tokio::time::timeout(wait::scaled(LIMIT), stream.read_to_string(&mut answer)).await;
     read.context("no answer in time")??;
     Ok(answer)
 }
 
-/// The timer of a socket whose peer has no room for more: nothing of it is on its way, and when the timer has run down it asks for room (proc_net_tcp.rst in Linux' documentation).
-const ASKS_FOR_ROOM: &str = "04";
+/// Timer of a socket whose peer has no room for more: nothing of the socket is on its way, and at
+/// the timer's end the socket asks for room (proc_net_tcp.rst in Linux' documentation).
+const PERSIST_TIMER: &str = "04";
 
-/// Which timer this machine's kernel has set for its end of a connection; empty if it was not found.
+/// Returns the timer that this machine's kernel has set for its end of a connection; empty if the
+/// connection was not found.
 pub(crate) fn timer(stream: &TcpStream) -> anyhow::Result<String> {
     let (own, peer) = (stream.local_addr()?, stream.peer_addr()?);
     let table = if own.is_ipv4() { "tcp" } else { "tcp6" };
@@ -117,9 +130,10 @@ pub(crate) fn timer(stream: &TcpStream) -> anyhow::Result<String> {
     Ok(timer.unwrap_or_default())
 }
 
-/// Writes until the reader's window is closed and this machine's kernel takes no more; answers how much it has taken.
+/// Writes until the reader's window is closed and this machine's kernel takes no more; returns how
+/// much the kernel has taken.
 async fn fill(stream: &TcpStream, all: &[u8]) -> anyhow::Result<usize> {
-    // However much the kernel likes to take.
+    // Otherwise the kernel would choose the size of the buffer.
     rustix::net::sockopt::set_socket_send_buffer_size(stream, 256 << 10)?;
     let mut taken = 0;
     wait::until("there is no room for more", LIMIT, async || {
@@ -133,14 +147,14 @@ async fn fill(stream: &TcpStream, all: &[u8]) -> anyhow::Result<usize> {
         }
         ensure!(taken < all.len(), "there was room for all of it");
         let timer = timer(stream)?;
-        let full = taken == before && timer == ASKS_FOR_ROOM;
+        let full = taken == before && timer == PERSIST_TIMER;
         wait::holds(full, || format!("{taken} bytes, timer {timer:?}"))
     })
     .await?;
     Ok(taken)
 }
 
-/// Reads to the end, after what was read before, and sees that it is all and nothing else.
+/// Reads to the end, after what was read before, and checks that it is all words and nothing else.
 async fn read_all(mut stream: TcpStream, mut read: Vec<u8>, all: &[u8]) -> anyhow::Result<()> {
     let end = tokio::time::timeout(wait::scaled(LIMIT), stream.read_to_end(&mut read)).await;
     end.with_context(|| format!("no end after {} bytes", read.len()))??;
@@ -154,15 +168,15 @@ async fn read_all(mut stream: TcpStream, mut read: Vec<u8>, all: &[u8]) -> anyho
     Ok(())
 }
 
-/// Connections on which nobody makes room for what the other side has to say.
+/// Connections on which neither side makes room for the other's data.
 struct Full {
     pod: Pod,
     all: Vec<u8>,
-    /// The program does not read it.
+    /// Connection that the program does not read.
     to: TcpStream,
-    /// So much of `all` has this machine's kernel taken for that one.
+    /// Bytes of `all` that this machine's kernel has taken for `to`.
     taken: usize,
-    /// The program writes to them, and nobody reads.
+    /// Connections to which the program writes, and which the test does not read.
     from: [TcpStream; 2],
 }
 
@@ -174,19 +188,19 @@ async fn started(case: &Case) -> anyhow::Result<Pod> {
         .start(pod("p", json!({ "containers": [container] })))
         .await?;
     wait::until("it listens", LIMIT, async || {
-        let told = answer(&pod, b'?').await;
-        Ok(told.map_err(|error| format!("{error:#}")))
+        let report = answer(&pod, b'?').await;
+        Ok(report.map_err(|error| format!("{error:#}")))
     })
     .await?;
     Ok(pod)
 }
 
-/// Everything that there is to be said on a connection.
+/// Returns all words of one direction of a connection.
 fn all() -> Vec<u8> {
     (0..WORDS).flat_map(u64::to_ne_bytes).collect()
 }
 
-/// Waits until the program has found no room for more on so many connections.
+/// Waits until the program has found no room for more on `connections` connections.
 async fn has_no_room(pod: &Pod, connections: usize) -> anyhow::Result<()> {
     wait::until("the program has no room", LIMIT, async || {
         let written: Vec<Written> = serde_json::from_str(&answer(pod, b'?').await?)?;
@@ -200,10 +214,11 @@ async fn has_no_room(pod: &Pod, connections: usize) -> anyhow::Result<()> {
 impl Full {
     async fn begin(case: &Case) -> anyhow::Result<Self> {
         let (pod, all) = (started(case).await?, all());
-        // In this order: a Pod that has heard data last is taken for one that owes an answer, and is woken as soon as it sleeps.
-        let to = wish(&pod, b'r').await?;
+        // The order matters: a Pod that received data last is assumed to owe an answer, and is
+        // woken as soon as it sleeps.
+        let to = connect(&pod, b'r').await?;
         let taken = fill(&to, &all).await?;
-        let from = [wish(&pod, b'w').await?, wish(&pod, b'w').await?];
+        let from = [connect(&pod, b'w').await?, connect(&pod, b'w').await?];
         has_no_room(&pod, from.len()).await?;
         Ok(Self {
             pod,
@@ -214,7 +229,8 @@ impl Full {
         })
     }
 
-    /// The Pod has fallen asleep by the annotation, which is taken back. Everybody reads, and all that was to be said has come once and in order.
+    /// Withdraws the annotation by which the Pod fell asleep; then both sides read, and all data
+    /// must arrive once and in order.
     async fn flows(self, case: &Case, asleep_by: &str) -> anyhow::Result<()> {
         let Self {
             pod,
@@ -223,7 +239,8 @@ impl Full {
             taken,
             from: [mut early, late],
         } = self;
-        // That there is room again is said to a Pod that sleeps, unless the peer that asks it for room has woken it. On the other connection it is said to one that has woken.
+        // The window of `early` opens while the Pod sleeps, unless the peer that asks for room has
+        // woken the Pod. The window of `late` opens after the wake.
         let mut read = vec![0; usize::try_from(rustix::io::ioctl_fionread(&early)?)?];
         ensure!(!read.is_empty(), "nothing has come from the program");
         early.read_exact(&mut read).await?;
@@ -233,14 +250,14 @@ impl Full {
         let write = async {
             to.write_all(&all[taken..]).await?;
             to.shutdown().await?;
-            let mut told = String::new();
-            to.read_to_string(&mut told).await?;
-            let told: Read = serde_json::from_str(&told)?;
+            let mut report = String::new();
+            to.read_to_string(&mut report).await?;
+            let report: Read = serde_json::from_str(&report)?;
             let whole = Read {
                 bytes: all.len(),
                 wrong: None,
             };
-            ensure!(told == whole, "the program has read {told:?}");
+            ensure!(report == whole, "the program has read {report:?}");
             anyhow::Ok(())
         };
         let write = async {
@@ -261,13 +278,14 @@ impl Full {
 }
 
 #[tokio::test]
-async fn what_waits_behind_closed_windows_comes_after_hibernation() -> anyhow::Result<()> {
+async fn data_behind_closed_windows_arrives_after_hibernation() -> anyhow::Result<()> {
     case("window", async |case| {
         let full = Full::begin(case).await?;
         let uid = uid(&full.pod);
         let (sentry, awake) = (case.node.sentry(&uid)?, case.node.ledger_seq(&uid)?);
         case.annotate("p", HIBERNATE, Some("true")).await?;
-        // Begun, committed, asleep. The Pod itself may never say that it sleeps: its keeper answers a peer that asks for room, and is sent data by it, which wakes.
+        // Begun, committed, asleep. The Pod's condition may never show sleep: its keeper answers a
+        // peer that asks for room, and gets data from the peer, which wakes the Pod.
         wait::until("it falls asleep", SLEEP_LIMIT, async || {
             let entries = case.node.ledger_seq(&uid)? - awake;
             wait::holds(entries >= 3, || format!("{entries} entries"))
@@ -284,7 +302,7 @@ async fn what_waits_behind_closed_windows_comes_after_hibernation() -> anyhow::R
 }
 
 #[tokio::test]
-async fn what_waits_behind_closed_windows_comes_after_a_doze() -> anyhow::Result<()> {
+async fn data_behind_closed_windows_arrives_after_a_doze() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case("dozewindow", async |case| {
         let full = Full::begin(case).await?;
@@ -295,15 +313,18 @@ async fn what_waits_behind_closed_windows_comes_after_a_doze() -> anyhow::Result
     .await
 }
 
-/// Nobody wakes the Pod but who reads on after a break, and says only that there is room again.
+/// Only the client that reads on after a break wakes the Pod, and its packet says only that there
+/// is room again.
 #[tokio::test]
-async fn who_reads_on_after_a_break_gets_the_rest_from_a_hibernated_pod() -> anyhow::Result<()> {
+async fn a_client_that_reads_on_after_a_break_gets_the_rest_from_a_hibernated_pod()
+-> anyhow::Result<()> {
     case("readson", async |case| {
         let pod = started(case).await?;
-        let from = wish(&pod, b'w').await?;
+        let from = connect(&pod, b'w').await?;
         has_no_room(&pod, 1).await?;
         case.hibernate("p").await?;
-        // In the first second it could be a late acknowledgement: see Limits in docs/guarantees.md.
+        // In the first second the packet could be a late acknowledgement: see Limits in
+        // docs/guarantees.md.
         let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
         wait::until("it has slept for a second", LIMIT, async || {
             let since = case.node.records.asleep_since(&sandbox);
@@ -318,11 +339,12 @@ async fn who_reads_on_after_a_break_gets_the_rest_from_a_hibernated_pod() -> any
 }
 
 #[tokio::test]
-async fn who_reads_on_after_a_break_gets_the_rest_from_a_dozing_pod() -> anyhow::Result<()> {
+async fn a_client_that_reads_on_after_a_break_gets_the_rest_from_a_dozing_pod() -> anyhow::Result<()>
+{
     let _swap = Swap::on()?;
     case("dozereadson", async |case| {
         let pod = started(case).await?;
-        let from = wish(&pod, b'w').await?;
+        let from = connect(&pod, b'w').await?;
         has_no_room(&pod, 1).await?;
         case.annotate("p", DOZE_AFTER, Some("3s")).await?;
         case.dozes("p").await?;

@@ -1,9 +1,10 @@
-//! NetworkPolicies of sandboxes that an enforcer makes hold. `hack/vm` runs these in a machine with
-//! kube-network-policies: the development cluster's own network enforces none, and this machine's
-//! kernel may lack what an enforcer needs. A test target of its own for that reason.
+//! NetworkPolicies of sandboxes that an enforcer applies.
 //!
-//! `cargo test -p torpor-tests --test policies`, as root, with KUBECONFIG and TORPOR_DEV of such a
-//! cluster.
+//! `hack/vm` runs this test target in a machine with kube-network-policies: the development
+//! cluster's own network enforces none, and this machine's kernel may lack what an enforcer needs.
+//!
+//! Run as root, with KUBECONFIG and TORPOR_DEV of such a cluster: `cargo test -p torpor-tests
+//! --test policies`.
 
 use std::time::Duration;
 
@@ -16,10 +17,10 @@ use torpor_tests::pods::{annotated, shell_pod, with};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::{wait, witness};
 
-/// An enforcer sees a new Pod or policy within seconds.
+/// Time for an enforcer to see a new Pod or policy, which takes seconds.
 const LIMIT: Duration = Duration::from_secs(30);
-/// How long a connection that nobody answers is tried.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// Time for which a connection without an answer is tried.
+const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 
 fn client(name: &str) -> Value {
     let labels = json!({ "metadata": { "labels": { "client": name } } });
@@ -38,19 +39,24 @@ fn admits_friends() -> Value {
     })
 }
 
-/// Whether the program of a sandbox answers the Pod of a client.
+/// Reports whether the program of a sandbox answers the Pod of a client.
 async fn answers(case: &Case, client: &str, sandbox: &Pod) -> anyhow::Result<bool> {
     let (address, port) = (witness::address(sandbox)?, witness::PORT);
-    let seconds = wait::scaled(PATIENCE).as_secs();
+    let seconds = wait::scaled(CONNECT_LIMIT).as_secs();
     let line = format!("echo | nc -w {seconds} {address} {port} | head -n 1");
     Ok(case.sh(client, "a", &line).await?.contains("secret"))
 }
 
-async fn until_it(case: &Case, client: &str, pod: &Pod, wanted: bool) -> anyhow::Result<()> {
-    let words = format!("{client} is answered: {wanted}");
+async fn until_answered(
+    case: &Case,
+    client: &str,
+    pod: &Pod,
+    expected: bool,
+) -> anyhow::Result<()> {
+    let words = format!("{client} is answered: {expected}");
     wait::until(&words, LIMIT, async || {
         let is = answers(case, client, pod).await?;
-        wait::holds(is == wanted, || format!("it is answered: {is}"))
+        wait::holds(is == expected, || format!("it is answered: {is}"))
     })
     .await
 }
@@ -70,13 +76,13 @@ async fn packets_that_a_policy_forbids_neither_reach_nor_wake_a_sandbox() -> any
         for name in ["stranger", "friend"] {
             case.start(client(name)).await?;
         }
-        until_it(case, "stranger", &open, true).await?;
-        until_it(case, "friend", &closed, true).await?;
-        until_it(case, "stranger", &closed, false).await?;
+        until_answered(case, "stranger", &open, true).await?;
+        until_answered(case, "friend", &closed, true).await?;
+        until_answered(case, "stranger", &closed, false).await?;
 
         let asleep = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
         case.patch("s", asleep).await?;
-        case.sandbox_says("s", "Hibernated", "True", "Hibernated")
+        case.sandbox_has("s", "Hibernated", "True", "Hibernated")
             .await?;
         assert!(!answers(case, "stranger", &closed).await?);
         let state = case.node.state_of(&uid(&closed))?;
@@ -84,7 +90,7 @@ async fn packets_that_a_policy_forbids_neither_reach_nor_wake_a_sandbox() -> any
             matches!(state, SandboxState::Hibernated { .. }),
             "{state:?}"
         );
-        until_it(case, "friend", &closed, true).await?;
+        until_answered(case, "friend", &closed, true).await?;
         Ok(())
     })
     .await

@@ -1,7 +1,8 @@
-//! The node loses power: every process is killed, what a boot does not find again is taken away, and the cluster is started on
-//! what was on its disk. A test target of its own, because nothing else can run meanwhile.
+//! A node loses power: every process is killed, what a boot does not find again is removed, and the
+//! cluster is started from what was on its disk.
 //!
-//! `cargo test -p torpor-tests --test reboot`, as root, with KUBECONFIG and TORPOR_DEV of a development cluster.
+//! This is a test target of its own, because nothing else can run meanwhile. Run as root, with
+//! KUBECONFIG and TORPOR_DEV of a development cluster: `cargo test -p torpor-tests --test reboot`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,10 +20,11 @@ use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, State};
 
-/// For all of it: the cluster is up again after half a minute, its Pods after another.
+/// Time for the whole test: the cluster is up again after half a minute, its Pods after another.
 const LIMIT: Duration = Duration::from_secs(400);
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
-/// The kubelet makes sandboxes anew one after the other, and waits after each attempt that came too early.
+/// Time for the Pods to come back: the kubelet makes sandboxes anew one after the other, and waits
+/// after each attempt that came too early.
 const COMEBACK_LIMIT: Duration = Duration::from_secs(120);
 
 fn witness() -> Value {
@@ -38,7 +40,7 @@ async fn reboot(driver: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the Pod's program says once its Pod, or the one that took its place, runs and answers.
+/// Returns the state of the Pod's program once the Pod, or its successor, runs and answers.
 async fn answers(case: &Case, name: &str) -> anyhow::Result<State> {
     let pods = case.pods();
     wait::until(&format!("{name} answers"), COMEBACK_LIMIT, async || {
@@ -94,13 +96,13 @@ async fn sleeping_sandboxes_survive_a_reboot_of_their_node_with_their_memory() -
             let now = answers(case, name).await?;
             now.goes_on_from(before).with_context(|| name.to_owned())?;
         }
-        // Nothing brings it back to an older state: it starts as Kubernetes starts it.
+        // The sandbox that was awake is not set back to an older state: Kubernetes starts it anew.
         let now = answers(case, "awake").await?;
         anyhow::ensure!(
             now.secret != before[0].secret,
             "memory of a sandbox that was awake: {now:?}"
         );
-        // And it can do all of it again.
+        // The restored Pod can hibernate, wake and be deleted again.
         let before = answers(case, "asleep").await?;
         case.hibernate("asleep").await?;
         answers(case, "asleep").await?.goes_on_from(&before)?;

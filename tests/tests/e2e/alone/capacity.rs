@@ -1,4 +1,4 @@
-//! What a node does when more is wanted of it than it can do at once, and when it has too little memory.
+//! A node with more requests than it can serve at once, and a node with too little memory.
 
 use std::time::Duration;
 
@@ -22,14 +22,14 @@ use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 
-/// What idle programs do.
+/// Shell line of an idle program.
 const IDLE: &str = "sleep 1000000";
 
 fn turns(case: &Case) -> Turns {
     Turns::new(&case.node.config.state_dir, case.node.config.wakes_at_once)
 }
 
-/// The planner's reasons, as the SandboxNode has them.
+/// Returns the planner's reasons from the SandboxNode.
 async fn reasons(case: &Case, pod: &Pod) -> anyhow::Result<Vec<String>> {
     let node = sandbox_node(case, pod).await?;
     let told = node.sandbox(&uid(pod)).cloned().unwrap_or_default();
@@ -42,15 +42,15 @@ async fn sandbox_node(case: &Case, pod: &Pod) -> anyhow::Result<SandboxNode> {
     Ok(nodes.get(&name.unwrap_or_default()).await?)
 }
 
-/// What the Pod's node is short of. It says so before the first sandbox sleeps for that.
+/// Returns the node's pressure condition, which is set before the first sandbox sleeps for it.
 async fn pressure(case: &Case, pod: &Pod) -> anyhow::Result<Option<Condition>> {
     let status = sandbox_node(case, pod).await?.status.unwrap_or_default();
     Ok(conditions::find(&status.conditions, conditions::PRESSURE).cloned())
 }
 
 #[tokio::test]
-async fn a_timer_waits_while_somebody_waits_for_a_wake_and_who_asks_does_not() -> anyhow::Result<()>
-{
+async fn an_idle_timer_waits_for_a_pending_wake_and_a_requested_sleep_does_not()
+-> anyhow::Result<()> {
     case_alone("courtesy", async |case| {
         case.start(shell_pod("asked", IDLE)).await?;
         let namespace = Namespace::new(case.namespace.clone())?;
@@ -76,12 +76,13 @@ async fn a_timer_waits_while_somebody_waits_for_a_wake_and_who_asks_does_not() -
     .await
 }
 
-/// Bytes a second: a small image takes some thirteen seconds of it, and the SandboxNode tells within five who waits.
+/// Bytes a second: a small image takes some thirteen seconds of it, and the SandboxNode reports
+/// within five seconds that a sandbox waits.
 const BANDWIDTH: i64 = 45_000;
 const BANDWIDTH_LIMIT: Duration = Duration::from_secs(100);
 
 #[tokio::test]
-async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wait_for_it()
+async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_a_requested_sleep_does_not_wait()
 -> anyhow::Result<()> {
     case_alone("bandwidth", async |case| {
         case.start(shell_pod("asked", IDLE)).await?;
@@ -101,7 +102,7 @@ async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wa
                         return Ok(Ok(*name));
                     }
                 }
-                Ok(Err("nobody does".to_owned()))
+                Ok(Err("none waits".to_owned()))
             })
             .await?;
             let asked = case.hibernate("asked").await?;
@@ -120,7 +121,7 @@ async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wa
             let (began, bytes) = image_of(case, &first).await?;
             let (_, asked) = image_of(case, &asked).await?;
             let (ended, _) = image_of(case, &last).await?;
-            // Times are told in whole seconds, and are those of the ends.
+            // Times are reported in whole seconds, and are those of the ends.
             let owed = (bytes + asked) / BANDWIDTH;
             let passed = ended.duration_since(began).as_secs();
             anyhow::ensure!(passed >= owed - 2, "{passed} s, where {owed} were owed");
@@ -131,9 +132,9 @@ async fn images_of_idle_sandboxes_keep_to_the_bandwidth_and_who_asks_does_not_wa
     .await
 }
 
-/// Since when a Pod sleeps, and the bytes of its image.
+/// Returns the time since which a Pod sleeps, and the bytes of its image.
 async fn image_of(case: &Case, pod: &Pod) -> anyhow::Result<(jiff::Timestamp, i64)> {
-    wait::until("its node tells of its image", SLEEP_LIMIT, async || {
+    wait::until("its node reports its image", SLEEP_LIMIT, async || {
         let node = sandbox_node(case, pod).await?;
         let told = node.sandbox(&uid(pod)).cloned().unwrap_or_default();
         let image = told
@@ -153,8 +154,8 @@ async fn events(case: &Case, reason: &str) -> anyhow::Result<Vec<Event>> {
 }
 
 #[tokio::test]
-async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_and_no_others()
--> anyhow::Result<()> {
+async fn a_node_short_of_memory_hibernates_only_idle_sandboxes_that_allow_it() -> anyhow::Result<()>
+{
     case_alone("pressure", async |case| {
         let patient = |name| annotated(shell_pod(name, IDLE), HIBERNATE_AFTER, "10h");
         let works = annotated(shell_pod("works", WORK), HIBERNATE_AFTER, "10h");
@@ -196,7 +197,7 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
             about.sort();
             about.dedup();
             assert_eq!(about, ["p0", "p1"]);
-            // Others would have had their turns by now: one comes every two seconds.
+            // Others would have had their turns by now: a turn comes every two seconds.
             let awake = |pod: &Pod| condition(pod, POD_HIBERNATED).0 != "True";
             let long = Duration::from_secs(6);
             let others = ["works", "off", "plain"];
@@ -204,7 +205,7 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
             futures::future::try_join_all(stay).await.map(drop)
         })
         .await?;
-        // There is enough again: who sleeps sleeps on, until somebody needs it.
+        // There is enough memory again: sleeping sandboxes sleep on until they are needed.
         let pod = case.asleep("p0").await?;
         assert_eq!(case.sh("p0", "a", "echo here").await?, "here");
         assert_eq!(restarts(&pod), 0);
@@ -213,7 +214,7 @@ async fn a_node_that_is_short_of_memory_puts_idle_sandboxes_to_sleep_that_may_an
     .await
 }
 
-/// Bytes of the node's swap: all of it, and what is free.
+/// Returns the bytes of the node's swap: total and free.
 fn swap() -> anyhow::Result<(u64, u64)> {
     let text = std::fs::read_to_string("/proc/meminfo")?;
     let bytes = |name: &str| {
@@ -226,12 +227,12 @@ fn swap() -> anyhow::Result<(u64, u64)> {
 }
 
 #[tokio::test]
-async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_first_and_nobody_else()
+async fn a_node_short_of_swap_hibernates_only_dozing_sandboxes_the_longest_idle_first()
 -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case_alone("swap", async |case| {
         let (total, _) = swap()?;
-        // One alone takes more than the hundredth that may be taken.
+        // One sandbox takes more than the hundredth of swap that may be taken.
         let megabytes = ((total / 100 * 3 / 2) >> 20).max(24);
         let holds = |name: &str, key: &str, after: &str| {
             let program = format!("import os, time\nkept = os.urandom({megabytes} << 20)\nopen('/ready', 'w').close()\nwhile True: time.sleep(1000)");
@@ -276,7 +277,7 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
             anyhow::ensure!(now >= free + held / 2, "{now} of {total} bytes of swap are free, {free} were while d0 dozed");
             let awake = case.pods().get("awake").await?;
             let told = condition(&awake, POD_HIBERNATED);
-            anyhow::ensure!(told.0 != "True", "it does not doze, and sleeps: {told:?}");
+            anyhow::ensure!(told.0 != "True", "the sandbox that does not doze sleeps: {told:?}");
             Ok(())
         })
         .await?;
@@ -286,7 +287,7 @@ async fn a_node_that_is_short_of_swap_hibernates_who_dozes_the_longest_idle_firs
     .await
 }
 
-/// While Pods fall asleep and wake, the DaemonSet is rolled, again and again.
+/// Number of rollouts of the DaemonSet while Pods fall asleep and wake.
 const ROLLS: u32 = 2;
 
 #[tokio::test]
@@ -308,10 +309,10 @@ async fn an_upgrade_of_the_agent_under_load_loses_nothing() -> anyhow::Result<()
         let mut rolling = std::pin::pin!(rolling);
         let mut counts = [0_u64; PODS.len()];
         let (mut rolled, mut round) = (false, 0_u32);
-        // Each was asked to sleep at least once, also where the machine is slow.
+        // Each Pod is asked to sleep at least once, also where the machine is slow.
         while !rolled || round < 3 {
             let turn = async {
-                // In turns they are asked to sleep and woken, each by somebody else: an exec, or the API.
+                // The Pods are asked to sleep and woken in turns, by an exec or by the API.
                 for (n, name) in (0_u32..).zip(PODS) {
                     let wish = (round + n).is_multiple_of(3).then_some("true");
                     case.annotate(name, HIBERNATE, wish).await?;
@@ -334,7 +335,7 @@ async fn an_upgrade_of_the_agent_under_load_loses_nothing() -> anyhow::Result<()
             round += 1;
         }
         for (name, before) in PODS.iter().zip(counts) {
-            // It may not have slept yet, if nobody was there to see that it should.
+            // The Pod may not have slept yet, if no agent ran that could see the request.
             case.hibernate(name).await?;
             let awake = case.wake(name).await?;
             assert_eq!(restarts(&awake), 0, "{name} was restarted");

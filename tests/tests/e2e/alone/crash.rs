@@ -1,4 +1,4 @@
-//! The agent is killed at any moment of a save or a wake: nothing is lost, nothing half-made stays.
+//! The agent is killed at any moment of a save or a wake: nothing is lost, nothing partial stays.
 
 use std::time::Duration;
 
@@ -9,8 +9,10 @@ use torpor_tests::pods::{COUNT, shell_pod};
 use torpor_tests::sleep::restarts;
 
 const PODS: [&str; 4] = ["p0", "p1", "p2", "p3"];
-/// A save of a small sandbox takes about 100 ms, a wake about 200: with the Pods' different starts these delays fall into
-/// every stage of both.
+/// Delays before a kill.
+///
+/// A save of a small sandbox takes about 100 ms, a wake about 200: with the Pods' different starts
+/// the delays fall into every stage of both.
 const DELAYS_MS: [u64; 6] = [20, 45, 110, 75, 200, 150];
 const BETWEEN_PODS: Duration = Duration::from_millis(15);
 

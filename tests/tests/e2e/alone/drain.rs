@@ -1,4 +1,4 @@
-//! A node is drained: what becomes of its sandboxes' memory.
+//! Memory of sandboxes whose node is drained.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ async fn cordon(case: &Case, node: &str, unschedulable: bool) -> anyhow::Result<
     Ok(())
 }
 
-/// As `kubectl drain` does with each Pod.
+/// Evicts the Pod as `kubectl drain` does.
 async fn evict(case: &Case, pod: &Pod) -> anyhow::Result<()> {
     case.pods().evict("s", &EvictParams::default()).await?;
     let words = "the Pod is gone";
@@ -35,7 +35,7 @@ async fn evict(case: &Case, pod: &Pod) -> anyhow::Result<()> {
     .await
 }
 
-/// The Sandbox' Pod is evicted while it sleeps; the next one goes on where it was.
+/// Evicts the Sandbox's Pod while it sleeps, and checks that the next Pod continues.
 async fn drained(case: &Case, manifest: Value, sleeps: Sleeps) -> anyhow::Result<()> {
     case.create(manifest).await?;
     let pod = case.sandbox_ready("s").await?;
@@ -47,7 +47,7 @@ async fn drained(case: &Case, manifest: Value, sleeps: Sleeps) -> anyhow::Result
         Sleeps::Hibernated => {
             let asked = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
             case.patch("s", asked).await?;
-            case.sandbox_says("s", "Hibernated", "True", "Hibernated")
+            case.sandbox_has("s", "Hibernated", "True", "Hibernated")
                 .await?;
         }
         Sleeps::Dozing => {
@@ -57,7 +57,7 @@ async fn drained(case: &Case, manifest: Value, sleeps: Sleeps) -> anyhow::Result
     cordon(case, &node, true).await?;
     let drained = async {
         evict(case, &pod).await?;
-        // The image is on this node, and so is the way back.
+        // The image is on this node, so the next Pod must run here.
         let waits = |pod: &Pod| condition(pod, "PodScheduled").1 == "Unschedulable";
         case.pod_until("s", "it waits for its node", LIMIT, waits)
             .await?;
@@ -71,7 +71,7 @@ async fn drained(case: &Case, manifest: Value, sleeps: Sleeps) -> anyhow::Result
     assert_ne!(uid(&back), uid(&pod));
     witness::ask(&back).await?.goes_on_from(&before)?;
     let told = |pod: &Pod| condition(pod, POD_RESTORED).0 == "True";
-    case.pod_until("s", "it says that it was restored", LIMIT, told)
+    case.pod_until("s", "its condition shows the restore", LIMIT, told)
         .await
         .map(drop)
 }
@@ -104,14 +104,14 @@ async fn a_dozing_sandbox_keeps_its_memory_when_its_node_is_drained() -> anyhow:
 }
 
 #[tokio::test]
-async fn that_an_awake_sandbox_lost_its_memory_to_a_drain_is_said() -> anyhow::Result<()> {
+async fn a_drain_that_costs_an_awake_sandbox_its_memory_is_reported() -> anyhow::Result<()> {
     case_alone("drained", async |case| {
         case.create(witness()).await?;
         let pod = case.sandbox_ready("s").await?;
         evict(case, &pod).await?;
         let events: Api<Event> = case.api();
         let params = ListParams::default().fields(&format!("reason={}", event::MEMORY_NOT_KEPT));
-        wait::until("it is said", LIMIT, async || {
+        wait::until("the Event is there", LIMIT, async || {
             let said = events.list(&params).await?.items;
             wait::holds(!said.is_empty(), || "not yet".to_owned())
         })
@@ -129,7 +129,7 @@ async fn an_awake_sandbox_continues_after_a_drain_by_the_plugin() -> anyhow::Res
         let node = node.unwrap_or_default();
         let before = witness::ask(&pod).await?;
         let drained = async {
-            // Of others on the node it may have something to say, too.
+            // The plugin may print messages about other sandboxes of the node, too.
             let ran = case.run_plugin(&["torpor", "drain", &node]).await?;
             let words = format!("agents.x-k8s.io/s -n {} is suspended", case.namespace);
             anyhow::ensure!(ran.out.contains(&words), "{ran:?}");

@@ -1,5 +1,7 @@
-//! The agent with the driver of Kata, from idleness to the packet that wakes. A RuntimeClass of runc stands for Kata's, which this cluster may not have: containerd
-//! pauses its containers by the same calls. The agent is patched with the file that users put in place.
+//! The agent with the driver of Kata, from idleness to the packet that wakes.
+//!
+//! A RuntimeClass of runc stands for Kata's, which this cluster may not have: containerd pauses its
+//! containers by the same calls. The agent is patched with the file that users put in place.
 
 use std::time::Duration;
 
@@ -21,35 +23,38 @@ use torpor_tests::wait;
 const CLASS: &str = "torpor-e2e-stands-for-kata";
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// Answers each line with a number that only grows, from memory.
+/// Program that answers each line with a number that only grows, from memory.
 const COUNTS: &str = "import socketserver\nn = 0\nclass H(socketserver.StreamRequestHandler):\n    def handle(self):\n        global n\n        for line in self.rfile:\n            n += 1\n            self.wfile.write(b'%d\\n' % n)\nsocketserver.ThreadingTCPServer(('', 8080), H).serve_forever()\n";
 
-async fn says(case: &Case, reason: &str) -> anyhow::Result<String> {
-    let words = format!("it says {reason}");
-    let says = |pod: &k8s_openapi::api::core::v1::Pod| condition(pod, POD_HIBERNATED).1 == reason;
-    let pod = case.pod_until("p", &words, SLEEP_LIMIT, says).await?;
+async fn until_reason(case: &Case, reason: &str) -> anyhow::Result<String> {
+    let words = format!("its condition has the reason {reason}");
+    let has_reason =
+        |pod: &k8s_openapi::api::core::v1::Pod| condition(pod, POD_HIBERNATED).1 == reason;
+    let pod = case.pod_until("p", &words, SLEEP_LIMIT, has_reason).await?;
     assert_eq!(restarts(&pod), 0);
     Ok(condition(&pod, POD_HIBERNATED).2.to_owned())
 }
 
-/// Its memory is out: whoever needs it from now on wakes it from the depth. Answers since when.
+/// Waits until the doze is complete and the memory is out; returns since when.
 async fn dozes(case: &Case, node: &str) -> anyhow::Result<Option<Time>> {
     wait::object(
         kube::Api::<SandboxNode>::all(case.client()),
         node,
-        "the doze is told",
+        "the doze is reported",
         SLEEP_LIMIT,
         |node| {
             let status = node.and_then(|node| node.status).unwrap_or_default();
-            let told = status
+            let report = status
                 .sandboxes
                 .into_iter()
-                .find(|told| told.pod_name == "p" && told.namespace == case.namespace);
-            match told {
-                Some(told) if told.asleep_since.is_some() && told.memory_asleep_bytes.is_some() => {
-                    Ok(told.asleep_since)
+                .find(|report| report.pod_name == "p" && report.namespace == case.namespace);
+            match report {
+                Some(report)
+                    if report.asleep_since.is_some() && report.memory_asleep_bytes.is_some() =>
+                {
+                    Ok(report.asleep_since)
                 }
-                told => Err(format!("{told:?}")),
+                report => Err(format!("{report:?}")),
             }
         },
     )
@@ -76,7 +81,7 @@ async fn an_idle_sandbox_of_another_runtime_dozes_and_wakes_on_a_packet_also_aft
     .await
 }
 
-/// With swap, the RuntimeClass, and an agent that takes its Pods for Kata's.
+/// Runs the body with swap, the RuntimeClass, and an agent that treats its Pods as Kata's.
 async fn with_stand_in(
     case: &Case,
     body: impl AsyncFnOnce() -> anyhow::Result<()>,
@@ -124,26 +129,27 @@ async fn goes_through(case: &Case) -> anyhow::Result<()> {
     })
     .await?;
     assert_eq!(asked(&mut stream).await?, 1);
-    let told = says(case, DOZING).await?;
-    assert!(told.contains("There is no image of it"), "{told}");
+    let message = until_reason(case, DOZING).await?;
+    assert!(message.contains("The sandbox has no image"), "{message}");
     dozes(case, &node).await?;
-    // A connection that was there before, and a new one.
+    // A connection that existed before wakes the sandbox, and so does a new one.
     assert_eq!(asked(&mut stream).await?, 2);
-    says(case, AWAKE).await?;
+    until_reason(case, AWAKE).await?;
     dozes(case, &node).await?;
     let mut another = TcpStream::connect((address.as_str(), 8080)).await?;
     assert_eq!(asked(&mut another).await?, 3);
-    // Asked for more than it can: it dozes, and nobody is told that its memory is safe.
+    // The runtime cannot hibernate: the sandbox dozes, and its memory is not reported as safe.
     case.annotate("p", HIBERNATE, Some("true")).await?;
-    let told = says(case, RUNTIME_NOT_CAPABLE).await?;
+    let message = until_reason(case, RUNTIME_NOT_CAPABLE).await?;
     dozes(case, &node).await?;
     assert!(
-        told.contains("cannot hibernate") || told.contains("cannot save"),
-        "{told}"
+        message.contains("cannot hibernate") || message.contains("cannot save"),
+        "{message}"
     );
     case.annotate("p", HIBERNATE, None).await?;
     dozes(case, &node).await?;
-    // Nobody hears what is said while there is no agent. The guest's (here: the host's) kernel keeps it.
+    // While there is no agent, no packet wakes the sandbox. The kernel of the guest (here: of the
+    // host) keeps the data.
     let agent = Agent::find()?;
     agent.process.kill()?;
     another.write_all(b"?\n").await?;
@@ -152,7 +158,7 @@ async fn goes_through(case: &Case) -> anyhow::Result<()> {
     let length =
         tokio::time::timeout(wait::scaled(SLEEP_LIMIT), another.read(&mut answer)).await??;
     assert_eq!(answer.get(..length), Some(&b"4\n"[..]));
-    // It is idle again, and its Pod may go while it dozes.
+    // The sandbox is idle again, and its Pod may go while it dozes.
     dozes(case, &node).await?;
     case.delete_pod("p", SLEEP_LIMIT).await
 }

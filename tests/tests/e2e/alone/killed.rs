@@ -1,4 +1,4 @@
-//! What all Pods of a node stand on is killed: the agent, containerd.
+//! Kills of the processes that all Pods of a node run on: the agent, containerd.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use torpor_tests::wait;
 
 use crate::leftovers::{RECOVERY_LIMIT, nothing_is_left, two_containers};
 
-/// An exec goes through again, by way of the kubelet.
+/// Waits until an exec succeeds again, by way of the kubelet.
 async fn containerd_answers(case: &Case, container: &str) -> anyhow::Result<()> {
     wait::until("containerd answers again", RECOVERY_LIMIT, async || {
         let asked = case.kubectl.exec("p", container, &["cat", "/n"]).await?;
@@ -67,7 +67,8 @@ async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow
     .await
 }
 
-/// The shim's end of the output of a container whose keeper is gone is what containerd waits for when it comes up.
+/// When containerd starts, it waits for the shim's end of the output of a container whose keeper is
+/// gone.
 #[tokio::test]
 async fn containerd_comes_back_right_after_a_keeper_was_killed() -> anyhow::Result<()> {
     case_alone("keeperctrd", async |case| {
@@ -89,18 +90,18 @@ async fn containerd_comes_back_right_after_a_keeper_was_killed() -> anyhow::Resu
     .await
 }
 
-/// Somebody who has paused a sandbox for a save is not there any more, and a container loses its keeper: its program cannot end while the
-/// sandbox stands still, and containerd waits for that.
+/// The process that paused a sandbox for a save is gone, and a container loses its keeper.
+///
+/// The container's program cannot end while the sandbox is paused, and containerd waits for that.
 #[tokio::test]
-async fn a_keeper_that_dies_in_a_save_whose_agent_is_gone_keeps_nobody_waiting()
--> anyhow::Result<()> {
+async fn a_keeper_that_dies_in_a_save_whose_agent_is_gone_blocks_nothing() -> anyhow::Result<()> {
     case_alone("keeperpaused", async |case| {
         let pod = case.start(two_containers()).await?;
         let agent = Agent::find()?.process;
         let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
-        // Not while it looks at this very Pod: it would take the lock along.
+        // An agent that works on this Pod would be stopped with the Pod's lock.
         wait::until(
-            "the agent stands still without the lock",
+            "the agent is stopped without the lock",
             RECOVERY_LIMIT,
             async || {
                 agent.stop()?;
@@ -131,10 +132,12 @@ async fn a_keeper_that_dies_in_a_save_whose_agent_is_gone_keeps_nobody_waiting()
     .await
 }
 
-/// Creating a container and starting it are a few hundredths of a second apart.
+/// Number of tries: the creation and the start of a container are a few hundredths of a second
+/// apart.
 const TRIES: usize = 8;
 
-/// containerd ends, when it comes up, a container that it had created and not started. The others of its sandbox go on.
+/// When containerd starts, it ends a container that was created and not started. The sandbox's
+/// other containers continue.
 #[tokio::test]
 async fn containerd_comes_back_to_a_container_that_it_had_not_started() -> anyhow::Result<()> {
     case_alone("created", async |case| {
@@ -165,7 +168,7 @@ async fn containerd_comes_back_to_a_container_that_it_had_not_started() -> anyho
     .await
 }
 
-/// The container, as soon as it has a keeper.
+/// Returns the container as soon as it has a keeper.
 async fn created(case: &Case, pod: &str, name: &str) -> anyhow::Result<ContainerId> {
     let deadline = tokio::time::Instant::now() + RECOVERY_LIMIT;
     loop {

@@ -1,13 +1,16 @@
-//! Tests that disturb the whole node: each runs alone. One of them among others would wait for those that run, while the rest waits for it, so hack/test.sh runs these after the others.
+//! Tests that disturb the whole node: each runs alone.
+//!
+//! Among other tests each of these would wait for the running ones, while the rest waits for it. So
+//! hack/test.sh runs these tests after the others.
 
-mod away;
 mod capacity;
+mod controller_away;
 mod crash;
 mod drain;
 mod kata;
 mod killed;
 mod programs;
 mod revoked;
-mod speechless;
 mod stock;
+mod stopped_agent;
 mod tracing;

@@ -1,4 +1,7 @@
-//! The programs of all sandboxes stay in main memory. Alone: another test's pod that dozes has them read again too, and one that runs keeps them.
+//! The programs of all sandboxes stay in main memory.
+//!
+//! Runs alone: a Pod of another test that dozes has the programs read again too, and one that runs
+//! keeps them.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,7 +17,7 @@ use torpor_tests::sleep::SLEEP_LIMIT;
 use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 
-/// Bytes of a file that are in main memory.
+/// Returns the bytes of a file that are in main memory.
 async fn resident(file: &Path) -> anyhow::Result<u64> {
     let mut fincore = Command::new("fincore");
     fincore.args(["--bytes", "--noheadings", "--output", "RES"]);
@@ -25,16 +28,16 @@ async fn resident(file: &Path) -> anyhow::Result<u64> {
         .with_context(|| format!("fincore: {said:?}"))
 }
 
-/// A pod's memory takes the pages of files along that were touched by the pod first.
+/// The reclaim of a Pod's memory takes along the pages of files that the Pod touched first.
 #[tokio::test]
-async fn what_every_sandbox_runs_is_in_main_memory_after_a_doze() -> anyhow::Result<()> {
+async fn programs_of_all_sandboxes_are_in_main_memory_after_a_doze() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
     case_alone("dozeprograms", async |case| {
         let sleepy = annotated(shell_pod("p", "sleep 1000000"), DOZE_AFTER, "6s");
         case.start(sleepy).await?;
         let runsc = &case.node.config.runsc;
         let wanted = programs::keep_in_memory(runsc)?;
-        // What nobody runs at this moment; what is being read stays.
+        // Only pages that no process uses at this moment can be dropped.
         wait::until("some of it is on the disk", SLEEP_LIMIT, async || {
             rustix::fs::fadvise(File::open(runsc)?, 0, None, Advice::DontNeed)?;
             let left = resident(runsc).await?;

@@ -1,4 +1,4 @@
-//! A build of runsc is revoked on the node, as an operator does who has heard of a hole in it.
+//! A build of runsc is revoked on the node, as an operator does after a vulnerability is found.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use torpor_tests::pods::{COUNT, shell_pod};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::wait;
 
-/// Writes torpor-oci's configuration as the installer does: whole, and under its name at once.
+/// Writes torpor-oci's configuration atomically, as the installer does.
 fn write_config(path: &Path, config: &Config) -> anyhow::Result<()> {
     let new = path.with_extension("json.test");
     std::fs::write(&new, serde_json::to_vec_pretty(config)?)?;
@@ -40,7 +40,7 @@ async fn while_revoked(
     done
 }
 
-/// The words of the kubelet's Events about a Pod that it could not start.
+/// Returns the messages of the kubelet's Events about a Pod that it could not start.
 async fn refusals(case: &Case, pod: &str) -> anyhow::Result<String> {
     let events: Api<Event> = case.api();
     let about = format!("involvedObject.name={pod},reason=FailedCreatePodSandBox");
@@ -51,7 +51,7 @@ async fn refusals(case: &Case, pod: &str) -> anyhow::Result<String> {
 
 async fn node_says(case: &Case, status: &str, reason: &str) -> anyhow::Result<()> {
     let nodes: Api<SandboxNode> = Api::all(case.client());
-    let words = format!("a SandboxNode says RunscRevoked={status}/{reason}");
+    let words = format!("a SandboxNode has RunscRevoked={status}/{reason}");
     wait::until(&words, SLEEP_LIMIT, async || {
         let told: Vec<String> = nodes
             .list(&ListParams::default())
@@ -71,7 +71,7 @@ async fn node_says(case: &Case, status: &str, reason: &str) -> anyhow::Result<()
 }
 
 #[tokio::test]
-async fn a_revoked_build_wakes_and_starts_nothing_and_its_memory_goes_on_once_that_is_lifted()
+async fn a_revoked_build_wakes_and_starts_nothing_and_its_memory_continues_after_the_revocation()
 -> anyhow::Result<()> {
     case_alone("revoked", async |case| {
         case.start(shell_pod("sleeper", COUNT)).await?;
@@ -85,7 +85,8 @@ async fn a_revoked_build_wakes_and_starts_nothing_and_its_memory_goes_on_once_th
                 "{exec:?}"
             );
             case.annotate("sleeper", HIBERNATE, None).await?;
-            // First it is told why the exec has failed, then what the agent's own attempt met.
+            // The condition first reports why the exec failed, then why the agent's own attempt
+            // failed.
             let told = |pod: &Pod| {
                 let (status, reason, message) = condition(pod, POD_RESTORED);
                 (status, reason) == ("False", RUNSC_REVOKED) && message.contains("--revoked-runsc")
@@ -95,7 +96,7 @@ async fn a_revoked_build_wakes_and_starts_nothing_and_its_memory_goes_on_once_th
             ensure!(image.is_dir(), "the image is gone");
 
             case.create(shell_pod("new", COUNT)).await?;
-            wait::until("the kubelet says why", START_LIMIT, async || {
+            wait::until("the kubelet reports why", START_LIMIT, async || {
                 let said = refusals(case, "new").await?;
                 wait::holds(said.contains("is revoked"), || said.clone())
             })

@@ -1,4 +1,5 @@
-//! gVisor's program as its module builds it, without Torpor's file and linker flag, takes the place of the shipped one.
+//! gVisor's program as its module builds it, without Torpor's file and linker flag, instead of the
+//! shipped one.
 
 use anyhow::{Context, ensure};
 use serde_json::json;
@@ -8,7 +9,8 @@ use torpor_tests::case::{case_alone, uid};
 use torpor_tests::pods::{COUNT, shell_pod};
 use torpor_tests::sleep::restarts;
 
-/// Environment: the path of that program. `hack/cluster stock-runsc` builds it and prints where it is.
+/// Environment variable: path of that program. `hack/cluster stock-runsc` builds the program and
+/// prints the path.
 const STOCK: &str = "TORPOR_STOCK_RUNSC";
 
 #[tokio::test]
@@ -32,7 +34,8 @@ async fn a_stock_runsc_that_the_installer_is_given_hibernates_and_wakes() -> any
             let record = case.node.sandbox_of(&uid(&pod))?;
             ensure!(record.runsc_digest == now.runsc_digest, "{record:?}");
             let mut before = case.counted("p").await?;
-            // The first wake is runsc's or ours, the second one is of a sandbox that was restored.
+            // The first wake is made by runsc or by Torpor; the second one is of a restored
+            // sandbox.
             for _ in 0..2 {
                 case.hibernate("p").await?;
                 let awake = case.wake("p").await?;

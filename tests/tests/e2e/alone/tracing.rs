@@ -1,4 +1,4 @@
-//! Spans on their way from the node's agent to a collector outside of the cluster.
+//! Spans from the node's agent to a collector outside of the cluster.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -17,9 +17,9 @@ use torpor_tests::pods::{shell, with};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::wait;
 
-/// Notes of wakes and restores are read every 5 s.
+/// Time for an export: notes of wakes and restores are read every 5 s.
 const EXPORT_LIMIT: Duration = Duration::from_secs(40);
-/// What a client wrote on its Sandbox: a trace, and its own span.
+/// Trace and span that a client wrote on its Sandbox.
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const SPAN: &str = "00f067aa0ba902b7";
 
@@ -50,13 +50,13 @@ async fn spans_of_a_save_a_wake_and_a_resume_come_to_the_collector_as_parts_of_t
         let to_collector = [
             ("TORPOR_ENABLE_TRACING", "true"),
             ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),
-            // Milliseconds; it is 5 s where nobody says so.
+            // Milliseconds; the default is 5 s.
             ("OTEL_BSP_SCHEDULE_DELAY", "500"),
         ];
         Agent::with_environment(case, &to_collector, async || {
             let wish = |value| json!({ "metadata": { "annotations": { HIBERNATE: value } } });
             case.patch("s", wish(json!("true"))).await?;
-            case.sandbox_says("s", HIBERNATED, "True", hibernated::HIBERNATED)
+            case.sandbox_has("s", HIBERNATED, "True", hibernated::HIBERNATED)
                 .await?;
             assert_eq!(case.sh("s", "a", "echo awake").await?, "awake");
             case.patch("s", wish(json!(null))).await?;
@@ -71,7 +71,7 @@ async fn spans_of_a_save_a_wake_and_a_resume_come_to_the_collector_as_parts_of_t
             ] {
                 assert_eq!(attribute(&wake, key), Some(expected), "{key}");
             }
-            // Its stages follow each other below it, and the save's steps stand beside it.
+            // The wake's stages follow each other below it, and the save's steps stand beside it.
             let all = collector.received();
             let below = all
                 .iter()
@@ -100,7 +100,7 @@ async fn spans_of_a_save_a_wake_and_a_resume_come_to_the_collector_as_parts_of_t
                     "{step} after the wake"
                 );
             }
-            // What a new Pod goes on from was saved in another one: the restore is told of the new one.
+            // The image was saved in another Pod: the span of the restore names the new one.
             case.suspend("s").await?;
             let resumed = case.resume("s").await?;
             let restore = span_of("RestoreSandbox", &resumed).await?;

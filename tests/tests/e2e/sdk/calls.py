@@ -1,6 +1,7 @@
-"""What upstream's synchronous client does with a sandbox, in each way to reach one.
+"""Uses sandboxes with upstream's synchronous client, in each way to reach one.
 
-Arguments: namespace, address of the router. Pools `w` (two members) and `v` (none, its template has a volume) are there.
+Arguments: namespace, address of the router. The pools `w` (two members) and `v` (no
+members, its template has a volume) exist.
 """
 
 import sys
@@ -46,7 +47,7 @@ def commands_and_files(sandbox):
     files.write("bytes", BYTES)
     assert files.exists("bytes")
     assert files.read("bytes") == BYTES
-    # One view: what a client writes the command sees, and the other way round.
+    # Commands and clients see the same files.
     seen = sandbox.commands.run("wc -c bytes").stdout
     assert seen.split() == [str(len(BYTES)), "bytes"], seen
     assert sandbox.commands.run("sh -c 'echo hello > greeting'").exit_code == 0
@@ -55,12 +56,12 @@ def commands_and_files(sandbox):
     assert (entries["bytes"].size, entries["bytes"].type) == (len(BYTES), "file"), entries
     error = fails(SandboxRequestError, lambda: files.read("missing"))
     assert error.status_code == 404, error
-    # The program of the image runs beside it, and has since before the claim.
+    # The program of the image runs beside the runtime, and has since before the claim.
     assert int(files.read("n")) > 0
 
 
 def pod_has_label(client, name, key, value):
-    """The Pod is told a moment after its claim is Ready, as upstream."""
+    """Waits for a label, which the Pod gets a moment after its claim is Ready, as upstream."""
     deadline = time.monotonic() + LIMIT
     while True:
         pod = client.k8s_helper.core_v1_api.read_namespaced_pod(name, NAMESPACE)
@@ -71,7 +72,7 @@ def pod_has_label(client, name, key, value):
 
 
 def pool_is_ready(client):
-    """As upstream, a claim that finds no warm sandbox gets one made for it; these are to get a warm one."""
+    """Reports whether a warm sandbox is ready; without one a claim gets a cold one, as upstream."""
     pool = client.k8s_helper.custom_objects_api.get_namespaced_custom_object(
         "extensions.agents.x-k8s.io", "v1beta1", NAMESPACE, "sandboxwarmpools", "w"
     )
@@ -79,7 +80,7 @@ def pool_is_ready(client):
 
 
 def a_life(client, way):
-    """Claim, use, look up, list, delete."""
+    """Claims a sandbox, uses it, looks it up, lists it and deletes it."""
     until("the pool has a ready sandbox", lambda: pool_is_ready(client))
     sandbox = client.create_sandbox(
         "w", namespace=NAMESPACE, sandbox_ready_timeout=LIMIT, labels={"way": way},
@@ -109,7 +110,7 @@ def a_life(client, way):
 
 
 def with_volume_and_environment(client):
-    """A claim that brings a volume and a variable gets a sandbox of its own, named like the claim."""
+    """Claims with a volume and a variable; the claim gets a sandbox of its own, named like the claim."""
     volume = {
         "metadata": {"name": "data"},
         "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "24Mi"}}},
@@ -137,7 +138,7 @@ def main():
     }
     clients = {way: SandboxClient(connection_config=config) for way, config in ways.items()}
     client = clients["direct"]
-    # Long enough to be there first; it goes while the rest is done.
+    # The claim lives long enough to be Ready first; it ends during the rest.
     begin = time.monotonic()
     passing = client.create_sandbox(
         "w", namespace=NAMESPACE, sandbox_ready_timeout=LIMIT, shutdown_after_seconds=15
@@ -154,7 +155,7 @@ def main():
         "the claim with a shutdown time is gone",
         lambda: passing.claim_name not in client.list_all_sandboxes(NAMESPACE),
     )
-    assert time.monotonic() - begin >= 14, "it went before its time"
+    assert time.monotonic() - begin >= 14, "the claim ended before its time"
     assert client.list_all_sandboxes(NAMESPACE) == [owned.claim_name]
     client.delete_all()
     until("all claims are gone", lambda: client.list_all_sandboxes(NAMESPACE) == [])

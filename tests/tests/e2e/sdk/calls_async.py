@@ -1,6 +1,7 @@
-"""What upstream's asynchronous client does with sandboxes, through the router, and directly with either runtime's calls.
+"""Uses sandboxes with upstream's asynchronous client: through the router, and directly with either
+runtime's calls.
 
-Arguments: namespace, address of the router. The pool `w` is there.
+Arguments: namespace, address of the router. The pool `w` exists.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ async def a_life(way, config):
         )
         claim = sandbox.claim_name
         assert (await sandbox.status())[0] == "SandboxReady"
-        # Both at once, on one sandbox.
+        # Both calls run at once, on one sandbox.
         done, written = await asyncio.gather(
             sandbox.commands.run("sh -c 'echo out; echo err >&2; exit 3'"),
             sandbox.files.write("greeting", b"hello"),
@@ -51,7 +52,7 @@ async def a_life(way, config):
         listed = await client.list_all_sandboxes(NAMESPACE, label_selector=f"way={way}")
         assert listed == [claim], listed
         assert await client.get_sandbox(claim, NAMESPACE) is sandbox
-    # Left without a delete: the client's end is the claim's.
+    # The sandbox is left without a delete: the client's end deletes the claim.
     async with AsyncSandboxClient(connection_config=config, cleanup=False) as client:
 
         async def gone():

@@ -1,6 +1,8 @@
-"""How claims of upstream's asynchronous client begin and end: with a volume and a variable, at their time, and deleted in each way.
+"""Begins and ends claims with upstream's asynchronous client: with a volume and a variable, at their
+shutdown time, and deleted in each way.
 
-Arguments: namespace, address of the router. Pools `w` (two members) and `v` (none, its template has a volume) are there.
+Arguments: namespace, address of the router. The pools `w` (two members) and `v` (no
+members, its template has a volume) exist.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ from k8s_agent_sandbox.models import SandboxDirectConnectionConfig
 
 NAMESPACE, ROUTER = sys.argv[1:]
 LIMIT = 60
-# Long enough to be Ready first; it ends while the rest is done.
+# The claim lives long enough to be Ready first; it ends during the rest.
 LIFETIME = 15
 
 
@@ -33,7 +35,7 @@ async def fails(kind, call):
 
 
 async def goes(client, claim, sandbox_id):
-    """Both go: a claim takes its Sandbox along."""
+    """Waits until the claim and its Sandbox are gone."""
 
     async def gone():
         claims = await client.list_all_sandboxes(NAMESPACE)
@@ -46,11 +48,11 @@ async def ends_at_its_time(client, sandbox, begin):
     await goes(client, sandbox.claim_name, sandbox.sandbox_id)
     lived = time.monotonic() - begin
     # The time in the claim is in whole seconds.
-    assert lived >= LIFETIME - 1, f"it went after {lived:.1f} s"
+    assert lived >= LIFETIME - 1, f"the claim ended after {lived:.1f} s"
 
 
 async def with_volume_and_environment(client):
-    """A claim that brings a volume and a variable gets a sandbox of its own, named like the claim."""
+    """Claims with a volume and a variable; the claim gets a sandbox of its own, named like the claim."""
     volume = {
         "metadata": {"name": "data"},
         "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "24Mi"}}},
@@ -74,7 +76,7 @@ async def with_volume_and_environment(client):
 
 async def is_deleted(client, delete):
     sandbox = await client.create_sandbox("w", namespace=NAMESPACE, sandbox_ready_timeout=LIMIT)
-    # Its handle forgets it once it is deleted.
+    # The handle forgets both names once the sandbox is deleted.
     claim, sandbox_id = sandbox.claim_name, sandbox.sandbox_id
     await delete(sandbox)
     assert not sandbox.is_active

@@ -1,7 +1,8 @@
-"""What upstream's client does with sandboxd's APIs (files over REST, commands over gRPC), in each way to reach them, and
-that nobody gets out of the root by these or the legacy API.
+"""Uses sandboxd's APIs (files over REST, commands over gRPC) with upstream's client, in each way to
+reach them, and
+checks that no path leaves the root by these or the legacy API.
 
-Arguments: namespace, address of the router. The pool `w` is there.
+Arguments: namespace, address of the router. The pool `w` exists.
 """
 
 import http.client
@@ -32,7 +33,8 @@ ESCAPE = {
     "code": "PERMISSION_DENIED",
     "message": "path traversal outside sandbox root is forbidden",
 }
-# Port, request, what is answered with 403. `out` is a link to a file beside the root, `top` one to `/`.
+# Port, request, body of the answer with status 403. `out` is a link to a file beside the root,
+# `top` is a link to `/`.
 WAYS_OUT = [
     (8888, "GET /download/../dev/shm/secret", DENIED),
     (8888, "GET /download/..%2Fdev%2Fshm%2Fsecret", DENIED),
@@ -59,7 +61,7 @@ WAYS_OUT = [
     (8080, "POST /v1/files/word?op=copy&to=..%2Fdev%2Fshm%2Fnew", ESCAPE),
     (8080, "POST /v1/files/top/dev/shm?op=extract", ESCAPE),
 ]
-# An absolute path is one below the root, where nothing of that name is.
+# An absolute path is below the root, where no file of that name exists.
 ABSOLUTE = [
     (8888, "GET /download/%2Fdev%2Fshm%2Fsecret", {"message": "File not found"}),
     (
@@ -104,7 +106,7 @@ def keeps_files(sandbox):
     files.delete("deep", recursive=True)
     error = fails(SandboxRequestError, lambda: files.read("deep/er/bytes"))
     assert error.status_code == 404, error
-    # The program of the image runs beside it, and writes where clients read.
+    # The program of the image runs beside the runtime, and writes where clients read.
     assert int(files.read("n")) > 0
 
 
@@ -123,7 +125,7 @@ def runs_commands(sandbox):
 
 
 def heard(events, output, words):
-    """Takes events until so much, and nothing else, was said on one output."""
+    """Takes events until these words, and nothing else, came on one output."""
     said = b""
     while said != words:
         event = next(events)
@@ -133,7 +135,7 @@ def heard(events, output, words):
 
 
 def talks_with_commands(calls, metadata=None):
-    """Commands that are heard while they run. The SDK has no call of its own for this, but the stubs for it."""
+    """Exchanges data with running commands. The SDK has no calls for this, only the stubs."""
     options = {"timeout": LIMIT, "metadata": metadata}
 
     def shell(script):
@@ -148,7 +150,7 @@ def talks_with_commands(calls, metadata=None):
     def write(number, **payload):
         calls.WriteStdin(wire.WriteStdinRequest(process_id=number, **payload), **options)
 
-    # What was said comes while the command waits for more.
+    # The output arrives while the command waits for more input.
     events, number = start("read word; echo got $word; cat >&2; exit 5")
     write(number, input=b"one\n")
     heard(events, "stdout", b"got one\n")
@@ -158,7 +160,7 @@ def talks_with_commands(calls, metadata=None):
     assert next(events).exit.exit_code == 5
     assert next(events, None) is None
 
-    # More than a message may hold.
+    # This is more than a message may hold.
     events, _ = start("head -c 5000000 /dev/zero")
     received = sum(len(event.stdout) for event in events)
     assert received == 5_000_000, received
@@ -177,7 +179,7 @@ def talks_with_commands(calls, metadata=None):
 
 
 def ask(address, port, request, body=None):
-    """Sends a path as it is written; clients of more care would tidy it up."""
+    """Sends a path as it is written; other clients would normalize it."""
     method, path = request.split(" ")
     connection = http.client.HTTPConnection(address, port, timeout=LIMIT)
     try:
@@ -189,7 +191,7 @@ def ask(address, port, request, body=None):
 
 
 def packed(*members):
-    """An archive of files (name, content) and links (name, target) as Python writes it."""
+    """Returns an archive of files (name, content) and links (name, target) as Python writes it."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name, content in members:
@@ -204,7 +206,7 @@ def packed(*members):
 
 
 def changes_files(sandbox):
-    """The calls that this SDK does not have."""
+    """Makes the calls that this SDK does not have."""
     address, run = sandbox.get_pod_ip(), sandbox.commands.run
 
     def call(status, request, body=None):
@@ -228,7 +230,7 @@ def changes_files(sandbox):
     assert {"a", "a/b", "link", long} <= names, names
     told = json.loads(call(200, "GET moves/moved?stat=true"))
     assert (told["name"], told["type"], told["size"]) == ("moved", "file", 3), told
-    # What leads out ends an archive, and what came before it stays.
+    # A member outside of the root ends an archive, and what came before the member stays.
     refused = call(403, "POST moves?op=extract", packed(("before", b""), ("../after", b"")))
     assert b"1 entries before it were extracted" in refused, refused
     call(400, "POST moves?op=extract", packed(("leads", "from"), ("leads/new", b"")))
@@ -238,8 +240,8 @@ def changes_files(sandbox):
     call(204, "DELETE moves?recursive=true")
 
 
-def nobody_gets_out(sandbox):
-    # Whoever runs commands may make links, and clients then meet them.
+def no_path_leaves_the_root(sandbox):
+    # Commands may make links, and clients then meet these.
     made = sandbox.commands.run(
         "echo secret >/dev/shm/secret; echo >word; ln -s ../dev/shm/secret out; ln -s / top;"
         " cat out top/dev/shm/secret"
@@ -267,7 +269,7 @@ def nobody_gets_out(sandbox):
 def main():
     begin = time.monotonic()
     ways = {
-        # Of which the SDK says that it does not work with gVisor.
+        # According to the SDK this way does not work with gVisor.
         "tunnel": SandboxdPodTunnelConnectionConfig(),
         "directly": SandboxdInClusterConnectionConfig(mode="in-cluster-pod-ip"),
     }
@@ -283,7 +285,7 @@ def main():
         talks_with_commands(service.ProcessServiceStub(sandbox.connector.grpc_channel()))
         if way == "directly":
             changes_files(sandbox)
-            nobody_gets_out(sandbox)
+            no_path_leaves_the_root(sandbox)
         sandbox.close_connection()
         print(f"{time.monotonic() - begin:.1f} s: {way}", flush=True)
     with grpc.insecure_channel(ROUTER.removeprefix("http://")) as router:

@@ -1,6 +1,7 @@
-"""A sandbox is suspended and resumed, by the SDK's extension for it and by a change of operatingMode, and goes on.
+"""Suspends and resumes a sandbox, by the SDK's extension and by a change of operatingMode, and checks
+that it continues.
 
-Arguments: namespace, address of the router. The pool `w` is there, and so is deploy/podsnapshots.
+Arguments: namespace, address of the router. The pool `w` exists, and deploy/podsnapshots is applied.
 """
 
 import subprocess
@@ -31,7 +32,7 @@ def images():
 
 
 class Witness:
-    """What a sandbox has in memory: its program's count, and a process that was started by a client."""
+    """State of a sandbox in memory: its program's count, and a process that a client started."""
 
     def __init__(self, sandbox):
         self.sandbox = sandbox
@@ -53,7 +54,7 @@ class Witness:
         pod = self.pod()
         assert pod.metadata.uid != self.uid, "it is the same Pod"
         assert sum(c.restart_count for c in pod.status.container_statuses) == 0
-        # Had it begun anew it would count from nothing, and the child would be gone.
+        # After a fresh start the program would count from zero, and the child would be gone.
         count = self.now()
         assert self.count <= count < self.count + 10 * LIMIT, (self.count, count)
         assert self.sandbox.commands.run(f"kill -0 {self.child}").exit_code == 0
@@ -67,7 +68,7 @@ def main():
     sandbox = client.create_sandbox("w", namespace=NAMESPACE, sandbox_ready_timeout=LIMIT)
     witness = Witness(sandbox)
 
-    # As the SDK does it by itself: a PodSnapshot of the running sandbox first.
+    # By default the SDK first takes a PodSnapshot of the running sandbox.
     suspended = sandbox.suspend(wait_timeout=LIMIT)
     assert suspended.success and suspended.snapshot_response.success, suspended
     taken = suspended.snapshot_response.snapshot_uid
@@ -79,7 +80,8 @@ def main():
     witness.went_on()
     print(f"{time.monotonic() - begin:.1f} s: by the SDK", flush=True)
 
-    # What was taken is listed. Nobody is taken back to it: the sandbox goes on from its newest memory, and the SDK is told so.
+    # The snapshots are listed. A restore from one is refused, and the SDK gets the reason: the
+    # sandbox continues from its newest memory.
     by_hand = sandbox.snapshots.create("by-hand", podsnapshot_timeout=LIMIT)
     assert by_hand.success, by_hand
     listed = sandbox.snapshots.list()
@@ -90,9 +92,9 @@ def main():
     refused = sandbox.restore(taken, sandbox_ready_timeout=LIMIT)
     assert not refused.success and "torpor.dev/restore-from" in refused.error_reason, refused
     witness.went_on()
-    print(f"{time.monotonic() - begin:.1f} s: not taken back", flush=True)
+    print(f"{time.monotonic() - begin:.1f} s: restore refused", flush=True)
 
-    # They are deleted, and without them Torpor saves all the same.
+    # The snapshots are deleted, and Torpor saves without them all the same.
     deleted = sandbox.snapshots.delete_all(timeout=LIMIT)
     assert deleted.success and len(deleted.deleted_snapshots) == 2, deleted
     suspended = sandbox.suspend(snapshot_before_suspend=False, wait_timeout=LIMIT)
@@ -110,7 +112,7 @@ def main():
     kubectl("wait", f"sandbox/{sandbox.sandbox_id}", "--for=condition=Ready", f"--timeout={LIMIT}s")
     witness.went_on()
     print(f"{time.monotonic() - begin:.1f} s: by kubectl", flush=True)
-    # Kubernetes' garbage collection looks for kinds that are new every 30 s.
+    # Kubernetes' garbage collection looks for new kinds every 30 s.
     until("the images of the PodSnapshots are gone", lambda: not images())
     print(f"{time.monotonic() - begin:.1f} s: images gone", flush=True)
     sandbox.terminate()

@@ -1,4 +1,4 @@
-//! The controller is away while a sleeping sandbox' Pod goes: what becomes of the memory.
+//! Memory of a sleeping sandbox whose Pod goes while the controller is away.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use torpor_tests::{wait, witness};
 const CONTROLLER: &str = "agent-sandbox-controller";
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The controller's Deployment, with so many replicas as it has in this cluster.
+/// The controller's Deployment and its number of replicas in this cluster.
 struct Controller {
     deployments: Api<Deployment>,
     pods: Api<Pod>,
@@ -45,7 +45,7 @@ impl Controller {
         let params = PatchParams::default();
         self.deployments.patch(CONTROLLER, &params, &patch).await?;
         let of_controller = ListParams::default().labels(&self.selector);
-        wait::until("so many controllers are there", LIMIT, async || {
+        wait::until("the controller has its replicas", LIMIT, async || {
             let pods = self.pods.list_metadata(&of_controller).await?.items;
             let there = i32::try_from(pods.len())?;
             wait::holds(there == replicas, || format!("{there} Pods"))
@@ -53,7 +53,7 @@ impl Controller {
         .await
     }
 
-    /// Does something while no controller runs, which is there again afterwards whatever came of it.
+    /// Runs `act` while no controller runs, and starts the controller again in any case.
     async fn away<T>(&self, act: impl AsyncFnOnce() -> anyhow::Result<T>) -> anyhow::Result<T> {
         let acted = match self.scale(0).await {
             Ok(()) => act().await,
@@ -68,14 +68,14 @@ fn manifest() -> Value {
     sandbox("s", json!({ "containers": [witness::container(5, &[])] }))
 }
 
-/// A Sandbox that sleeps in place, and what its program said of itself before.
+/// Creates a Sandbox that sleeps in place; returns its Pod and the program's state before.
 async fn asleep(case: &Case) -> anyhow::Result<(Pod, witness::State)> {
     case.create(manifest()).await?;
     let pod = case.sandbox_ready("s").await?;
     let before = witness::ask(&pod).await?;
     let asked = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
     case.patch("s", asked).await?;
-    case.sandbox_says("s", "Hibernated", "True", "Hibernated")
+    case.sandbox_has("s", "Hibernated", "True", "Hibernated")
         .await?;
     Ok((pod, before))
 }
@@ -89,7 +89,7 @@ async fn gone(case: &Case, pod: &Pod) -> anyhow::Result<()> {
     .await
 }
 
-/// What the node says of the Pod.
+/// Returns the node's report about the Pod.
 async fn report_of(case: &Case, pod: &Pod) -> anyhow::Result<Option<SandboxReport>> {
     let spec = pod.spec.as_ref();
     let node = spec.and_then(|spec| spec.node_name.clone());
@@ -101,7 +101,7 @@ async fn report_of(case: &Case, pod: &Pod) -> anyhow::Result<Option<SandboxRepor
         .find(|report| report.pod_uid == uid(pod)))
 }
 
-/// The Sandbox is to run; its next Pod.
+/// Withdraws the request to sleep; returns the Sandbox's next Pod.
 async fn awake(case: &Case) -> anyhow::Result<Pod> {
     let no_more = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
     case.patch("s", no_more).await?;
@@ -117,15 +117,15 @@ async fn a_sleeping_sandbox_that_is_evicted_while_the_controller_is_away_keeps_i
         let evicted = async || {
             case.pods().evict("s", &EvictParams::default()).await?;
             gone(case, &pod).await?;
-            wait::until("the node tells of the image", LIMIT, async || {
-                let told = report_of(case, &pod).await?;
-                let told = told.filter(|told| told.pod_gone_since.is_some());
-                let is_whole = told.as_ref().is_some_and(|told| {
-                    told.image_id.is_some()
-                        && told.sandbox_name == "s"
-                        && told.namespace == case.namespace
+            wait::until("the node reports the image", LIMIT, async || {
+                let report = report_of(case, &pod).await?;
+                let report = report.filter(|report| report.pod_gone_since.is_some());
+                let is_whole = report.as_ref().is_some_and(|report| {
+                    report.image_id.is_some()
+                        && report.sandbox_name == "s"
+                        && report.namespace == case.namespace
                 });
-                wait::holds(is_whole, || format!("{told:?}"))
+                wait::holds(is_whole, || format!("{report:?}"))
             })
             .await
         };
@@ -133,8 +133,8 @@ async fn a_sleeping_sandbox_that_is_evicted_while_the_controller_is_away_keeps_i
         let back = awake(case).await?;
         assert_ne!(uid(&back), uid(&pod));
         witness::ask(&back).await?.goes_on_from(&before)?;
-        let told = |pod: &Pod| condition(pod, POD_RESTORED).0 == "True";
-        case.pod_until("s", "it says that it was restored", LIMIT, told)
+        let restored = |pod: &Pod| condition(pod, POD_RESTORED).0 == "True";
+        case.pod_until("s", "its condition shows the restore", LIMIT, restored)
             .await
             .map(drop)
     })
@@ -142,23 +142,26 @@ async fn a_sleeping_sandbox_that_is_evicted_while_the_controller_is_away_keeps_i
 }
 
 #[tokio::test]
-async fn a_sleeping_sandbox_whose_pod_somebody_deletes_while_the_controller_is_away_starts_anew()
+async fn a_sleeping_sandbox_whose_pod_is_deleted_while_the_controller_is_away_starts_anew()
 -> anyhow::Result<()> {
     case_alone("awaydeleted", async |case| {
         let (pod, before) = asleep(case).await?;
         let controller = Controller::find(case).await?;
         let deleted = async || {
             case.delete_pod("s", LIMIT).await?;
-            wait::until("the node has nothing of it", LIMIT, async || {
-                let told = report_of(case, &pod).await?;
-                wait::holds(told.is_none(), || format!("{told:?}"))
+            wait::until("the node reports nothing of the Pod", LIMIT, async || {
+                let report = report_of(case, &pod).await?;
+                wait::holds(report.is_none(), || format!("{report:?}"))
             })
             .await
         };
         controller.away(deleted).await?;
         let back = awake(case).await?;
         let now = witness::ask(&back).await?;
-        anyhow::ensure!(now.secret != before.secret, "it goes on: {now:?}");
+        anyhow::ensure!(
+            now.secret != before.secret,
+            "the program continued: {now:?}"
+        );
         Ok(())
     })
     .await

@@ -1,24 +1,25 @@
-//! The loads, and when their claims come.
+//! The loads, and the arrival of their claims.
 
 use std::{str::FromStr, time::Duration};
 
-/// How long a claim is held, once it is Ready.
+/// Time for which a claim is held, once it is Ready.
 pub(crate) const DWELL: Duration = Duration::from_secs(5);
-/// Arrivals are the same in every run.
+/// Seed of the arrivals, which are the same in every run.
 const SEED: u64 = 20_261_121;
 
-/// When claims come.
+/// Arrival of claims.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Arrival {
-    /// At random (Poisson), this many a second on average, each deleted [`DWELL`] after it is Ready.
+    /// At random (Poisson), this many a second on average; each claim is deleted [`DWELL`] after it
+    /// is Ready.
     Rate(f64),
-    /// At even distances, this many a second for so long; they stay.
+    /// At even distances, this many a second for so long; the claims stay.
     Steady {
         rate: f64,
         seconds: u32,
     },
     AtOnce(usize),
-    /// None come: the pools alone.
+    /// No claims: only the pools.
     Never,
 }
 
@@ -31,7 +32,8 @@ pub(crate) struct Load {
     pub arrival: Arrival,
 }
 
-/// Rates and sizes of pools are those of upstream's stress tool (a pool holds what ten seconds ask for), and of its scalability test.
+/// Loads with the rates and pool sizes of upstream's stress tool (a pool holds what ten seconds ask
+/// for), and of its scalability test.
 const LOADS: [Load; 7] = [
     Load {
         name: "3",
@@ -93,7 +95,8 @@ impl FromStr for Load {
 }
 
 impl Arrival {
-    /// When each claim comes, counted from the beginning. `seconds` is how long those at a random rate come.
+    /// Returns the time at which each claim comes, counted from the beginning. `seconds` is how
+    /// long those at a random rate come.
     pub(crate) fn times(self, seconds: u32) -> Vec<Duration> {
         match self {
             Self::Never => Vec::new(),
@@ -112,7 +115,7 @@ impl Arrival {
                 let mut times = Vec::new();
                 let mut at = 0.0;
                 loop {
-                    // Never 0, of which there is no logarithm.
+                    // The number is never 0, which has no logarithm.
                     at -= (1.0 - random.f64()).ln() / rate;
                     if at >= f64::from(seconds) {
                         return times;
@@ -123,7 +126,8 @@ impl Arrival {
         }
     }
 
-    /// Whether claims go again while others come.
+    /// Returns the time after which a Ready claim is deleted, if claims are deleted while others
+    /// come.
     pub(crate) fn dwell(self) -> Option<Duration> {
         matches!(self, Self::Rate(_)).then_some(DWELL)
     }

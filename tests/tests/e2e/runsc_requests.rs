@@ -1,4 +1,5 @@
-//! What gVisor is told in runsc's place, beside what runsc tells it: a sandbox of the test's own listens to runsc's command.
+//! Compares Torpor's requests to gVisor with those of runsc, which a sandbox of the test's own
+//! receives.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,24 +17,24 @@ use torpor_tests::pods::{COUNT, shell_pod};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Agrees to everything. The files that come with it are closed.
-fn agree(mut from: UnixStream, heard: &Sender<Value>) -> anyhow::Result<()> {
-    let mut said = Vec::new();
+/// Answers each request with success and passes it on. The files that come with it are closed.
+fn answer_all(mut from: UnixStream, received: &Sender<Value>) -> anyhow::Result<()> {
+    let mut bytes = Vec::new();
     let mut part = [0; 64 << 10];
     loop {
         match from.read(&mut part)? {
             0 => return Ok(()),
-            read => said.extend_from_slice(&part[..read]),
+            read => bytes.extend_from_slice(&part[..read]),
         }
-        if let Ok(request) = serde_json::from_slice(&said) {
-            said.clear();
-            heard.send(request)?;
+        if let Ok(request) = serde_json::from_slice(&bytes) {
+            bytes.clear();
+            received.send(request)?;
             from.write_all(br#"{"success":true,"err":"","result":{}}"#)?;
         }
     }
 }
 
-/// The record of a sandbox that is this process.
+/// Writes the record of a sandbox that is this process; returns the listener for its requests.
 fn stand_in(kept: &Value, root: &Path, sandbox: &str) -> anyhow::Result<UnixListener> {
     let socket = root.join("s.sock");
     let listener = UnixListener::bind(&socket)?;
@@ -48,8 +49,8 @@ fn stand_in(kept: &Value, root: &Path, sandbox: &str) -> anyhow::Result<UnixList
 }
 
 #[tokio::test]
-async fn gvisor_is_told_of_a_container_what_runsc_tells_it() -> anyhow::Result<()> {
-    case("told", async |case| {
+async fn torpors_requests_to_gvisor_for_a_container_are_those_of_runsc() -> anyhow::Result<()> {
+    case("runscrequests", async |case| {
         let uid = uid(&case.start(shell_pod("p", COUNT)).await?);
         case.hibernate("p").await?;
         let node = &case.node;
@@ -58,7 +59,7 @@ async fn gvisor_is_told_of_a_container_what_runsc_tells_it() -> anyhow::Result<(
         let kept = std::fs::read(node.records.pod_dir(&sandbox).join("runsc.json"))?;
         let kept: Value = serde_json::from_slice(&kept)?;
 
-        // The path of a socket has room for 107 bytes.
+        // The path of a socket has at most 107 bytes.
         let dir = tempfile::tempdir_in("/tmp")?;
         let config = Config {
             state_dir: dir.path().to_owned(),
@@ -67,22 +68,22 @@ async fn gvisor_is_told_of_a_container_what_runsc_tells_it() -> anyhow::Result<(
         let runsc = NodeRunsc::new(&config).of(&sandbox);
         std::fs::create_dir_all(runsc.root())?;
         let listener = stand_in(&kept, runsc.root(), sandbox.as_str())?;
-        let (says, heard) = channel();
+        let (sender, received) = channel();
         std::thread::spawn(move || {
             for connection in listener.incoming().flatten() {
-                let says = says.clone();
-                std::thread::spawn(move || agree(connection, &says));
+                let sender = sender.clone();
+                std::thread::spawn(move || answer_all(connection, &sender));
             }
         });
         let bundle = node.records.container_dir(&id);
         runsc.restore(id.as_str(), &bundle, dir.path(), None, LIMIT)?;
 
-        let told: Vec<Value> = heard.try_iter().collect();
+        let requests: Vec<Value> = received.try_iter().collect();
         let of = |method: &str| {
-            let mut all = told.iter();
+            let mut all = requests.iter();
             let found =
                 all.find(|request| request["method"] == format!("containerManager.{method}"));
-            found.with_context(|| format!("runsc said no {method}"))
+            found.with_context(|| format!("runsc sent no {method}"))
         };
         ensure!(of("CreateSubcontainer")?["arg"] == json!({ "CID": id.as_str() }));
         let restore = &of("RestoreSubcontainer")?["arg"];
@@ -91,7 +92,7 @@ async fn gvisor_is_told_of_a_container_what_runsc_tells_it() -> anyhow::Result<(
         let start =
             ContainerStart::new(&runsc, &kept, id.as_str(), sandbox.as_str(), bundle, &spec);
         let mut own = start.context("it is left to runsc")?.told()?;
-        // It is its command's own.
+        // Each command has a log of its own.
         own["Conf"]["LogFilename"] = restore["Conf"]["LogFilename"].clone();
         for (name, value) in own.as_object().into_iter().flatten() {
             ensure!(
@@ -100,8 +101,8 @@ async fn gvisor_is_told_of_a_container_what_runsc_tells_it() -> anyhow::Result<(
                 restore[name]
             );
         }
-        ensure!(*restore == own, "runsc says more: {restore}");
-        // What that left in the container's root is in nobody's way.
+        ensure!(*restore == own, "runsc sends more: {restore}");
+        // The files that this restore left in the container's root do not prevent a wake.
         case.wake("p").await?;
         case.counted("p").await?;
         Ok(())

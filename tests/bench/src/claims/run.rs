@@ -1,7 +1,8 @@
-//! One load, from an idle control plane to what came of it.
+//! Runs one load, from an idle control plane to the results.
 
 use std::{
     collections::BTreeMap,
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -16,8 +17,7 @@ use serde::{Deserialize, Serialize};
 use tokio::{sync::mpsc, task::JoinSet};
 use torpor_api::SandboxClaim;
 
-use crate::{
-    RunArguments,
+use super::{
     audit::{self, Writes},
     bare::{self, Bare},
     board::{Board, Record},
@@ -25,17 +25,37 @@ use crate::{
     counters,
     load::{Arrival, Load},
     objects,
-    stats::Times,
 };
+use crate::stats::Times;
 
-/// How long pools may take to become full. Five thousand members take a few minutes.
+/// Time for pools to become full: five thousand members take a few minutes.
 const FILL: Duration = Duration::from_secs(420);
-/// How long claims may take that wait when no more come.
+/// Time for waiting claims to become Ready when no more come.
 const DRAIN: Duration = Duration::from_secs(120);
-/// How long after the last claim was sent the backlog is counted.
+/// Time after the last claim was sent at which the backlog is counted.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// What came of a load. Times are in milliseconds.
+/// Load, paths and processes.
+#[derive(Clone, Debug)]
+pub(crate) struct Setup {
+    pub load: Load,
+    /// Seconds during which claims come at random.
+    pub seconds: u32,
+    /// The controller's binary.
+    pub controller: PathBuf,
+    /// Further setup of the controller, separated by spaces.
+    pub controller_args: String,
+    pub controller_log: PathBuf,
+    /// Kubeconfig of the load itself.
+    pub kubeconfig: PathBuf,
+    pub controller_kubeconfig: PathBuf,
+    /// The API server's log of the controller's writes.
+    pub audit_log: PathBuf,
+    /// The control plane's processes, as NAME=PID, separated by commas.
+    pub processes: String,
+}
+
+/// Results of a load. Times are in milliseconds.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Outcome {
     pub load: String,
@@ -44,38 +64,39 @@ pub(crate) struct Outcome {
     pub pools: usize,
     pub members: i32,
     pub fill_seconds: f64,
-    /// From the moment before a claim is sent until the watch shows it Ready.
+    /// Times from the moment before a claim is sent until the watch shows it Ready.
     pub all: Times,
-    /// Those that took a member of a pool.
+    /// Times of claims that took a member of a pool.
     pub warm: Times,
-    /// Those for which a Sandbox was made.
+    /// Times of claims for which a Sandbox was made.
     pub cold: Times,
-    /// `all` for the claims that were sent in each second, one after the other.
+    /// Times of the claims that were sent in each second, one second after the other.
     pub each_second: Vec<Times>,
-    /// Claims that were Ready, over the time from the first that was sent until the last was Ready.
+    /// Number of claims that were Ready, over the time from the first that was sent until the last
+    /// was Ready.
     pub ready_per_second: f64,
-    /// Not Ready a second after the last was sent.
+    /// Number of claims that were not Ready a second after the last was sent.
     pub backlog: usize,
     /// p50, p90, p99 of `agent_sandbox_claim_controller_startup_latency_ms`.
     pub startup_metric: Option<[f64; 3]>,
     pub writes: Writes,
-    /// What everybody wrote during the load, by the apiserver's count.
+    /// Writes of all clients during the load, by the API server's count.
     pub apiserver: BTreeMap<String, f64>,
-    /// Processors that each process used while claims came.
+    /// Number of processors that each process used while claims came.
     pub processors: BTreeMap<String, f64>,
     /// Resident memory of the controller in MiB, and the most that it was.
     pub memory: (f64, f64),
 }
 
-pub(crate) async fn run(arguments: &RunArguments) -> anyhow::Result<Outcome> {
-    let load = &arguments.load;
+pub(crate) async fn run(setup: &Setup) -> anyhow::Result<Outcome> {
+    let load = &setup.load;
     let load_average_before = std::fs::read_to_string("/proc/loadavg")?.trim().to_owned();
-    let client = client(arguments).await?;
+    let client = client(setup).await?;
     let bare = match load.arrival {
         Arrival::Never => None,
         arrival => Some(bare::measure(&client, pause(arrival)).await?),
     };
-    let controller = Controller::start(arguments).await?;
+    let controller = Controller::start(setup).await?;
     let namespaces: Vec<String> = (0..load.pools).map(|pool| format!("load-{pool}")).collect();
     let begin = Instant::now();
     for namespace in &namespaces {
@@ -86,16 +107,16 @@ pub(crate) async fn run(arguments: &RunArguments) -> anyhow::Result<Outcome> {
     let fill_seconds = begin.elapsed().as_secs_f64();
     counters::at_rest(&client, DRAIN).await?;
 
-    let mut processes = processes(&arguments.processes)?;
+    let mut processes = processes(&setup.processes)?;
     processes.insert("controller".to_owned(), controller.pid());
     processes.insert("load".to_owned(), std::process::id());
     let written = counters::writes(&client).await?;
-    let logged = audit::length(&arguments.audit_log)?;
+    let logged = audit::length(&setup.audit_log)?;
     let board = Board::default();
     let driven = drive(
         &client,
         load,
-        arguments.seconds,
+        setup.seconds,
         &namespaces,
         &board,
         &processes,
@@ -105,7 +126,7 @@ pub(crate) async fn run(arguments: &RunArguments) -> anyhow::Result<Outcome> {
     counters::at_rest(&client, DRAIN).await?;
     let apiserver = counters::added(&written, &counters::writes(&client).await?);
     let records = board.records();
-    let writes = audit::count(&audit::read(&arguments.audit_log, logged)?, &records);
+    let writes = audit::count(&audit::read(&setup.audit_log, logged)?, &records);
     let memory = controller.memory()?;
     controller.stop().await?;
 
@@ -138,7 +159,8 @@ pub(crate) async fn run(arguments: &RunArguments) -> anyhow::Result<Outcome> {
     })
 }
 
-/// The bare client comes as often as the load, where that leaves the control plane idle in between.
+/// Returns the pause of the bare client: it comes as often as the load, where that leaves the
+/// control plane idle in between.
 fn pause(arrival: Arrival) -> Option<Duration> {
     match arrival {
         Arrival::Rate(rate) if rate <= 10.0 => Some(Duration::from_secs_f64(1.0 / rate)),
@@ -146,7 +168,7 @@ fn pause(arrival: Arrival) -> Option<Duration> {
     }
 }
 
-/// From the first claim that was sent to the last that was Ready.
+/// Returns the time from the first claim that was sent to the last that was Ready.
 fn span<'a>(records: impl IntoIterator<Item = (&'a String, &'a Record)>) -> Duration {
     let times = records
         .into_iter()
@@ -214,7 +236,7 @@ async fn drive(
     })
     .await?;
     let processors = processors.collect();
-    // The last ones go too, so that what deletion costs is counted.
+    // The last claims are deleted too, so that the cost of deletion is counted.
     watching.abort();
     if let Err(error) = watching.await
         && !error.is_cancelled()
@@ -228,7 +250,7 @@ async fn drive(
     })
 }
 
-/// Deletes each claim a while after it became Ready; ends once no more can.
+/// Deletes each claim a while after it became Ready; ends once no more can become Ready.
 async fn delete_after(
     client: Client,
     arrival: Arrival,
@@ -254,17 +276,17 @@ async fn delete_after(
     Ok(())
 }
 
-async fn client(arguments: &RunArguments) -> anyhow::Result<Client> {
-    let path = &arguments.kubeconfig;
+async fn client(setup: &Setup) -> anyhow::Result<Client> {
+    let path = &setup.kubeconfig;
     let kubeconfig = Kubeconfig::read_from(path).with_context(|| path.display().to_string())?;
     let options = KubeConfigOptions::default();
     let mut config = Config::from_custom_kubeconfig(kubeconfig, &options).await?;
-    // A time with a repetition in it would say nothing.
+    // A time with a repetition in it would be meaningless.
     config.default_retry = false;
     Ok(Client::try_from(config)?)
 }
 
-/// Names and process ids out of `NAME=PID,NAME=PID`.
+/// Parses names and process ids from `NAME=PID,NAME=PID`.
 fn processes(text: &str) -> anyhow::Result<BTreeMap<String, u32>> {
     let pair = |pair: &str| {
         let (name, pid) = pair.split_once('=').context("no =")?;
@@ -273,5 +295,5 @@ fn processes(text: &str) -> anyhow::Result<BTreeMap<String, u32>> {
         Ok((name.to_owned(), pid))
     };
     let all: anyhow::Result<_> = text.split(',').map(pair).collect();
-    all.with_context(|| format!("--processes={text}"))
+    all.with_context(|| format!("processes {text}"))
 }

@@ -1,4 +1,4 @@
-//! The apiserver's own record of what the controller wrote, claim by claim.
+//! The API server's own record of the controller's writes, claim by claim.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -11,9 +11,9 @@ use anyhow::Context as _;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::board::Record;
+use super::board::Record;
 
-/// One write, as the audit log has it. Fields are Kubernetes' audit.k8s.io/v1.
+/// Write as the audit log has it. Fields are Kubernetes' audit.k8s.io/v1.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Write {
@@ -39,22 +39,22 @@ struct Response {
     code: u16,
 }
 
-/// What the controller wrote during a load.
+/// Writes of the controller during a load.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Writes {
-    /// How many claims took a member of a pool that had its Pod, and are counted here.
+    /// Number of claims that took a member of a pool that had its Pod, and are counted here.
     pub claims: usize,
-    /// Per such claim, up to the write that made it Ready.
+    /// Writes per such claim, up to the write that made it Ready.
     pub before_ready: f64,
     pub most_before_ready: usize,
-    /// Per such claim, as long as it was there.
+    /// Writes per such claim, as long as it existed.
     pub in_all: f64,
     pub most_in_all: usize,
-    /// The same by kind, per claim.
+    /// Writes per such claim, by kind.
     pub per_claim: BTreeMap<String, f64>,
-    /// All that the controller wrote, refill and pools included.
+    /// All writes of the controller, refill and pools included.
     pub all: BTreeMap<String, usize>,
-    /// Of these, how many the apiserver refused.
+    /// Number of these that the API server refused.
     pub refused: usize,
 }
 
@@ -75,7 +75,8 @@ impl Write {
             .is_none_or(|status| status.code < 400)
     }
 
-    /// Kind and name of what the write is about. An Event is about the object that its name begins with.
+    /// Returns kind, namespace and name of what the write is about. An Event is about the object
+    /// that its name begins with.
     fn about(&self) -> (&str, &str, &str) {
         let Object {
             resource,
@@ -95,13 +96,13 @@ impl Write {
     }
 }
 
-/// How long the log is.
+/// Returns the length of the log.
 pub(crate) fn length(log: &Path) -> anyhow::Result<u64> {
     let found = std::fs::metadata(log).with_context(|| log.display().to_string())?;
     Ok(found.len())
 }
 
-/// The writes after an offset of the log.
+/// Returns the writes after an offset of the log.
 pub(crate) fn read(log: &Path, from: u64) -> anyhow::Result<Vec<Write>> {
     let mut file = File::open(log).with_context(|| log.display().to_string())?;
     file.seek(SeekFrom::Start(from))?;
@@ -113,7 +114,8 @@ pub(crate) fn read(log: &Path, from: u64) -> anyhow::Result<Vec<Write>> {
     parsed.collect()
 }
 
-/// Which writes were made for which claim: on the claim, and from when it was sent on its Sandbox and what is named like that.
+/// Counts the writes for each claim: those on the claim, and, since it was sent, those on its
+/// Sandbox and on objects of the same name.
 pub(crate) fn count(writes: &[Write], claims: &HashMap<String, Record>) -> Writes {
     let mut counted = Writes::default();
     let mut of_claim: HashMap<&str, Vec<&Write>> = HashMap::new();
@@ -143,7 +145,7 @@ pub(crate) fn count(writes: &[Write], claims: &HashMap<String, Record>) -> Write
             of.push(write);
         }
     }
-    // A member whose Pod was made later was still on its way: what it cost is the pool's refill.
+    // A member whose Pod was made later was not complete yet: its writes are the pool's refill.
     of_claim.retain(|_, of| of.iter().all(|write| write.kind() != "create pods"));
     counted.claims = of_claim.len();
     let (mut before_ready, mut in_all) = (0, 0);
@@ -166,8 +168,10 @@ pub(crate) fn count(writes: &[Write], claims: &HashMap<String, Record>) -> Write
     counted
 }
 
-/// How many were made on the claim and its Sandbox up to the status of the claim, which says Ready the first time it is written when a member of a pool was there. (The Pod's labels follow
-/// beside, and may be faster.)
+/// Returns the number of writes on the claim and its Sandbox up to the claim's status.
+///
+/// The first status says Ready if a member of a pool existed. (The write of the Pod's labels runs
+/// beside it, and may be faster.)
 fn until_ready(writes: &[&Write]) -> usize {
     let says = |write: &&&Write| {
         let object = &write.object_ref;

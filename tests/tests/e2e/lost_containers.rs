@@ -1,4 +1,4 @@
-//! Pods of which containerd has lost a container.
+//! Pods with a container that containerd has lost.
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
@@ -13,17 +13,19 @@ use torpor_tests::swap::Swap;
 
 use crate::leftovers::{RECOVERY_LIMIT, nothing_is_left};
 
-/// A container of the Pod that containerd has lost: killed while it took up the end of the container's keeper, it forgot the container and never
-/// asked for its removal (`hack/chaos`, seed 20261122, cycle 124).
+/// Adds a container to the Pod that containerd has lost.
+///
+/// containerd was killed while it took up the end of the container's keeper, forgot the container
+/// and never asked for its removal (`hack/chaos`, seed 20261122, cycle 124).
 fn lose_a_container(case: &Case, uid: &str) -> anyhow::Result<ContainerRecord> {
     let own = case.node.container(uid, "a")?;
-    // Nobody else's.
+    // No other container has the reversed id.
     let id: String = own.id.as_str().chars().rev().collect();
     let id = ContainerId::try_from(id)?;
     let lost = ContainerRecord {
         cgroup: own.cgroup.with_file_name(id.as_str()),
         id,
-        // No process has it.
+        // No process has this id.
         keeper_pid: 0,
         ..own
     };
@@ -65,7 +67,7 @@ async fn a_container_that_containerd_has_lost_goes_when_another_of_its_name_is_m
             .await?;
         let dir = case.node.records.container_dir(&lost.id);
         anyhow::ensure!(!dir.exists(), "{} is left", dir.display());
-        // Nor does anything keep it from waking.
+        // The Pod still sleeps and wakes.
         case.hibernate("p").await?;
         assert_eq!(restarts(&case.wake("p").await?), 1);
         Ok(())

@@ -3,21 +3,23 @@
 use std::{path::Path, process::Stdio, time::Duration};
 
 use anyhow::Context as _;
-use http::Request;
-use kube::{Client, Config};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 use tokio::process::{Child, Command};
 
-use crate::{RunArguments, counters, objects::until, stats::histogram_quantile};
+use super::{counters, objects::until, run::Setup};
+use crate::{
+    http::{asked, client_of},
+    stats::histogram_quantile,
+};
 
 const METRICS: &str = "127.0.0.1:18380";
 const PROBES: &str = "127.0.0.1:18381";
-/// Upstream's gate is on this one.
+/// Metric that upstream's gate is on.
 const STARTUP: &str = "agent_sandbox_claim_controller_startup_latency_ms";
-/// How long it may take to end, once it is asked to.
+/// Time for the controller to end, once it is asked to.
 const STOP: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
@@ -27,22 +29,22 @@ pub(crate) struct Controller {
 }
 
 impl Controller {
-    /// Starts it, with the arguments of `deploy/base` and the ServiceAccount's rights. Its log lies beside the result.
-    pub(crate) async fn start(arguments: &RunArguments) -> anyhow::Result<Self> {
-        let log = std::fs::File::create(arguments.out.with_extension("controller.log"))?;
-        let process = Command::new(&arguments.controller)
+    /// Starts the controller with the arguments of `deploy/base` and the ServiceAccount's rights.
+    pub(crate) async fn start(setup: &Setup) -> anyhow::Result<Self> {
+        let log = std::fs::File::create(&setup.controller_log)?;
+        let process = Command::new(&setup.controller)
             .args(["--extensions=true", "--leader-elect=true"])
             .arg("--leader-election-namespace=agent-sandbox-system")
             .arg(format!("--metrics-bind-address={METRICS}"))
             .arg(format!("--health-probe-bind-address={PROBES}"))
-            .args(arguments.controller_args.split_whitespace())
-            .env("KUBECONFIG", &arguments.controller_kubeconfig)
+            .args(setup.controller_args.split_whitespace())
+            .env("KUBECONFIG", &setup.controller_kubeconfig)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
             .kill_on_drop(true)
             .spawn()
-            .with_context(|| format!("start {}", arguments.controller.display()))?;
+            .with_context(|| format!("start {}", setup.controller.display()))?;
         let pid = process.id().context("the controller has ended")?;
         let controller = Self { process, pid };
         let probes = client_of(PROBES)?;
@@ -59,7 +61,7 @@ impl Controller {
         self.pid
     }
 
-    /// Resident memory, in MiB: now, and the most there was.
+    /// Returns the resident memory in MiB: now, and the most so far.
     pub(crate) fn memory(&self) -> anyhow::Result<(f64, f64)> {
         let path = format!("/proc/{}/status", self.pid);
         let text = std::fs::read_to_string(Path::new(&path)).context(path)?;
@@ -73,7 +75,8 @@ impl Controller {
             .context("the kernel does not say how much memory the controller has")
     }
 
-    /// p50, p90 and p99 of the metric that upstream's gate is on; `None` before the first claim.
+    /// Returns p50, p90 and p99 of the metric that upstream's gate is on; `None` before the first
+    /// claim.
     pub(crate) async fn startup_latency(&self) -> anyhow::Result<Option<[f64; 3]>> {
         let metrics = client_of(METRICS)?;
         let text = metrics.request_text(asked("/metrics")?).await?;
@@ -85,7 +88,7 @@ impl Controller {
             .map(|((p50, p90), p99)| [p50, p90, p99]))
     }
 
-    /// Ends it as a Pod is ended.
+    /// Ends the controller as a Pod is ended.
     pub(crate) async fn stop(mut self) -> anyhow::Result<()> {
         let pid = Pid::from_raw(i32::try_from(self.pid)?);
         kill(pid, Signal::SIGTERM).context("end the controller")?;
@@ -94,13 +97,4 @@ impl Controller {
         anyhow::ensure!(status.success(), "the controller ended with {status}");
         Ok(())
     }
-}
-
-fn client_of(address: &str) -> anyhow::Result<Client> {
-    let config = Config::new(format!("http://{address}").parse()?);
-    Ok(Client::try_from(config)?)
-}
-
-pub(crate) fn asked(path: &str) -> anyhow::Result<Request<Vec<u8>>> {
-    Ok(Request::get(path).body(Vec::new())?)
 }

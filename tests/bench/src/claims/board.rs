@@ -1,4 +1,4 @@
-//! What the load knows of its claims: when each was sent, and when the watch showed it Ready.
+//! State of the load's claims: when each was sent, and when the watch showed it Ready.
 
 use std::{
     collections::HashMap,
@@ -18,32 +18,33 @@ use tokio::{
 };
 use torpor_api::{SandboxClaim, conditions};
 
-/// One claim.
+/// State of one claim.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
     pub namespace: String,
     pub sent: Instant,
-    /// The same moment on the wall's clock, which the apiserver shares.
+    /// The same moment on the wall clock, which the API server shares.
     pub sent_at: Timestamp,
-    /// From `sent` until the watch showed the claim Ready.
+    /// Time from `sent` until the watch showed the claim Ready.
     pub ready: Option<Duration>,
-    /// Name of its Sandbox.
+    /// Name of the claim's Sandbox.
     pub sandbox: Option<String>,
 }
 
 impl Record {
-    /// A Sandbox that is made for a claim has the claim's name.
+    /// Reports whether the Sandbox is a pool's: a Sandbox that is made for a claim has the claim's
+    /// name.
     pub(crate) fn is_warm(&self, claim: &str) -> bool {
         self.sandbox.as_deref().is_some_and(|name| name != claim)
     }
 }
 
-/// All claims by name, which is different in every namespace too.
+/// All claims by name, which is unique over all namespaces.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Board(Arc<Mutex<HashMap<String, Record>>>);
 
 impl Board {
-    /// The claim is about to be sent.
+    /// Records a claim that is about to be sent.
     pub(crate) fn send(&self, name: &str, namespace: &str) {
         let record = Record {
             namespace: namespace.to_owned(),
@@ -55,7 +56,7 @@ impl Board {
         self.lock().insert(name.to_owned(), record);
     }
 
-    /// Takes a claim in; says whether it has become Ready.
+    /// Records a claim from the watch; reports whether it has become Ready.
     fn see(&self, claim: &SandboxClaim, now: Instant) -> bool {
         let status = claim.status.as_ref();
         let ready =
@@ -74,7 +75,7 @@ impl Board {
         true
     }
 
-    /// How many are not Ready yet.
+    /// Returns the number of claims that are not Ready yet.
     pub(crate) fn waiting(&self) -> usize {
         let all = self.lock();
         all.values().filter(|record| record.ready.is_none()).count()
@@ -88,7 +89,9 @@ impl Board {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Watches all claims. Returns once the watch has begun; those that become Ready go into the channel, with their namespaces.
+    /// Watches all claims; returns once the watch has begun.
+    ///
+    /// Namespace and name of a claim that becomes Ready go into the channel.
     pub(crate) async fn watch(
         &self,
         client: Client,
@@ -106,7 +109,7 @@ impl Board {
                     Event::Apply(claim) | Event::InitApply(claim) => {
                         if board.see(&claim, Instant::now()) {
                             let namespace = claim.namespace().unwrap_or_default();
-                            // Nobody listens any more at the end.
+                            // At the end the receiver is gone.
                             let _ = became_ready.send((namespace, claim.name_any()));
                         }
                     }

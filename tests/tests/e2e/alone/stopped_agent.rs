@@ -1,4 +1,7 @@
-//! A resume while the node's agent says nothing: the sandbox goes on without it, and who asks once, as soon as the Pod is ready, is not told a fresh start.
+//! A resume while the node's agent is stopped.
+//!
+//! The sandbox continues without the agent. A client that asks once, as soon as the Pod is ready,
+//! is not status of a fresh start.
 
 use anyhow::ensure;
 use serde_json::json;
@@ -8,29 +11,29 @@ use torpor_tests::machine::Process;
 use torpor_tests::pods::BUSYBOX;
 use torpor_tests::sandboxes::{LIMIT, sandbox};
 
-/// Stands still for as long as this lives.
-struct Speechless(Process);
+/// The agent, stopped until drop.
+struct StoppedAgent(Process);
 
-impl Speechless {
-    fn agent() -> anyhow::Result<Self> {
+impl StoppedAgent {
+    fn stop() -> anyhow::Result<Self> {
         let agent = Agent::find()?;
         agent.process.stop()?;
         Ok(Self(agent.process))
     }
 }
 
-impl Drop for Speechless {
+impl Drop for StoppedAgent {
     fn drop(&mut self) {
         if let Err(error) = self.0.go_on() {
-            eprintln!("the agent stands still: {error:#}");
+            eprintln!("the agent stays stopped: {error:#}");
         }
     }
 }
 
 #[tokio::test]
-async fn a_resumed_pod_is_not_ready_before_its_agent_has_said_how_the_restore_went()
--> anyhow::Result<()> {
-    case_alone("speechless", async |case| {
+async fn a_resumed_pod_is_not_ready_before_its_agent_has_reported_the_restore() -> anyhow::Result<()>
+{
+    case_alone("stoppedagent", async |case| {
         case.with_pod_snapshots(async || goes_through(case).await)
             .await
     })
@@ -58,7 +61,7 @@ async fn goes_through(case: &Case) -> anyhow::Result<()> {
     }
     case.suspend("s").await?;
 
-    let agent = Speechless::agent()?;
+    let agent = StoppedAgent::stop()?;
     case.set_mode("s", "Running").await?;
     let words = "its containers run";
     let pod = case
@@ -66,15 +69,18 @@ async fn goes_through(case: &Case) -> anyhow::Result<()> {
             condition(pod, "ContainersReady").0 == "True"
         })
         .await?;
-    // No panic: what is applied here has to be taken off again.
-    let said = (condition(&pod, "Ready").1, condition(&pod, "PodRestored").0);
-    ensure!(said == ("ReadinessGatesNotReady", ""), "{said:?}");
+    // An error instead of a panic: what is applied here has to be removed again.
+    let conditions = (condition(&pod, "Ready").1, condition(&pod, "PodRestored").0);
+    ensure!(
+        conditions == ("ReadinessGatesNotReady", ""),
+        "{conditions:?}"
+    );
     drop(agent);
     let pod = case.ready("s").await?;
-    let (told, _, message) = condition(&pod, "PodRestored");
+    let (status, _, message) = condition(&pod, "PodRestored");
     ensure!(
-        told == "True" && message.contains("\"t\""),
-        "{told}: {message}"
+        status == "True" && message.contains("\"t\""),
+        "{status}: {message}"
     );
     Ok(())
 }

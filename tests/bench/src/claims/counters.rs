@@ -1,11 +1,12 @@
-//! What the apiserver counts, and what the kernel does: requests by verb and resource, and processor time by process.
+//! Counts of the API server and the kernel: requests by verb and resource, and processor time by
+//! process.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use anyhow::Context as _;
 use kube::Client;
 
-use crate::controller::asked;
+use crate::http::asked;
 
 /// Verbs that write, as the apiserver's metric names them.
 const WRITES: [&str; 6] = [
@@ -18,10 +19,10 @@ const WRITES: [&str; 6] = [
 ];
 /// Ticks per second in /proc, on every architecture that matters here.
 const TICKS: f64 = 100.0;
-/// A control plane with less than this many writes a second is at rest.
+/// Number of writes a second below which a control plane is at rest.
 const REST: f64 = 25.0;
 
-/// Labels and value of each sample of one metric in the Prometheus text format.
+/// Returns labels and value of each sample of one metric in the Prometheus text format.
 pub(crate) fn samples(text: &str, metric: &str) -> Vec<(BTreeMap<String, String>, f64)> {
     let of_line = |line: &str| {
         let rest = line.strip_prefix(metric)?;
@@ -35,7 +36,7 @@ pub(crate) fn samples(text: &str, metric: &str) -> Vec<(BTreeMap<String, String>
     text.lines().filter_map(of_line).collect()
 }
 
-/// `a="x",b="y"`. Values of the metrics that are read here have no quotes in them.
+/// Parses `a="x",b="y"`. Values of the metrics that are read here have no quotes in them.
 fn labels_of(text: &str) -> BTreeMap<String, String> {
     let pairs = text.split("\",").filter_map(|pair| pair.split_once("=\""));
     pairs
@@ -43,7 +44,8 @@ fn labels_of(text: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Buckets of a histogram, all its label sets together: upper bounds in order, and how many are at or below.
+/// Returns the buckets of a histogram, all its label sets together: upper bounds in order, and the
+/// counts at or below each.
 pub(crate) fn buckets(text: &str, metric: &str) -> Vec<(f64, f64)> {
     let mut sums: Vec<(f64, f64)> = Vec::new();
     for (labels, count) in samples(text, &format!("{metric}_bucket")) {
@@ -59,7 +61,7 @@ pub(crate) fn buckets(text: &str, metric: &str) -> Vec<(f64, f64)> {
     sums
 }
 
-/// How often the apiserver was written to, by verb and resource, since it began.
+/// Returns the number of writes to the API server since it began, by verb and resource.
 pub(crate) async fn writes(client: &Client) -> anyhow::Result<BTreeMap<String, f64>> {
     let text = client.request_text(asked("/metrics")?).await;
     let text = text.context("the apiserver's metrics")?;
@@ -86,7 +88,7 @@ pub(crate) async fn writes(client: &Client) -> anyhow::Result<BTreeMap<String, f
     Ok(all)
 }
 
-/// What was added between two counts, without what stayed the same.
+/// Returns the increase between two counts, without what stayed the same.
 pub(crate) fn added(
     before: &BTreeMap<String, f64>,
     after: &BTreeMap<String, f64>,
@@ -116,14 +118,15 @@ pub(crate) async fn at_rest(client: &Client, limit: Duration) -> anyhow::Result<
         .with_context(|| format!("the control plane is not at rest after {limit:?}"))?
 }
 
-/// Seconds of processor time of each process since it began.
+/// Returns the seconds of processor time of each process since it began.
 pub(crate) fn processor_time(
     processes: &BTreeMap<String, u32>,
 ) -> anyhow::Result<BTreeMap<String, f64>> {
     let of = |(name, pid): (&String, &u32)| {
         let path = format!("/proc/{pid}/stat");
         let text = std::fs::read_to_string(&path).context(path)?;
-        // The second field is a name in parentheses; after it, user and system time are the 12th and 13th.
+        // The second field is a name in parentheses. After it, user and system time are the 12th
+        // and 13th.
         let (_, rest) = text.rsplit_once(") ").context("no such line")?;
         let ticks: f64 = rest
             .split_whitespace()
@@ -164,7 +167,7 @@ h_bucket{le=\"+Inf\",a=\"2\"} 20
     }
 
     #[test]
-    fn only_what_was_added_is_shown() {
+    fn only_counts_that_increased_are_shown() {
         let count = |pods: f64| BTreeMap::from([("a".to_owned(), 1.0), ("b".to_owned(), pods)]);
         let expected = BTreeMap::from([("b".to_owned(), 2.0)]);
         assert_eq!(added(&count(3.0), &count(5.0)), expected);

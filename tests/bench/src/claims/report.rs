@@ -1,19 +1,15 @@
-//! Results as a table: beside each time its ratio to the bare client of the same run, what it is to reach, and what upstream's controller took.
+//! Results as a table: beside each time its ratio to the bare client of the same run, its goal, and
+//! the time of upstream's controller.
 
-use std::{
-    collections::BTreeMap,
-    fmt::Write as _,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, fmt::Write as _};
 
-use anyhow::Context as _;
+use super::run::Outcome;
 
-use crate::run::Outcome;
-
-/// How many kinds of writes are shown, the most frequent first.
+/// Number of kinds of writes that are shown, the most frequent first.
 const KINDS: usize = 14;
 
-/// Upstream's controller under the same load, by its own load tool on a machine of the same kind, in milliseconds.
+/// Times of upstream's controller under the same load, by its own load tool on a machine of the
+/// same kind, in milliseconds.
 const UPSTREAM: [(&str, &str); 6] = [
     ("3", "p50 33, p90 58, p99 121"),
     ("10", "p50 114, p90 281, p99 374"),
@@ -23,7 +19,7 @@ const UPSTREAM: [(&str, &str); 6] = [
     ("gate", "thresholds 300, 300, 500 by the metric"),
 ];
 
-/// One thing that a load is to reach.
+/// Goal of a load.
 #[derive(Clone, Debug, PartialEq)]
 struct Bar {
     what: &'static str,
@@ -37,21 +33,8 @@ impl Bar {
     }
 }
 
-/// Prints all results and writes them into one file.
-pub(crate) fn report(results: &[PathBuf], out: &Path) -> anyhow::Result<()> {
-    let mut all = Vec::new();
-    for path in results {
-        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-        let outcome: Outcome =
-            serde_json::from_str(&text).with_context(|| path.display().to_string())?;
-        all.push(outcome);
-    }
-    print!("{}", table(&all));
-    let text = serde_json::to_string_pretty(&all)?;
-    std::fs::write(out, text + "\n").with_context(|| out.display().to_string())
-}
-
-fn table(all: &[Outcome]) -> String {
+/// Returns the table of all results.
+pub(crate) fn table(all: &[Outcome]) -> String {
     let mut text = String::from(
         "load     claims  warm      p50   x bare      p90      p99      max   Ready/s  backlog   (create to Ready, ms)\n",
     );
@@ -163,7 +146,7 @@ fn details(text: &mut String, outcome: &Outcome) {
     );
 }
 
-/// The most frequent first.
+/// Lists counts, the most frequent first.
 fn kinds(counts: &BTreeMap<String, f64>, divisor: f64, decimals: usize) -> String {
     let mut sorted: Vec<(&String, &f64)> = counts.iter().collect();
     sorted.sort_by(|(_, a), (_, b)| b.total_cmp(a));
@@ -172,7 +155,7 @@ fn kinds(counts: &BTreeMap<String, f64>, divisor: f64, decimals: usize) -> Strin
     shown.collect::<Vec<_>>().join(", ")
 }
 
-/// What the load is to reach, from the project's own goals.
+/// Returns the project's own goals for the load, with the values that were reached.
 fn bars(outcome: &Outcome) -> Vec<Bar> {
     let all = &outcome.all;
     let bar = |what, limit, value| Bar { what, limit, value };

@@ -1,4 +1,4 @@
-//! What the load creates, deletes and waits for.
+//! Objects that the load creates, deletes and waits for.
 
 use std::{fmt::Debug, time::Duration};
 
@@ -16,10 +16,10 @@ use torpor_api::{Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool};
 
 /// Name of the template and of the pool in every namespace.
 const POOL: &str = "pool";
-/// How often a condition is looked at.
+/// Time between two looks at a condition.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// Creates a namespace, in which Pods may be created when this returns.
+/// Creates a namespace; Pods may be created in it when this returns.
 pub(crate) async fn namespace(client: &Client, name: &str) -> anyhow::Result<()> {
     let all: Api<Namespace> = Api::all(client.clone());
     let namespace = serde_json::from_value(json!({"metadata": {"name": name}}))?;
@@ -34,7 +34,7 @@ pub(crate) async fn namespace(client: &Client, name: &str) -> anyhow::Result<()>
     .await
 }
 
-/// A template and a pool of it.
+/// Creates a template and a pool of it.
 pub(crate) async fn pool(client: &Client, namespace: &str, members: i32) -> anyhow::Result<()> {
     let template = json!({
         "apiVersion": SandboxTemplate::api_version(&()), "kind": SandboxTemplate::kind(&()),
@@ -59,7 +59,7 @@ fn pod_template() -> Value {
     }]}})
 }
 
-/// A claim for the namespace's pool.
+/// Returns a claim for the namespace's pool.
 pub(crate) fn claim(name: &str) -> SandboxClaim {
     let mut claim = SandboxClaim::default();
     claim.metadata.name = Some(name.to_owned());
@@ -67,7 +67,7 @@ pub(crate) fn claim(name: &str) -> SandboxClaim {
     claim
 }
 
-/// A Sandbox as a pool makes one, for the bare client.
+/// Returns a Sandbox as a pool makes one, for the bare client.
 pub(crate) fn sandbox(name: &str) -> Value {
     json!({
         "apiVersion": Sandbox::api_version(&()), "kind": Sandbox::kind(&()),
@@ -118,7 +118,7 @@ pub(crate) async fn pools_full(
     Ok(())
 }
 
-/// Deletes all Sandboxes and claims of a namespace and waits until they are gone, and their Pods.
+/// Deletes all Sandboxes and claims of a namespace; waits until they and their Pods are gone.
 pub(crate) async fn clear(client: &Client, namespace: &str) -> anyhow::Result<()> {
     let claims: Api<SandboxClaim> = Api::namespaced(client.clone(), namespace);
     let sandboxes: Api<Sandbox> = Api::namespaced(client.clone(), namespace);
@@ -156,7 +156,7 @@ where
         .context("delete what the bare client made")
 }
 
-/// Looks until the condition holds.
+/// Polls until the condition holds.
 pub(crate) async fn until<F, Holds>(what: &str, limit: Duration, holds: F) -> anyhow::Result<()>
 where
     F: Fn() -> Holds,
