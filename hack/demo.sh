@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# The demo: a Sandbox is suspended with its memory and comes back, hibernates in place and is woken, falls asleep by itself and wakes by a curl.
-# Installs what is missing, builds, starts the development cluster, installs Torpor. KEEP=0 takes it all down at the end.
-# With KUBECONFIG set it runs on that cluster, which must have Torpor and the image torpor.dev/demo-python:dev.
+# The demo. A Sandbox is suspended with its memory and resumed, hibernates in place and is woken,
+# falls asleep when idle and wakes by a curl. The script installs missing packages, builds, starts
+# the development cluster and installs Torpor. KEEP=0 takes all of it down at the end.
+# With KUBECONFIG set the demo runs on that cluster, which must have Torpor and the image
+# torpor.dev/demo-python:dev.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 NAMESPACE=torpor-demo
 FAILED=0
-# A cluster of our own may be up.
+# The development cluster may run already.
 STARTED=no
 
 if [ -n "${KUBECONFIG:-}" ]; then
@@ -18,11 +20,11 @@ else
 	own_cluster=yes
 fi
 
-# now: seconds since the epoch, with milliseconds.
+# now: prints seconds since the epoch, with milliseconds.
 now() { date +%s.%3N; }
 since() { awk -v a="$1" -v b="$(now)" 'BEGIN { printf "%.2f", b - a }'; }
 
-# check WORDS COMMAND…: one line that says whether it holds.
+# check WORDS COMMAND…: prints one line with the outcome of the command.
 check() {
 	local words=$1
 	shift
@@ -34,8 +36,8 @@ check() {
 	fi
 }
 
-# wait_until SECONDS WORDS COMMAND…: polls the condition; a condition that does not come ends the demo with what is known.
-# TORPOR_TIME_SCALE says how many times slower than a usual one the machine is.
+# wait_until SECONDS WORDS COMMAND…: polls until the command succeeds. After the time limit it ends
+# the demo with the state of the cluster. TORPOR_TIME_SCALE multiplies the limit on a slow machine.
 wait_until() {
 	local deadline=$((SECONDS + $1 * ${TORPOR_TIME_SCALE:-1})) words=$2
 	shift 2
@@ -45,7 +47,7 @@ wait_until() {
 	done
 }
 
-# lost WORDS: ends the demo, with what is known.
+# lost WORDS: prints the state of the cluster and ends the demo.
 lost() {
 	printf '\n%s\n' "$*" >&2
 	explain
@@ -72,14 +74,15 @@ value() { awk -v name="$2" '$1 == name { print $2 }' "$TMP/$1"; }
 same() { [ -n "$(value after "$1")" ] && [ "$(value before "$1")" = "$(value after "$1")" ]; }
 at_least() { [ "$(value after "$1")" -ge "$(value before "$1")" ]; }
 
-# pod_memory UID: the pod's working set in MiB, as the kubelet counts it: what its cgroup is charged for, less the page
-# cache that the kernel may drop at any time (the image that was just written is such). Nothing where the Pod is on another machine.
+# pod_memory UID: prints the Pod's working set in MiB as the kubelet counts it: the cgroup's memory
+# less droppable page cache, such as that of a new image. Prints nothing for a Pod
+# of another machine.
 pod_memory() {
 	local root cgroup
 	for root in /sys/fs/cgroup/memory /sys/fs/cgroup; do
 		cgroup=$(find "$root" -maxdepth 8 -type d -name "*pod*${1//-/?}*" -print -quit 2>/dev/null) || true
 		[ -n "$cgroup" ] || continue
-		# Each version of cgroups has one of the first two.
+		# The first two files are those of cgroup v1 and v2.
 		{ cat "$cgroup/memory.usage_in_bytes" "$cgroup/memory.current" "$cgroup/memory.stat" 2>/dev/null || true; } | awk '
 			NF == 1 { used = $1 }
 			$1 == "total_inactive_file" || ($1 == "inactive_file" && !cache) { cache = $2 }
@@ -88,10 +91,11 @@ pod_memory() {
 	done
 }
 
-# own_cluster_needs, other_cluster_needs: what is missing is named before anything else.
+# own_cluster_needs, other_cluster_needs: name everything that is missing before anything else.
 own_cluster_needs() {
 	need root go rust
-	# A linker for Rust, and the clients of a request and of a WebSocket; the sandbox has its own python3.
+	# A linker for Rust, and clients for a request and for a WebSocket. The sandbox has its own
+	# python3.
 	install_missing cc="gcc libc6-dev" curl=curl python3=python3
 	warn_of_space 15
 }
@@ -198,16 +202,16 @@ wake() {
 	kubectl -n "$NAMESPACE" annotate sandbox demo torpor.dev/hibernate-
 }
 
-# hear: what the WebSocket's client says next, in `said`.
+# hear: reads the next line of the WebSocket's client into `said`.
 hear() { read -r -t 20 said <&7 || lost "nothing came over the WebSocket within 20 s"; }
 
-# The WebSocket is opened before it sleeps, and says nothing until it has been woken.
+# The WebSocket opens before the sandbox sleeps and is silent until the sandbox is awake again.
 fall_asleep() {
 	local begin uid said
 	uid=$(pod_field .metadata.uid)
 	ask before
 	coproc WEBSOCKET { exec python3 "$REPO_ROOT/hack/demo/talk.py" "$ip" 8080; }
-	# Bash forgets the descriptors of a coprocess that has ended.
+	# Bash closes the descriptors of a coprocess that has ended.
 	exec 7<&"${WEBSOCKET[0]}" 8>&"${WEBSOCKET[1]}"
 	hear
 	echo "before the sleep" >&8
@@ -219,7 +223,7 @@ fall_asleep() {
 	printf '    fell asleep %s s after it was told to when idle for 3 s; the pod uses %s MiB\n' "$(since "$begin")" "$(pod_memory "$uid")"
 }
 
-# What curl fetches is of no interest, but how long it took. No proxy knows the way to a Pod.
+# Only the time of the request matters. A proxy has no route to a Pod.
 wake_by_request() {
 	local took status said
 	took=$(curl --silent --show-error --noproxy '*' --max-time 20 --dump-header "$TMP/head" --output /dev/null --write-out '%{time_total}' "http://$ip:8080/") ||
@@ -254,7 +258,7 @@ step "suspend it: its memory is saved, its Pod deleted" suspend
 step "resume it: a new Pod continues" resume
 step "hibernate it in place" hibernate
 step "wake it by kubectl exec" wake
-# On a cluster of somebody else's this machine may have no way to the Pod.
+# This machine may have no route to a Pod of another cluster.
 if [ "$own_cluster" = yes ]; then
 	step "let it fall asleep by itself" fall_asleep
 	step "wake it by one curl" wake_by_request

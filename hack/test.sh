@@ -3,12 +3,12 @@
 #
 #   hack/test.sh            everything; the cluster is taken down at the end
 #   KEEP=1 hack/test.sh     leave the cluster as it is at the end
-#   KUBECONFIG=… hack/test.sh   the end-to-end tests use that cluster, where Torpor must be installed
-#   SKIP_E2E=1 hack/test.sh     only what needs no cluster
-#   VM=1 hack/test.sh       also a short set in a virtual machine with a stock kernel and cgroup v2 (hack/vm)
-#   E2E_THREADS=N hack/test.sh  so many end-to-end tests at once, where they leave the agent alone
+#   KUBECONFIG=… hack/test.sh   end-to-end tests on that cluster, where Torpor must be installed
+#   SKIP_E2E=1 hack/test.sh     only the checks that need no cluster
+#   VM=1 hack/test.sh       also a short set in a virtual machine with cgroup v2 (hack/vm)
+#   E2E_THREADS=N hack/test.sh  number of end-to-end tests at once
 #
-# A development cluster that is there already is used and left as it is (in CI it is replaced).
+# A development cluster that runs already is used and stays as it is. CI replaces it.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 . "$REPO_ROOT/hack/machine.sh"
@@ -16,24 +16,24 @@ cd "$REPO_ROOT"
 cluster=$REPO_ROOT/hack/cluster
 foreign_cluster=${KUBECONFIG:-}
 cluster_started=
-# What the machine was before a cluster that goes away again.
+# The machine's state before the cluster, for a comparison after it.
 machine_before=
-# In CI, which shows the end of all only: what was said, and by whom it is kept.
+# CI shows the end of the output only: the whole output, and the process that keeps it.
 said=
 keeper_of_words=
-# End-to-end tests at once, on two processors: on a machine whose cluster is up in a moment six leave a third of it idle.
+# End-to-end tests at once, on two processors. Six of them leave a third of a fast machine idle.
 at_once=6
-# What runs beside the rest: its process groups and logs by name.
+# Process groups and logs of background steps, by name.
 declare -A BESIDE_PID=() BESIDE_LOG=()
 
-# keep_words: everything that is said is kept, too.
+# keep_words: copies the output to a file.
 keep_words() {
 	said=$(mktemp)
 	exec 3>&1 4>&2 > >(exec tee -i "$said") 2>&1
 	keeper_of_words=$!
 }
 
-# last_words: what failed and how, out of what was said before the cluster was asked.
+# last_words: prints the failed tests and their messages from the kept output.
 last_words() {
 	echo "=== what the step said that failed"
 	tac "$said" | sed "/ == $STEP_NOW\$/q" | tac >"$said.step"
@@ -47,7 +47,7 @@ finish() {
 	local name words=
 	if [ -n "$said" ]; then
 		exec >&3 2>&4 3>&- 4>&-
-		# Not without end: whatever was left running may hold on to what it was given.
+		# With a limit: a process that was left running may keep the pipe open.
 		timeout 10 tail --pid="$keeper_of_words" -f /dev/null || true
 		[ "$status" = 0 ] || words=$(last_words)
 		rm -f "$said" "$said.step"
@@ -61,7 +61,7 @@ finish() {
 	fi
 	if [ -n "$cluster_started" ] && [ -z "${KEEP:-}" ]; then
 		"$cluster" down || status=1
-		# After a failure there may be more that was not taken away: the failure is the news.
+		# After a failure more may be left over; the failure itself is reported.
 		if [ "$status" = 0 ] && ! is_as_before "$machine_before"; then
 			say "down did not leave the machine as it was (see the difference)"
 			status=1
@@ -81,7 +81,7 @@ trap finish EXIT
 trap 'exit 130' INT TERM
 [ -z "${CI:-}" ] || keep_words
 
-# explain: what a person would ask the cluster for after a failure.
+# explain: prints the state of the cluster after a failure.
 explain() {
 	echo "=== the cluster at the time of the failure"
 	timeout 30 "$cluster" status || true
@@ -99,13 +99,14 @@ explain() {
 	done
 }
 
-# What is missing is named before anything else, and what the cluster would refuse half an hour later, too.
+# Everything that is missing is named first, and everything that the cluster would refuse later.
 toolchains() {
 	local cluster_needs=root
 	[ -z "${SKIP_E2E:-}" ] || cluster_needs=
 	# shellcheck disable=SC2086
 	need $cluster_needs go rust
-	# A linker for Rust, network namespaces for the unit tests, a client for the selftest; hack/cluster installs what the cluster needs.
+	# A linker for Rust, network namespaces for the unit tests, a client for the selftest.
+	# hack/cluster installs the packages of the cluster.
 	install_missing cc="gcc libc6-dev" ip=iproute2 curl=curl
 	cargo fmt --version >/dev/null 2>&1 && cargo clippy --version >/dev/null 2>&1 || rustup component add rustfmt clippy ||
 		die "cargo fmt or clippy is missing: run \`rustup component add rustfmt clippy\`"
@@ -126,10 +127,11 @@ go_checks() {
 	(cd hack/devcluster && GOFLAGS=-buildvcs=false GOWORK=off go vet ./... && GOFLAGS=-buildvcs=false GOWORK=off go test ./...)
 }
 
-# Crates whose tests leave the machine alone: no mounts, network namespaces, cgroups.
+# Crates whose tests create no mounts, network namespaces or cgroups.
 QUIET=api,cli,controller,node-agent/core,router
-# The end-to-end tests need a cluster and are a test target of their own crate. All are built as one, also where only some of them are run:
-# another selection of crates would be another set of features, and another build.
+# The end-to-end tests need a cluster and are a target of a crate of their own. All tests are built
+# together even if only some of them run: another selection of crates would have another set of
+# features, and so another build.
 unit_tests() { cargo test --locked --workspace --exclude torpor-tests "$@"; }
 library_tests() { cargo test --locked -p torpor-tests --lib "$@"; }
 tests_of() { unit_tests --config "target.'cfg(all())'.runner=['$REPO_ROOT/hack/tests-of', '$1']"; }
@@ -142,10 +144,10 @@ all_unit_tests() {
 	unit_tests "$@"
 	library_tests "$@"
 }
-# What runs beside something that waits is built before, so that only its tests take processors.
+# Tests of background steps are built before, so that a background step only runs tests.
 build_unit_tests() { all_unit_tests --no-run; }
 
-# beside NAME COMMAND…: runs it while something else goes on. Its words come when it is waited for (ended NAME).
+# beside NAME COMMAND…: starts a background step. `ended NAME` waits for it and prints its output.
 beside() {
 	local name=$1
 	shift
@@ -165,19 +167,19 @@ ended() {
 }
 
 cluster_up() {
-	# Only tests that leave the machine alone run beside this, and none at the end.
+	# Only tests that leave the machine alone run beside this step, and none at its end.
 	if [ -z "${KEEP:-}" ]; then
 		end_old_swap
 		machine_before=$(mktemp)
 		fingerprint >"$machine_before"
 	fi
 	cluster_started=1
-	# Nobody measures Torpor in a cluster that goes away again: its images are made of what was built for the unit tests, and only linked. In one
-	# that stays they are optimised.
+	# A cluster that is taken down again gets images of the unit tests' profile, which need only
+	# to be linked. A cluster that stays gets optimised images.
 	[ -n "${KEEP:-}" ] || export TORPOR_PROFILE=${TORPOR_PROFILE:-dev}
 	local began=$SECONDS
 	"$cluster" up
-	# The same kind of work as the tests: processes that start, and wait for the disk.
+	# The build waits for processes and for the disk, as the tests do.
 	[ -n "${KEEP:-}" ] || [ $((SECONDS - began)) -gt 12 ] || at_once=8
 	"$REPO_ROOT/hack/image" dev
 }
@@ -212,14 +214,14 @@ uninstall() {
 	[ -z "$left" ] || die "left behind in the cluster: $left"
 	diff <(echo "$config_before") <(containerd_config) || die "containerd's configuration is not as it was before Torpor"
 	[ ! -e /opt/torpor/bin ] || die "left behind: $(find /opt/torpor)"
-	# Where /run is on a disk it is a mount point of the cluster's own.
+	# The cluster mounts /run itself where /run is on a disk.
 	if [ -e /run/torpor ]; then
 		mountpoint -q /run/torpor && [ -z "$(ls -A /run/torpor)" ] || die "left behind: $(find /run/torpor)"
 	fi
 	"$cluster" status
 }
 
-# The chart installs what runs a Sandbox with the RuntimeClass, and takes all of it away again.
+# The chart installs Torpor, runs a Sandbox with the RuntimeClass, and removes all of it again.
 by_helm() {
 	install --helm
 	"$cluster" kubectl apply -f - <<-END
@@ -235,7 +237,7 @@ by_helm() {
 		      - {name: main, image: "torpor.dev/busybox:dev", command: [sleep, infinity]}
 	END
 	"$cluster" kubectl wait sandbox/by-helm --for=condition=Ready --timeout=60s
-	# The garbage collector looks for new kinds twice a minute only, so it is not waited for.
+	# The garbage collector finds new kinds only twice a minute, so the test does not wait for it.
 	"$cluster" kubectl delete sandbox/by-helm --cascade=background --timeout=60s
 	"$cluster" kubectl delete pod/by-helm --ignore-not-found --timeout=60s
 	"$cluster" helm --namespace agent-sandbox-system status torpor
@@ -244,16 +246,17 @@ by_helm() {
 
 e2e() { without_proxy cargo test --locked -p torpor-tests --test e2e -- "$@"; }
 
-# The end-to-end tests come in three parts: most; those that disturb the agent, beside modules that do not mind it; and those that have the
-# node for themselves, because they kill containerd, cordon the node, count what all of it saves, or look at what all sandboxes share.
+# The end-to-end tests have three parts: most tests; tests that disturb the agent, beside modules
+# that tolerate it; and tests that need the node for themselves, because they kill containerd,
+# cordon the node, or count what all sandboxes of the node share.
 BUSY_DISK=alone::capacity::images_of_idle
-LAST=(alone::away alone::killed alone::drain alone::programs alone::revoked alone::stock "$BUSY_DISK")
+LAST=(alone::controller_away alone::killed alone::drain alone::programs alone::revoked alone::stock "$BUSY_DISK")
 BESIDE_AGENT=(
-	claims:: inject::the_program inject::what_cannot leftovers:: oci:: resources:: router:: sdk::claims sdk::the_ streams:: volumes::
+	claims:: inject::the_program inject::a_runtime_that_cannot leftovers:: oci:: resources:: router:: sdk::claims sdk::the_ streams:: volumes::
 )
 
 end_to_end() {
-	# The tests run the plugin as kubectl finds it. Built as a check builds it: nobody measures it here.
+	# kubectl finds the plugin in PATH. It is built without optimisation.
 	export TORPOR_PLUGIN=${CARGO_TARGET_DIR:-$REPO_ROOT/target}/plugin
 	PROFILE=dev hack/plugin "$TORPOR_PLUGIN"
 	TORPOR_STOCK_RUNSC=$("$cluster" stock-runsc)
@@ -265,7 +268,7 @@ end_to_end() {
 	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-$at_once}"
 }
 
-# Tests that replace or starve the agent wait for most of their time: others run beside them.
+# Tests that replace or starve the agent wait most of the time, so others run beside them.
 end_to_end_agent() {
 	local status=0
 	beside others e2e --skip alone:: "${BESIDE_AGENT[@]}" --test-threads=4
@@ -274,8 +277,9 @@ end_to_end_agent() {
 	return "$status"
 }
 
-# Those that disturb the whole node, one after the other. Beside them the unit tests that make network namespaces, mounts and cgroups: these
-# may not run beside what compares the machine with what it was before, nor beside the test that has to be done while a limited disk is busy.
+# Tests that disturb the whole node run one after the other. Beside them run the unit tests that
+# create network namespaces, mounts and cgroups. These cannot run beside the comparison of the
+# machine or beside the test of a busy disk.
 end_to_end_node() {
 	local status=0
 	[ -n "$foreign_cluster" ] || beside other_unit_tests other_unit_tests
@@ -291,10 +295,10 @@ all_end_to_end() {
 	step "end-to-end tests that disturb the node, and the rest of the unit tests" end_to_end_node
 }
 
-# A little of the kill test, other cycles each time; it says by which seed. The long run is a command (hack/chaos).
+# A short kill test with a random seed, which it prints. hack/chaos is the long one.
 chaos() { hack/chaos --cycles 24 --seconds 60; }
 
-# Kills the whole cluster and starts it again, so nothing that needs it runs beside it.
+# Kills the whole cluster and starts it again, so no step that needs the cluster runs beside it.
 reboot() { without_proxy cargo test --locked -p torpor-tests --test reboot; }
 
 step "toolchains" toolchains
@@ -305,6 +309,7 @@ step "layers" hack/check-layers
 step "guarantees" hack/check-guarantees
 step "prose" hack/check-prose
 step "licences, bans and sources of crates" "$cluster" deny
+step "book of docs/" "$cluster" book --if-installed
 step "development cluster: format, vet, tests" go_checks
 step "clippy" cargo clippy --locked --workspace --all-targets -- -D warnings
 step "scripts" ended scripts
@@ -318,7 +323,7 @@ if [ -n "$foreign_cluster" ]; then
 	all_end_to_end
 	exit 0
 fi
-# The selftest compares the machine with what it was before, kubectl's processes too.
+# The selftest compares the machine before and after, including kubectl's processes.
 step "Helm chart" ended chart
 beside quiet_unit_tests quiet_unit_tests
 if [ -n "${CI:-}" ] || [ ! -e /var/lib/torpor-dev/machine.json ]; then

@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// apiClient asks the apiserver as the cluster's administrator. It is for the few questions of `up` and
-// `status`; everything else goes through kubectl.
+// apiClient asks the apiserver as the cluster's administrator. It is for the few questions of `up`
+// and `status`; everything else goes through kubectl.
 func apiClient() (*http.Client, error) {
 	pair, err := tls.LoadX509KeyPair(pkiPath("admin.crt"), pkiPath("admin.key"))
 	if err != nil {
@@ -94,8 +94,8 @@ func exists(path string) func(context.Context) error {
 	return func(ctx context.Context) error { return get(ctx, path, nil) }
 }
 
-// deploymentReady is a check for waitFor: all replicas of the newest template must be ready. The condition
-// Available would be True with one of one missing.
+// deploymentReady is a check for waitFor: all replicas of the newest template must be ready. The
+// condition Available would be True with one of one missing.
 func deploymentReady(namespace, name string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		var object struct {

@@ -13,19 +13,20 @@ import (
 	"time"
 )
 
-//go:embed manifests/kwok.yaml
 var kwokConfig []byte
 
 // commandPrefix is what comes before a command's name when this program starts itself.
 var commandPrefix []string
 
 const (
-	// benchNice keeps other work on the machine from being measured; hack/bench-claims.sh gives itself the same.
+	// benchNice keeps other work on the machine from being measured; hack/bench-claims.sh gives
+	// itself the same.
 	benchNice = -15
 	// benchNodes are the fake nodes: as many as upstream's own scalability test has.
 	benchNodes = 100
-	// controllerIdentity is the certificate of the controller that is measured. Its user is that of the ServiceAccount, so that the
-	// roles of deploy/base bind, and cost, what they do in a cluster.
+	// controllerIdentity is the certificate of the controller that is measured. Its user is that of
+	// the ServiceAccount, so that the roles of deploy/base bind, and cost, what they do in a
+	// cluster.
 	controllerIdentity = "controller"
 	controllerUser     = "system:serviceaccount:" + torporNamespace + ":agent-sandbox-controller"
 )
@@ -39,7 +40,8 @@ rules:
 - {level: None}
 `
 
-// useBenchLayout moves everything of the benchmark's control plane away from the development cluster.
+// useBenchLayout moves everything of the benchmark's control plane away from the development
+// cluster.
 func useBenchLayout() {
 	commandPrefix = []string{"bench"}
 	stateRoot, runRoot = "/var/lib/torpor-bench", "/run/torpor-bench"
@@ -85,7 +87,8 @@ func withBenchLock(work func() error) error {
 	return work()
 }
 
-// benchUp starts a control plane from nothing: a measurement must not depend on what the one before it left.
+// benchUp starts a control plane from nothing: a measurement must not depend on what the one before
+// it left.
 func benchUp() error {
 	if err := needRoot("bench up"); err != nil {
 		return err
@@ -161,7 +164,8 @@ func writeBench() error {
 
 func auditLog() string { return logPath(controlPlane, "audit") }
 
-// benchGroup is the control plane of the development cluster, with an audit log of the controller's writes, and kwok.
+// benchGroup is the control plane of the development cluster, with an audit log of the controller's
+// writes, and kwok.
 func benchGroup() group {
 	g := controlPlaneGroup()
 	g.Nice = benchNice
@@ -170,7 +174,8 @@ func benchGroup() group {
 		case "kube-apiserver":
 			g.Components[i].Args = append(c.Args, "--audit-policy-file="+statePath("audit-policy.yaml"), "--audit-log-path="+auditLog(), "--audit-log-mode=batch")
 		case "kube-controller-manager":
-			// The fake nodes tell seldom that they live, so that the machine is left to what is measured.
+			// The fake nodes tell seldom that they live, so that the machine is left to what is
+			// measured.
 			g.Components[i].Args = append(c.Args, "--node-monitor-grace-period=20m")
 		}
 	}
@@ -181,7 +186,8 @@ func benchGroup() group {
 	return g
 }
 
-// benchPopulate applies what Torpor needs, without its workloads, and the nodes; it returns when they are Ready.
+// benchPopulate applies what Torpor needs, without its workloads, and the nodes; it returns when
+// they are Ready.
 func benchPopulate() error {
 	all, err := render("deploy/base", nil)
 	if err != nil {

@@ -16,11 +16,13 @@ import (
 	"time"
 )
 
-// The gVisor that Torpor is built and tested with. A move is described in docs/operations.md ("gVisor").
+// The gVisor that Torpor is built and tested with. docs/how-to/gvisor.md
+// describes a move.
 const (
 	gvisorModule  = "gvisor.dev/gvisor@v0.0.0-20260905035102-160fafc42237"
 	gvisorRelease = "release-20260905.0"
-	// runscVersion is what `runsc --version` says; the tail tells our build from Google's of the same day.
+	// runscVersion is what `runsc --version` says; the tail tells our build from Google's of the
+	// same day.
 	runscVersion     = gvisorRelease + "-torpor"
 	runscVersionFlag = "-X gvisor.dev/gvisor/runsc/version.version="
 )
@@ -29,7 +31,8 @@ const (
 type artifact struct {
 	name  string
 	files []string // what must be there afterwards
-	// One of: Go packages at a version, a Go module of this repository, a package of a copy of a Go module, a C file of it, or a crate at a version.
+	// One of: Go packages at a version, a Go module of this repository, a package of a copy of a Go
+	// module, a C file of it, or a crate at a version.
 	packages []string
 	module   string
 	copied   *copiedModule
@@ -40,10 +43,11 @@ type artifact struct {
 	tags    string
 	ldflags string
 	links   []string // further names of files[0]
-	about   string   // cold build time on two cores, told before it starts
+	about   string   // cold build time on two cores, printed before it starts
 }
 
-// copiedModule is built in a copy of its sources, where a program of ours has made what its own build system makes and its Go module lacks.
+// copiedModule is built in a copy of its sources, where a program of ours has made what its own
+// build system makes and its Go module lacks.
 type copiedModule struct {
 	module    string // with its version
 	generator string // a Go file of this repository that runs in the copy
@@ -84,7 +88,7 @@ var artifacts = []artifact{
 			generator: "hack/devcluster/runsc/prepare.go",
 			main:      "./runsc",
 		},
-		// The linker lets nobody at the runtime's variables by itself: see the generator.
+		// The added file links to a variable of Go's runtime, which the linker refuses by default.
 		ldflags: "-checklinkname=0 " + runscVersionFlag + runscVersion,
 		files:   []string{"runsc"},
 	},
@@ -113,7 +117,8 @@ var helmArtifact = artifact{
 	files: []string{"helm"},
 }
 
-// stockRunsc is what Google's release is but for the build settings of Bazel: no file and no flag of Torpor's. A test installs it in place of ours.
+// stockRunsc is what Google's release is but for the build settings of Bazel: no file and no flag
+// of Torpor's. A test installs it in place of ours.
 var stockRunsc = artifact{
 	name: "runsc-stock", about: "70 s",
 	packages: []string{strings.Replace(gvisorModule, "@", "/runsc@", 1)},
@@ -167,7 +172,8 @@ func (a artifact) key(goVersion string) (string, error) {
 
 var buildFlags = []string{"-trimpath"}
 
-// goEnvironment is what every Go build here runs with: the caller's own flags must not decide what is cached.
+// goEnvironment is what every Go build here runs with: the caller's own flags must not decide what
+// is cached.
 func goEnvironment(cgo bool) []string {
 	flag := "CGO_ENABLED=0"
 	if cgo {
@@ -179,8 +185,8 @@ func goEnvironment(cgo bool) []string {
 // toolset says where each built file is.
 type toolset map[string]string
 
-// builtTools returns the files of all artifacts of the development cluster; those that are missing are built first if build is
-// true, otherwise their absence is an error.
+// builtTools returns the files of all artifacts of the development cluster; those that are missing
+// are built first if build is true, otherwise their absence is an error.
 func builtTools(build bool) (toolset, error) { return toolsOf(artifacts, build) }
 
 // toolsOf does the same for some artifacts.
@@ -226,8 +232,8 @@ func toolsOf(artifacts []artifact, build bool) (toolset, error) {
 	return tools, markUsed(root, places)
 }
 
-// markUsed notes when each artifact was last asked for and removes those that nobody asked for in a
-// month, and the folders of builds that were killed a day ago or more.
+// markUsed records the use of each artifact, and removes artifacts without use in a month and the
+// folders of builds that were killed a day ago or more.
 func markUsed(root string, places map[string]string) error {
 	now := time.Now()
 	for _, place := range places {
@@ -289,7 +295,8 @@ func (a artifact) present(place string) bool {
 	return true
 }
 
-// build makes everything in a folder beside the final one and renames it: a half build never counts.
+// build makes everything in a folder beside the final one and renames it: a half build never
+// counts.
 func (a artifact) build(place string) error {
 	work, err := os.MkdirTemp(filepath.Dir(place), ".building-"+a.name+"-")
 	if err != nil {
@@ -344,17 +351,19 @@ func (a artifact) compile(work string) error {
 	return err
 }
 
-// crateEnvironment is for tools that run for seconds: they are built sooner than they would be optimised.
+// crateEnvironment is for tools that run for seconds: they are built sooner than they would be
+// optimised.
 var crateEnvironment = []string{
 	"CARGO_PROFILE_RELEASE_OPT_LEVEL=0", "CARGO_PROFILE_RELEASE_LTO=off", "CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16", "CARGO_PROFILE_RELEASE_DEBUG=false",
 }
 
-// installCrate builds the programs of a crate, with the versions of its own Cargo.lock, and leaves nothing else.
+// installCrate builds the programs of a crate, with the versions of its own Cargo.lock, and leaves
+// nothing else.
 func installCrate(crate, work string, limit time.Duration) error {
 	built := filepath.Join(work, "built")
 	defer os.RemoveAll(built)
 	environ := append(slices.Clone(crateEnvironment), "CARGO_TARGET_DIR="+filepath.Join(built, "target"))
-	args := []string{"install", "--locked", "--no-track", "--root", built, crate}
+	args := append([]string{"install", "--locked", "--no-track", "--root", built}, strings.Fields(crate)...)
 	// In the repository, whose toolchain it takes.
 	if _, err := outputIn(limit, repoRoot, environ, nil, "cargo", args...); err != nil {
 		return err
@@ -371,7 +380,8 @@ func installCrate(crate, work string, limit time.Duration) error {
 	return nil
 }
 
-// compile copies the module below work, runs the generator in the copy, and then Go with the arguments.
+// compile copies the module below work, runs the generator in the copy, and then Go with the
+// arguments.
 func (m copiedModule) compile(work string, limit time.Duration, environment, args []string) error {
 	downloaded, err := outputIn(limit, work, environment, nil, "go", "mod", "download", "-json", m.module)
 	if err != nil {

@@ -37,7 +37,8 @@ func hierarchies() ([]string, error) {
 	return all, nil
 }
 
-// ensureCgroup makes the group (and its parents) in every hierarchy, ready to hold groups with limits.
+// ensureCgroup makes the group (and its parents) in every hierarchy, ready to hold groups with
+// limits.
 func ensureCgroup(name string) error {
 	all, err := hierarchies()
 	if err != nil {
@@ -95,8 +96,8 @@ func delegate(group string) error {
 	return nil
 }
 
-// inheritCPUSet fills the two files that are empty in a new cpuset group of cgroup v1, where no process
-// could enter it otherwise.
+// inheritCPUSet fills the two files that are empty in a new cpuset group of cgroup v1, where no
+// process could enter it otherwise.
 func inheritCPUSet(parent, child string) error {
 	for _, file := range []string{"cpuset.cpus", "cpuset.mems"} {
 		content, err := os.ReadFile(filepath.Join(child, file))
@@ -114,8 +115,9 @@ func inheritCPUSet(parent, child string) error {
 	return nil
 }
 
-// joinCgroup moves this process, and so all that it starts, into the group. On cgroup v1 only the pids
-// hierarchy is joined: that is enough to find the processes, and limits set on the caller stay in force.
+// joinCgroup moves this process, and so all that it starts, into the group. On cgroup v1 only the
+// pids hierarchy is joined: that is enough to find the processes, and limits set on the caller stay
+// in force.
 func joinCgroup(name string) error {
 	root := cgroupMount
 	if !unified() {
@@ -151,8 +153,8 @@ func cgroupProcesses() map[int]bool {
 	return found
 }
 
-// removeCgroups removes all of our groups, from the leaves up. A group stays busy for a moment after the
-// last process in it was killed.
+// removeCgroups removes all of our groups, from the leaves up. A group stays busy for a moment
+// after the last process in it was killed.
 func removeCgroups() error {
 	all, err := hierarchies()
 	if err != nil {

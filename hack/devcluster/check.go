@@ -16,8 +16,9 @@ import (
 	"time"
 )
 
-// checkMachine refuses at once, before anything is built, a machine on which the cluster could not run; it changes nothing. Where a
-// cluster is, or what one has left, its own rules and addresses would be found.
+// checkMachine refuses at once, before anything is built, a machine on which the cluster could not
+// run; it changes nothing. Where a cluster is, or what one has left, its own rules and addresses
+// would be found.
 func checkMachine() error {
 	if err := needRoot("check"); err != nil {
 		return err
@@ -102,7 +103,8 @@ func checkAddresses() error {
 	return nil
 }
 
-// networkOf is the one of the cluster's networks that the address lies in; empty if it lies in none.
+// networkOf is the one of the cluster's networks that the address lies in; empty if it lies in
+// none.
 func networkOf(address netip.Addr) string {
 	for _, network := range []string{machineNetwork, podNetwork, podNetwork6, serviceNetwork} {
 		if netip.MustParsePrefix(network).Contains(address) {
@@ -112,8 +114,8 @@ func networkOf(address netip.Addr) string {
 	return ""
 }
 
-// checkPorts names a port that another program has. The addresses of the bridge are not there yet: who is in the way of them listens
-// everywhere, and so also at an address of the loopback's that nobody uses.
+// checkPorts names a port that another program has. The addresses of the bridge do not exist yet. A
+// program that blocks them listens on all addresses, and so on an unused one of the loopback, too.
 func checkPorts() error {
 	const local, everywhere = "127.0.0.1", "127.0.0.254"
 	addresses := []string{}
@@ -181,13 +183,14 @@ func refuseOtherProxy(tables []string) error {
 
 var serviceAddress = regexp.MustCompile(`daddr 10\.96\.\d+\.\d+`)
 
-// hasOtherServices tells whether a kube-proxy that uses iptables serves addresses that are ours too. One with other addresses does no harm.
+// hasOtherServices tells whether a kube-proxy that uses iptables serves addresses that are ours
+// too. One with other addresses does no harm.
 func hasOtherServices(ruleset string) bool {
 	return strings.Contains(ruleset, "chain KUBE-SERVICES ") && serviceAddress.MatchString(ruleset)
 }
 
-// forwardDroppers are the chains (as "family table chain") that drop what the machine forwards, unless a rule says otherwise, and have
-// none for the Pods' bridge.
+// forwardDroppers are the chains (as "family table chain") that drop what the machine forwards,
+// unless a rule says otherwise, and have none for the Pods' bridge.
 func forwardDroppers(ruleset string) []string {
 	var found []string
 	var table, chain string

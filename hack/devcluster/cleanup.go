@@ -13,8 +13,8 @@ import (
 	"time"
 )
 
-// clusterProcesses returns the ids of all processes of the cluster: those in its cgroups, those that
-// inherited its environment, and those that run one of its (or Torpor's) programs.
+// clusterProcesses returns the ids of all processes of the cluster: those in its cgroups, those
+// that inherited its environment, and those that run one of its (or Torpor's) programs.
 func clusterProcesses(record *machineRecord) map[int]bool {
 	found := cgroupProcesses()
 	delete(found, os.Getpid())
@@ -40,7 +40,8 @@ func clusterProcesses(record *machineRecord) map[int]bool {
 	return found
 }
 
-// clusterRemains tells whether anything of a cluster is on the machine, for when there is no record of one.
+// clusterRemains tells whether anything of a cluster is on the machine, for when there is no record
+// of one.
 func clusterRemains() bool {
 	for _, path := range []string{stateRoot, runRoot, "/sys/class/net/" + machineBridge} {
 		if fileExists(path) {
@@ -112,7 +113,8 @@ func mountPoints() ([]string, error) {
 
 func below(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
 
-// unmountBelow unmounts everything at or below the roots, the latest mount first, until nothing is left.
+// unmountBelow unmounts everything at or below the roots, the latest mount first, until nothing is
+// left.
 func unmountBelow(roots ...string) error {
 	for range 10 { // mounts stacked on one another appear once each, so one round is nearly always enough
 		points, err := mountPoints()
@@ -139,8 +141,8 @@ func unmountBelow(roots ...string) error {
 	return fmt.Errorf("mounts below %s keep coming back", strings.Join(roots, ", "))
 }
 
-// removeTree removes a folder of ours after making sure that no mount is left in it: deleting through a
-// mount would delete what is mounted.
+// removeTree removes a folder of ours after making sure that no mount is left in it: deleting
+// through a mount would delete what is mounted.
 func removeTree(path string) error {
 	if err := unmountBelow(path); err != nil {
 		return err
@@ -148,7 +150,8 @@ func removeTree(path string) error {
 	return os.RemoveAll(path)
 }
 
-// ownedRoots are the folders whose mounts are the cluster's: ours, and Torpor's where `up` found none.
+// ownedRoots are the folders whose mounts are the cluster's: ours, and Torpor's where `up` found
+// none.
 func ownedRoots(record *machineRecord) []string {
 	roots := []string{stateRoot, runRoot}
 	if record == nil {
@@ -162,8 +165,8 @@ func ownedRoots(record *machineRecord) []string {
 	return roots
 }
 
-// shimSockets returns the sockets of this cluster's shims; containerd puts them into a folder shared by
-// all containerds of the machine and writes their address into each container's bundle.
+// shimSockets returns the sockets of this cluster's shims; containerd puts them into a folder
+// shared by all containerds of the machine and writes their address into each container's bundle.
 func shimSockets() []string {
 	var sockets []string
 	for _, n := range nodes {
@@ -251,8 +254,8 @@ func removeLinks() error {
 	return errors.Join(failures...)
 }
 
-// removeTables removes the cluster's nftables tables. Without a record, the presence of our own tells that
-// the others are ours too: `up` refuses a machine that has them already.
+// removeTables removes the cluster's nftables tables. Without a record, the presence of our own
+// tells that the others are ours too: `up` refuses a machine that has them already.
 func removeTables(record *machineRecord) error {
 	tables, err := nftTables()
 	if err != nil {
@@ -277,8 +280,8 @@ func removeTables(record *machineRecord) error {
 	return errors.Join(failures...)
 }
 
-// removeForeign removes what the cluster's programs left outside our folders: whole folders that did not
-// exist before, and single files in those that did.
+// removeForeign removes what the cluster's programs left outside our folders: whole folders that
+// did not exist before, and single files in those that did.
 func removeForeign(record *machineRecord) error {
 	var failures []error
 	for _, n := range nodes {

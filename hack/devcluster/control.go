@@ -2,8 +2,9 @@ package main
 
 import "fmt"
 
-// controlPlaneGroup is etcd and the three control-plane programs. The limits are far above Kubernetes'
-// defaults: on one machine a burst of Pods would otherwise measure the client-side throttles.
+// controlPlaneGroup is etcd and the three control-plane programs. The limits are far above
+// Kubernetes' defaults: on one machine a burst of Pods would otherwise measure the client-side
+// throttles.
 func controlPlaneGroup() group {
 	etcd := fmt.Sprintf("127.0.0.1:%d", etcdPort)
 	return group{Name: controlPlane, Components: []component{
@@ -26,7 +27,8 @@ func controlPlaneGroup() group {
 			"--cert-dir=" + statePath("pki", "kube-controller-manager"),
 			"--bind-address=127.0.0.1", fmt.Sprintf("--secure-port=%d", controllerManagerPort),
 			"--kube-api-qps=5000", "--kube-api-burst=5000",
-			// An autoscaler is looked at once in so long, and so is a change of it; 15 s would be most of its test.
+			// An autoscaler is looked at once in so long, and so is a change of it; 15 s would be
+			// most of its test.
 			"--horizontal-pod-autoscaler-sync-period=2s",
 			"--profiling=false",
 		}},

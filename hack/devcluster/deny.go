@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// denyArtifact checks the crates that Torpor depends on (deny.toml). Not optimised: it is built in two minutes and runs for four seconds.
+// denyArtifact checks the crates that Torpor depends on (deny.toml). Not optimised: it is built in
+// two minutes and runs for four seconds.
 var denyArtifact = artifact{name: "cargo-deny", about: "2 min", crate: "cargo-deny@0.20.2", files: []string{"cargo-deny"}}
 
 // deny runs checks of cargo-deny, whose words say what is wrong and where.
@@ -23,7 +24,8 @@ func deny(checks ...string) error {
 	return nil
 }
 
-// denyAdvisories looks for known vulnerabilities. Where RustSec's database cannot be fetched it says so, and nothing was checked.
+// denyAdvisories looks for known vulnerabilities. Where RustSec's database cannot be fetched it
+// says so, and nothing was checked.
 func denyAdvisories() (checked bool, err error) {
 	tools, err := toolsOf([]artifact{denyArtifact}, true)
 	if err != nil {
@@ -41,7 +43,8 @@ func firstLine(text string) string {
 	return line
 }
 
-// denyCommand checks what hack/test.sh checks; with --advisories known vulnerabilities too, which then must be possible.
+// denyCommand checks what hack/test.sh checks; with --advisories known vulnerabilities too, which
+// then must be possible.
 func denyCommand(args []string) error {
 	if len(args) > 1 || len(args) == 1 && args[0] != "--advisories" {
 		return fmt.Errorf("%q: the only option is --advisories", args)

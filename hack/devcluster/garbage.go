@@ -3,7 +3,8 @@ package main
 import "syscall"
 
 const (
-	// Go collects garbage when the heap has doubled; where there is memory it may grow to five times what is in use.
+	// Go collects garbage when the heap has doubled; where there is memory it may grow to five
+	// times what is in use.
 	rarely = "GOGC=400"
 	// But not beyond this: a program whose heap is larger collects as often as it has to.
 	rarelyLimit = "GOMEMLIMIT=1GiB"
@@ -11,8 +12,9 @@ const (
 	rarelyFrom = 12 << 30
 )
 
-// collectingRarely lets the group's programs collect their garbage rarely on a machine with so much memory: for tests on few processors,
-// which would do it at the tests' cost. Not containerd: shims and OCI runtimes inherit its environment, and their memory is measured.
+// collectingRarely lets the group's programs collect their garbage rarely on a machine with so much
+// memory: for tests on few processors, which would do it at the tests' cost. Not containerd: shims
+// and OCI runtimes inherit its environment, and their memory is measured.
 func (g group) collectingRarely(memory uint64) group {
 	if memory < rarelyFrom {
 		return g

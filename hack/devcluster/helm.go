@@ -28,7 +28,7 @@ var helmProgram = sync.OnceValues(func() (string, error) {
 	return tools["helm"], err
 })
 
-// helmEnvironment keeps helm out of the folders of one that the machine may have.
+// helmEnvironment keeps helm out of the folders of another helm of this machine.
 func helmEnvironment() (environ []string, err error) {
 	cache, err := cacheRoot()
 	if err != nil {
@@ -52,7 +52,8 @@ func helmCommand(args []string) error {
 	return syscall.Exec(helm, append([]string{"helm"}, args...), append(os.Environ(), environ...))
 }
 
-// runHelm returns what helm prints. Its warnings about the chart's links to the kustomize base go to standard error and are left there.
+// runHelm returns what helm prints. Its warnings about the chart's links to the kustomize base go
+// to standard error and are left there.
 func runHelm(limit time.Duration, args ...string) (string, error) {
 	helm, err := helmProgram()
 	if err != nil {
@@ -82,7 +83,8 @@ func torporCommand(command string, args []string) error {
 	return uninstallTorpor()
 }
 
-// installByHelm builds what changed, installs or upgrades the release, and returns when all of it runs.
+// installByHelm builds what changed, installs or upgrades the release, and returns when all of it
+// runs.
 func installByHelm() error {
 	if !fileExists(adminKubeconfig()) {
 		return errors.New("no cluster is there; run `hack/cluster up` first")
@@ -105,7 +107,8 @@ func installByHelm() error {
 	if _, err := runHelm(4*time.Minute, args...); err != nil {
 		return fmt.Errorf("%w\n%s", err, explainPods())
 	}
-	// Helm is content with a DaemonSet of which as many Pods are missing as may be during an update: on one node that is all.
+	// Helm is content with a DaemonSet of which as many Pods are missing as may be during an
+	// update: on one node that is all.
 	text, err := runHelm(time.Minute, "get", "manifest", helmRelease, "--namespace", torporNamespace)
 	if err != nil {
 		return err
@@ -123,8 +126,8 @@ func installByHelm() error {
 	return nil
 }
 
-// uninstallByHelm takes the release away, then the nodes' own files by the chart's Jobs, then what helm
-// leaves: the CRDs and the namespace.
+// uninstallByHelm takes the release away, then the nodes' own files by the chart's Jobs, then what
+// helm leaves: the CRDs and the namespace.
 func uninstallByHelm() error {
 	agent, err := installedAgent()
 	if err != nil {
@@ -168,7 +171,8 @@ func nodeNames() string {
 
 const someDigest = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"
 
-// chartCases are values for which the chart must say exactly what a kustomization says. REPO is the path to the repository.
+// chartCases are values for which the chart must say exactly what a kustomization says. REPO is the
+// path to the repository.
 var chartCases = []struct {
 	name          string
 	kustomization string
@@ -423,8 +427,8 @@ func checkChart() error {
 	return nil
 }
 
-// kustomized renders a kustomization beside which lies chart.yaml, as objects by kind, namespace and name. Namespaces are left
-// out: the chart leaves the release's to helm.
+// kustomized renders a kustomization beside which lies chart.yaml, as objects by kind, namespace
+// and name. Namespaces are left out: the chart leaves the release's to helm.
 func kustomized(kubectl, kustomization, chart string) (map[string]string, error) {
 	folder, err := os.MkdirTemp("", "torpor-chart-")
 	if err != nil {
@@ -468,7 +472,8 @@ func kustomized(kubectl, kustomization, chart string) (map[string]string, error)
 	return objects, nil
 }
 
-// compare tells the differences between two sets of objects, line by line; empty when there are none.
+// compare tells the differences between two sets of objects, line by line; empty when there are
+// none.
 func compare(meant, said map[string]string) string {
 	var told strings.Builder
 	for _, name := range sortedKeys(meant, said) {

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// Whoever applies them without saying where the images are pulls from nobody.
-func TestManifestsNameNoRegistryThatSomebodyMayHave(t *testing.T) {
+// A user who applies the manifests without a registry must not pull a stranger's images.
+func TestManifestsNameNoExistingRegistry(t *testing.T) {
 	named := regexp.MustCompile(`(?m)(?:^\s*(?:- )?image:|--runtime-image=)\s*(\S+)`)
 	found := 0
 	err := filepath.WalkDir("../../deploy", func(path string, entry fs.DirEntry, err error) error {

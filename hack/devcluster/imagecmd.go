@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -18,7 +19,8 @@ import (
 
 const imageUsage = `usage: hack/image from-files NAME OUT.tar [--entrypoint WORDS] [--cmd WORDS] [--env K=V]… [--user UID] HOST:DEST…
        hack/image debian     NAME OUT.tar --packages A,B [--entrypoint WORDS] [--cmd WORDS] [--env K=V]… [HOST:DEST…]
-       hack/image dev        make the images for tests and demos and load them into the cluster
+       hack/image dev [NAME…] make the images of tests and demos (busybox, demo-python, runtimes;
+                             default: all) and load them into the cluster
 `
 
 const (
@@ -28,7 +30,8 @@ const (
 	runtimesImage = "torpor.dev/runtimes:dev"
 )
 
-// debianRecipe is changed with the code that makes a root file system, so that cached images are made anew.
+// debianRecipe is changed with the code that makes a root file system, so that cached images are
+// made anew.
 const debianRecipe = "1"
 
 // debianImage is an image out of Debian packages and files of this machine.
@@ -64,8 +67,8 @@ func (w *words) String() string     { return strings.Join(*w, " ") }
 func (w *words) Set(s string) error { *w = append(*w, strings.Fields(s)...); return nil }
 
 func imageCommand(args []string) error {
-	if len(args) == 1 && args[0] == "dev" {
-		return loadDevImages()
+	if len(args) > 0 && args[0] == "dev" {
+		return loadDevImages(args[1:])
 	}
 	if len(args) < 3 {
 		fmt.Fprint(os.Stderr, imageUsage)
@@ -177,7 +180,7 @@ func (d debianImage) write(archive string, files []oci.Entry) error {
 	if err != nil {
 		return err
 	}
-	// What is given by hand comes first and wins; what every root needs comes last.
+	// The first entry of a path counts: the given files come first, the folders of every root last.
 	entries = slices.Concat(files, entries, emptyRoot())
 	_, err = oci.Image{Name: d.name, Config: d.config, Entries: entries}.Write(archive)
 	return err
@@ -208,15 +211,23 @@ func (d debianImage) rootfs(parent string) (string, error) {
 	}
 }
 
-// loadDevImages makes the images of tests and demos and loads those that the cluster lacks.
-func loadDevImages() error {
+// loadDevImages makes the named images of tests and demos, all of them without a name, and loads
+// those that the cluster lacks.
+func loadDevImages(names []string) error {
 	var archives []string
 	for _, d := range devImages {
+		short := strings.TrimSuffix(path.Base(d.name), ":dev")
+		if len(names) > 0 && !slices.Contains(names, short) {
+			continue
+		}
 		archive, err := d.make()
 		if err != nil {
 			return fmt.Errorf("image %s: %w", d.name, err)
 		}
 		archives = append(archives, archive)
+	}
+	if len(archives) < len(names) {
+		return fmt.Errorf("not all of %q are images of the tests; `hack/image` lists them", names)
 	}
 	if !accepts("unix:" + nodes[0].containerdSocket()) {
 		say("the cluster does not run: the images are made, not loaded")
@@ -225,7 +236,8 @@ func loadDevImages() error {
 	return loadOnce("dev-images", archives)
 }
 
-// loadOnce imports archives unless exactly these were imported into this cluster before under that mark.
+// loadOnce imports archives unless exactly these were imported into this cluster before under that
+// mark.
 func loadOnce(mark string, archives []string) error {
 	file, want := statePath("loaded", mark), strings.Join(archives, "\n")
 	if have, err := os.ReadFile(file); err == nil && string(have) == want {

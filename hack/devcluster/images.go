@@ -14,8 +14,8 @@ const (
 	coreDNSImage = "torpor.dev/coredns:dev"
 )
 
-// fileImage returns where an image made from the given built file is kept: beside it, in its own folder
-// of the cache, so that it goes when what it was made of goes.
+// fileImage returns where an image made from the given built file is kept: beside it, in its own
+// folder of the cache, so that it goes when what it was made of goes.
 func fileImage(name string, tools toolset, file string, config oci.Config) (string, error) {
 	archive := filepath.Join(filepath.Dir(tools[file]), file+".image.tar")
 	if fileExists(archive) {

@@ -6,8 +6,9 @@ import (
 	"path/filepath"
 )
 
-// The cluster owns everything below these two folders and removes both on `down`. They, the ports and the cgroup are those of the
-// development cluster unless `bench` has said otherwise (useBenchLayout).
+// The cluster owns everything below these two folders and removes both on `down`. They, the ports
+// and the cgroup are those of the development cluster unless useBenchLayout has
+// changed them.
 var (
 	stateRoot = "/var/lib/torpor-dev" // survives the processes: etcd data, images, logs, keys
 	runRoot   = "/run/torpor-dev"     // sockets and pidfiles; short, because a socket path holds 107 bytes
@@ -25,7 +26,7 @@ const (
 	clusterDomain  = "cluster.local"
 )
 
-// Where the control plane listens.
+// Addresses and ports of the control plane.
 var (
 	machineAddress        = "10.245.0.1" // the apiserver's, and that of node-0
 	apiserverPort         = 16443
@@ -35,17 +36,20 @@ var (
 	schedulerPort         = 11259
 )
 
-// cgroupName is the group, in every hierarchy that is mounted, below which all processes of the cluster live.
+// cgroupName is the group, in every hierarchy that is mounted, below which all processes of the
+// cluster live.
 var cgroupName = "torpor-dev"
 
-// environMark is set for every process of the cluster and inherited, so that orphans can be recognised.
+// environMark is set for every process of the cluster and inherited, so that orphans can be
+// recognised.
 func environMark() string { return "TORPOR_DEV_CLUSTER=" + runRoot }
 
-// hostPathProvisionerDir is wired into the controller-manager's provisioner; we mount a folder of ours there.
+// hostPathProvisionerDir is wired into the controller-manager's provisioner; we mount a folder of
+// ours there.
 const hostPathProvisionerDir = "/tmp/hostpath_pv"
 
-// node is one member of the cluster. The index decides its paths, ports and addresses, so that a second
-// one needs no other code here than a network namespace to run in.
+// node is one member of the cluster. The index decides its paths, ports and addresses, so that a
+// second one needs no other code here than a network namespace to run in.
 type node struct{ index int }
 
 func (n node) name() string { return fmt.Sprintf("node-%d", n.index) }

@@ -26,7 +26,8 @@ type machineRecord struct {
 
 func machineRecordPath() string { return statePath("machine.json") }
 
-// settingPath is the file of a kernel setting: a sysctl by its name with slashes, or any other by its path.
+// settingPath is the file of a kernel setting: a sysctl by its name with slashes, or any other by
+// its path.
 func settingPath(name string) string {
 	if strings.HasPrefix(name, "/") {
 		return name
@@ -34,7 +35,8 @@ func settingPath(name string) string {
 	return "/proc/sys/" + name
 }
 
-// changedSysctls are those that we, the kubelet and the CNI plugins set. An empty value is not set by us.
+// changedSysctls are those that we, the kubelet and the CNI plugins set. An empty value is not set
+// by us.
 var changedSysctls = map[string]string{
 	"net/ipv4/ip_forward":                "1",
 	"net/bridge/bridge-nf-call-iptables": "1",
@@ -51,8 +53,8 @@ var changedSysctls = map[string]string{
 	"vm/min_free_kbytes": "",
 }
 
-// foreignPaths lie outside our folders because the programs have them built in, or because they belong
-// to Torpor itself. What did not exist before `up` is removed by `down`.
+// foreignPaths lie outside our folders because the programs have them built in, or because they
+// belong to Torpor itself. What did not exist before `up` is removed by `down`.
 var foreignPaths = []string{
 	"/run/containerd", "/run/mount", "/var/lib/cni", "/var/lib/kubelet", "/var/log/containers",
 	"/run/torpor", "/var/lib/torpor", "/opt/torpor", hostPathProvisionerDir,
@@ -139,7 +141,8 @@ func nftTables() ([]string, error) {
 	return tables, nil
 }
 
-// prepareMachine makes the network, cgroups and mounts that the cluster runs on. It may be repeated.
+// prepareMachine makes the network, cgroups and mounts that the cluster runs on. It may be
+// repeated.
 func prepareMachine() error {
 	for name, value := range changedSysctls {
 		if value == "" || !fileExists(settingPath(name)) {
@@ -169,8 +172,8 @@ func prepareMachine() error {
 	return ensureBindMount(statePath("volumes"), hostPathProvisionerDir)
 }
 
-// firewall refuses what Pods send beyond the cluster, so that a test that would need the outside fails at
-// once and the same way everywhere.
+// firewall refuses what Pods send beyond the cluster, so that a test that would need the outside
+// fails at once and the same way everywhere.
 const firewall = "table " + ownTable + "\ndelete table " + ownTable + "\ntable " + ownTable + ` {
   chain forward {
     type filter hook forward priority filter; policy accept;
@@ -181,8 +184,9 @@ const firewall = "table " + ownTable + "\ndelete table " + ownTable + "\ntable "
 }
 `
 
-// ensureVolatile keeps what lies below /run in memory, as on any machine that systemd booted. Where /run is on a
-// disk, what is only to last until the next boot would wait for it, and the programs would be measured with that.
+// ensureVolatile keeps what lies below /run in memory, as on any machine that systemd booted. Where
+// /run is on a disk, what is only to last until the next boot would wait for it, and the programs
+// would be measured with that.
 func ensureVolatile() error {
 	record, err := readMachineRecord()
 	if err != nil {
@@ -199,8 +203,8 @@ func ensureVolatile() error {
 	return nil
 }
 
-// ensureTmpfs mounts one with the flags of Debian's /run, unless the path is in one already or is in use: what a
-// cluster from before has in it would be hidden.
+// ensureTmpfs mounts one with the flags of Debian's /run, unless the path is in one already or is
+// in use: what a cluster from before has in it would be hidden.
 func ensureTmpfs(path string) error {
 	if err := os.MkdirAll(path, 0o755); err != nil {
 		return err
@@ -233,8 +237,9 @@ func ensureMachineBridge() error {
 	return ensureServiceRoute()
 }
 
-// ensureServiceRoute gives a machine that has no default route one to the addresses of Services, which are nobody's: without any
-// the kernel refuses a connection before kube-proxy's rules have led it elsewhere. It goes with the bridge.
+// ensureServiceRoute adds a route to the addresses of Services on a machine without a default
+// route. Without it the kernel refuses a connection before kube-proxy's rules translate the
+// address. The route disappears with the bridge.
 func ensureServiceRoute() error {
 	routes, err := os.ReadFile("/proc/net/route")
 	if err != nil || hasDefaultRoute(string(routes)) {
@@ -244,8 +249,8 @@ func ensureServiceRoute() error {
 	return err
 }
 
-// hasDefaultRoute reads /proc/net/route: link, destination, gateway, flags, references, uses, metric, mask. Of a default route
-// destination and mask are zeros.
+// hasDefaultRoute reads /proc/net/route: link, destination, gateway, flags, references, uses,
+// metric, mask. Of a default route destination and mask are zeros.
 func hasDefaultRoute(routes string) bool {
 	for line := range strings.Lines(routes) {
 		fields := strings.Fields(line)
@@ -265,7 +270,7 @@ func ensureBindMount(from, to string) error {
 	if sameFile(from, to) {
 		return nil
 	}
-	// What is mounted there is the folder of an earlier cluster, removed since: nothing can be made in it.
+	// A removed folder of an earlier cluster is mounted there, in which no file can be created.
 	if err := unmountBelow(to); err != nil {
 		return err
 	}
@@ -273,14 +278,16 @@ func ensureBindMount(from, to string) error {
 	return err
 }
 
-// dropStaleMount removes what an interrupted `down` left at to: our mount of from, and the empty folder under it.
+// dropStaleMount removes what an interrupted `down` left at to: our mount of from, and the empty
+// folder under it.
 func dropStaleMount(from, to string) error {
 	content, err := os.ReadFile("/proc/self/mountinfo")
 	if err != nil {
 		return err
 	}
 	for line := range strings.Lines(string(content)) {
-		// The root field is relative to its file system; the kernel adds //deleted when the folder is gone.
+		// The root field is relative to its file system; the kernel adds //deleted when the folder
+		// is gone.
 		fields := strings.Fields(line)
 		if len(fields) < 5 || fields[4] != to || !strings.HasSuffix(from, strings.TrimSuffix(fields[3], "//deleted")) {
 			continue

@@ -1,5 +1,5 @@
-// Command dev drives the development cluster: it builds the programs, starts and ends them, and makes and
-// loads images. It is run by the script hack/cluster.
+// Command dev drives the development cluster: it builds the programs, starts and ends them, and
+// makes and loads images. It is run by the script hack/cluster.
 package main
 
 import (
@@ -24,11 +24,12 @@ const usage = `usage: hack/cluster COMMAND
   kubectl ARGS…         kubectl on this cluster
   logs [NAME] [-f]      the log of one program; without NAME, which there are
   load-image FILE.tar…  import OCI archives into the nodes
-  image …               make an image (see hack/image)
+  image …               make an image, or load those of the tests (see hack/image)
   build-torpor          compile Torpor, make its images, load them if the cluster runs
   install-torpor        build-torpor, apply hack/overlays/dev, wait until it runs
   uninstall-torpor      take Torpor off the cluster and its nodes
                         both take --helm: by the chart deploy/helm instead of kustomize
+  book [--if-installed] make the book of docs/ in target/book by mdbook
   deny [--advisories]   check licences, bans and sources of crates by deny.toml; known vulnerabilities too
   release …             make a bundle to install from (see hack/release)
   stock-runsc           build runsc as gVisor's module alone makes it; print its path
@@ -88,6 +89,8 @@ func run(command string, args []string) error {
 		return err
 	case "install-torpor", "uninstall-torpor":
 		return torporCommand(command, args)
+	case "book":
+		return bookCommand(args)
 	case "deny":
 		return denyCommand(args)
 	case "release":

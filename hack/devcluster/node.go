@@ -58,8 +58,8 @@ func (n node) write() error {
 	return nil
 }
 
-// containerdTOML keeps containerd within our folders. Handlers are added by files in conf.d, which the
-// product's installer writes.
+// containerdTOML keeps containerd within our folders. Handlers are added by files in conf.d, which
+// the product's installer writes.
 func (n node) containerdTOML() string {
 	return fmt.Sprintf(`version = 3
 root = "%[1]s"
@@ -102,14 +102,16 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.bt
 		pauseImage, !hasCapability(capSysResource), binDir(), n.state("cni", "net.d"), n.run("runc"))
 }
 
-// ipv6Routes is missing where the kernel has no IPv6, and ipv6Disabled says 1 where new links get none.
+// ipv6Routes does not exist where the kernel has no IPv6, and ipv6Disabled holds 1 where new links
+// get no IPv6.
 const (
 	ipv6Routes   = "/proc/net/ipv6_route"
 	ipv6Disabled = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
 )
 
-// podsHaveIPv6 says whether Pods get IPv6 addresses too. The bridge plugin makes the machine forward then, and a machine that
-// forwards does not heed routers' advertisements: one that has its default route from them would lose it.
+// podsHaveIPv6 reports whether Pods get IPv6 addresses too. The bridge plugin makes the machine
+// forward then, and a machine that forwards does not heed routers' advertisements: one that has its
+// default route from them would lose it.
 func podsHaveIPv6() bool {
 	disabled, err := os.ReadFile(ipv6Disabled)
 	if err != nil || strings.TrimSpace(string(disabled)) != "0" {
@@ -119,8 +121,9 @@ func podsHaveIPv6() bool {
 	return err == nil && !hasAdvertisedDefaultRoute(string(routes))
 }
 
-// hasAdvertisedDefaultRoute reads /proc/net/ipv6_route: destination, its prefix's length, source, its prefix's length, next hop,
-// metric, references, uses, flags, link. RTF_ADDRCONF is said of what came by an advertisement.
+// hasAdvertisedDefaultRoute reads /proc/net/ipv6_route: destination, its prefix's length, source,
+// its prefix's length, next hop, metric, references, uses, flags, link. RTF_ADDRCONF marks a
+// route of a router advertisement.
 func hasAdvertisedDefaultRoute(routes string) bool {
 	const addrconf = 0x40000
 	for line := range strings.Lines(routes) {
@@ -135,8 +138,8 @@ func hasAdvertisedDefaultRoute(routes string) bool {
 	return false
 }
 
-// cniConfig is a bridge with addresses of the node's own ranges. Pods are not masqueraded: nothing outside
-// the machine is to be reached.
+// cniConfig is a bridge with addresses of the node's own ranges. Pods are not masqueraded: nothing
+// outside the machine is to be reached.
 func (n node) cniConfig(ipv6 bool) string {
 	ranges, routes := fmt.Sprintf(`[{"subnet": "%s"}]`, n.podCIDR()), `{"dst": "0.0.0.0/0"}`
 	if ipv6 {
@@ -196,8 +199,9 @@ eventRecordQPS: 0
 		n.state("pod-logs"), n.state("kubelet", "flexvolume"))
 }
 
-// proxyYAML leaves the machine's conntrack limits alone. Where bridged packets do not pass the packet
-// filter, replies between Pods of one bridge would bypass the translation, so Service traffic is masqueraded.
+// proxyYAML leaves the machine's conntrack limits alone. Where bridged packets do not pass the
+// packet filter, replies between Pods of one bridge would bypass the translation, so Service
+// traffic is masqueraded.
 func (n node) proxyYAML() string {
 	return fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration

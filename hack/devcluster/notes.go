@@ -44,7 +44,7 @@ func releaseNotes(r *release) string {
 	}
 	say("```\nhelm install torpor torpor-%s.tgz --namespace agent-sandbox-system --create-namespace%s\n```\n", r.version, registry)
 	say("Then `kubectl -n agent-sandbox-system rollout status daemonset/torpor-agent` and `kubectl get sandboxnodes`. `bin/` belongs in a folder of `PATH`: `kubectl torpor`.")
-	say("Before an upgrade read docs/operations.md, \"Upgrade\" and \"gVisor\": suspended Sandboxes are restored by the build of runsc that saved them alone.\n")
+	say("Before an upgrade read docs/how-to/upgrade.md and docs/how-to/gvisor.md: suspended Sandboxes are restored by the build of runsc that saved them alone.\n")
 	say("## Digests\n\n| image | digest |\n|---|---|")
 	for _, name := range r.imageNames() {
 		say("| %s | `%s` |", name, r.digestOf(name))

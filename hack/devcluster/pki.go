@@ -18,8 +18,8 @@ import (
 	"time"
 )
 
-// authority signs every certificate of the cluster. Client identities follow the names that Kubernetes'
-// own RBAC bindings and the NodeRestriction admission expect.
+// authority signs every certificate of the cluster. Client identities follow the names that
+// Kubernetes' own RBAC bindings and the NodeRestriction admission expect.
 type authority struct {
 	cert *x509.Certificate
 	pem  []byte
@@ -59,8 +59,8 @@ func (n node) identities() []identity {
 	}
 }
 
-// writeKeys makes the keys and certificates that are missing. Those that exist are kept, because tokens
-// and certificates in use were signed by them.
+// writeKeys makes the keys and certificates that are missing. Those that exist are kept, because
+// tokens and certificates in use were signed by them.
 func writeKeys() error {
 	if err := os.MkdirAll(statePath("pki"), 0o700); err != nil {
 		return err
@@ -188,7 +188,8 @@ func writeKeyPEM(path string, key *ecdsa.PrivateKey) error {
 	return writeFile(path, pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der}), 0o600)
 }
 
-// writeKubeconfig writes a self-contained kubeconfig (keys inside), so that it can be copied elsewhere.
+// writeKubeconfig writes a self-contained kubeconfig (keys inside), so that it can be copied
+// elsewhere.
 func writeKubeconfig(path, file string) error {
 	var encoded []any
 	encoded = append(encoded, apiserverURL())

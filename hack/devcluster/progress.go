@@ -40,7 +40,7 @@ func during(what string, work func() error) error {
 	return err
 }
 
-// timeScale says how many times slower than a usual one this machine is (an emulated one: 20).
+// timeScale is the factor by which this machine is slower than a usual one (an emulated one: 20).
 const timeScale = "TORPOR_TIME_SCALE"
 
 // scaled is a limit of time for this machine.
@@ -52,8 +52,8 @@ func scaled(limit time.Duration) time.Duration {
 	return limit * time.Duration(factor)
 }
 
-// waitFor polls check until it returns nil, and otherwise reports its last error. A process that died
-// for good is noticed by check, so that nobody waits the whole limit for it.
+// waitFor polls check until it returns nil, and otherwise returns its last error. A permanentError
+// of check, such as that of a dead process, ends the wait at once.
 func waitFor(what string, limit time.Duration, check func(context.Context) error) error {
 	limit = scaled(limit)
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
@@ -89,7 +89,8 @@ type permanentError struct{ error }
 
 func (e permanentError) Unwrap() error { return e.error }
 
-// output runs a command with a time limit and returns what it printed; its error carries standard error.
+// output runs a command with a time limit and returns what it printed; its error carries standard
+// error.
 func output(limit time.Duration, name string, args ...string) (string, error) {
 	return outputIn(limit, "", nil, nil, name, args...)
 }

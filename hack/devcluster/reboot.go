@@ -7,8 +7,9 @@ import (
 	"strings"
 )
 
-// reboot does to the cluster what a power failure and a boot do to a node: every process ends without a word, all that lives in memory
-// is gone (mounts, links, packet filter, cgroups, kernel settings, what lies below /run), and what lies on the disk is started again.
+// reboot does to the cluster what a power failure and a boot do to a node: every process ends
+// without a word, all that lives in memory is gone (mounts, links, packet filter, cgroups, kernel
+// settings, what lies below /run), and what lies on the disk is started again.
 func reboot() error {
 	if err := needRoot("reboot"); err != nil {
 		return err

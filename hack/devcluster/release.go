@@ -112,7 +112,7 @@ func releaseCommand(args []string) error {
 
 var semanticVersion = regexp.MustCompile(`^[0-9]+\.[0-9]+\.[0-9]+(-[0-9A-Za-z.-]+)?$`)
 
-// releaseVersion checks the version that was asked for, or says which commit this is.
+// releaseVersion checks the given version, or makes one of the workspace's version and the commit.
 func releaseVersion(asked string) (string, error) {
 	if asked != "" {
 		version := strings.TrimPrefix(asked, "v")
@@ -126,16 +126,25 @@ func releaseVersion(asked string) (string, error) {
 		return "", err
 	}
 	workspace := first(regexp.MustCompile(`(?m)^version = "(.*)"$`), string(text))
+	commit, err := gitCommit()
+	if err != nil {
+		return "", fmt.Errorf("which version? %w", err)
+	}
+	return workspace + "-g" + commit, nil
+}
+
+// gitCommit returns the abbreviated commit of the sources, with "-dirty" after changes.
+func gitCommit() (string, error) {
 	commit, err := outputIn(time.Minute, repoRoot, nil, nil, "git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 	if err != nil {
-		return "", fmt.Errorf("which version? Git does not say which commit this is: %w", err)
+		return "", fmt.Errorf("Git does not tell the commit of these sources: %w", err)
 	}
-	return workspace + "-g" + strings.TrimSpace(commit), nil
+	return strings.TrimSpace(commit), nil
 }
 
 var registryName = regexp.MustCompile(`^[a-z0-9][-a-z0-9.]*(:[0-9]+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$`)
 
-// releaseRegistry checks what the user named; without anything it is the name that nobody can have.
+// releaseRegistry checks the registry that the user named. The default is a name that cannot exist.
 func releaseRegistry(asked string) (string, error) {
 	if asked == "" {
 		return "torpor.invalid", nil
@@ -167,7 +176,8 @@ func (r *release) make() error {
 	return nil
 }
 
-// checkDependencies ends the release for a licence or source that deny.toml does not allow, and for a known vulnerability.
+// checkDependencies ends the release for a licence or source that deny.toml does not allow, and for
+// a known vulnerability.
 func (r *release) checkDependencies() error {
 	if err := deny("licenses", "bans", "sources"); err != nil {
 		return err
@@ -193,6 +203,14 @@ func (r *release) build() (err error) {
 	}
 	if profile != "release" {
 		r.notes = append(r.notes, "the programs are built in profile "+profile+": this bundle is a try, not a release")
+	}
+	commit, err := gitCommit()
+	if err != nil {
+		return err
+	}
+	// Programs print it with --version (.cargo/config.toml has the default).
+	if err := os.Setenv("TORPOR_GIT_COMMIT", commit); err != nil {
+		return err
 	}
 	r.target, err = cargoBuild(profile)
 	if err != nil {
@@ -271,7 +289,8 @@ func (r *release) writeChart() error {
 	return err
 }
 
-// valuesByDigest puts registry and digests into the chart's values, each in the one place that there is for it.
+// valuesByDigest puts registry and digests into the chart's values, each in the one place that
+// there is for it.
 func valuesByDigest(values, registry string, digests map[string]string) (string, error) {
 	put := func(pattern, text string) error {
 		found := regexp.MustCompile(pattern)
@@ -301,7 +320,8 @@ var shippedCrates = map[string]string{
 	"node-agent": "torpor-agent", "node-agent/oci": "torpor-oci", "cli": "torpor-cli",
 }
 
-// writeBills says what each program is made of. cargo-cyclonedx writes beside each Cargo.toml, so it works on a copy.
+// writeBills says what each program is made of. cargo-cyclonedx writes beside each Cargo.toml, so
+// it works on a copy.
 func (r *release) writeBills() error {
 	copied := filepath.Join(filepath.Dir(r.folder), "sources")
 	tracked, err := outputIn(time.Minute, repoRoot, nil, nil, "git", "ls-files", "-z", "--", "*.rs", "*Cargo.toml", "Cargo.lock", "rust-toolchain.toml")
@@ -337,7 +357,7 @@ func (r *release) writeBills() error {
 	return nil
 }
 
-// withoutPlace names crates of the workspace by their folders in it: where it was built is nobody's business.
+// withoutPlace replaces the build folder in the names of the workspace's crates.
 func withoutPlace(bill, place string) string {
 	return strings.ReplaceAll(bill, "file://"+place+"/", "file:///torpor/")
 }

@@ -45,7 +45,8 @@ func (g group) runningPid(name string) int {
 	return pid
 }
 
-// failingComponents says, for an error message, which programs do not run and what they said last.
+// failingComponents lists, for an error message, the programs that do not run and the end of their
+// logs.
 func failingComponents() string {
 	var said strings.Builder
 	for _, g := range clusterGroups() {

@@ -24,8 +24,8 @@ type component struct {
 	Name string   `json:"name"`
 	Args []string `json:"args"` // Args[0] is the program
 	Env  []string `json:"env,omitempty"`
-	// After are addresses ("unix:PATH" or "tcp:HOST:PORT") that must accept connections before the first
-	// start: the programs would only fail and be started again until then.
+	// After are addresses ("unix:PATH" or "tcp:HOST:PORT") that must accept connections before the
+	// first start: the programs would only fail and be started again until then.
 	After []string `json:"after,omitempty"`
 }
 
@@ -48,7 +48,8 @@ func logPath(group, component string) string {
 	return statePath(group, "logs", component+".log")
 }
 
-// startGroup runs a supervisor for g in the background, unless one with the same components runs already.
+// startGroup runs a supervisor for g in the background, unless one with the same components runs
+// already.
 func startGroup(g group) error {
 	spec, err := json.MarshalIndent(g, "", "  ")
 	if err != nil {
@@ -98,7 +99,8 @@ func startGroup(g group) error {
 	})
 }
 
-// clusterEnvironment is deliberately small: what the caller exports must not change how the cluster behaves.
+// clusterEnvironment is deliberately small: what the caller exports must not change how the cluster
+// behaves.
 func clusterEnvironment() []string {
 	return []string{
 		environMark(),
@@ -107,8 +109,8 @@ func clusterEnvironment() []string {
 	}
 }
 
-// superviserRuns tells whether a supervisor of the group holds its lock; unlike a pid, a lock cannot be
-// another process's after a crash.
+// superviserRuns tells whether a supervisor of the group holds its lock; unlike a pid, a lock
+// cannot be another process's after a crash.
 func superviserRuns(groupName string) bool {
 	f, err := os.OpenFile(runPath(groupName, "supervisor.lock"), os.O_RDWR, 0)
 	if err != nil {
@@ -184,8 +186,8 @@ func supervise(specFile string) error {
 	return nil
 }
 
-// keepRunning starts the component again whenever it ends, at once the first time and then ever more
-// slowly while it does not stay up for ten seconds.
+// keepRunning starts the component again whenever it ends, at once the first time and then ever
+// more slowly while it does not stay up for ten seconds.
 func keepRunning(ctx context.Context, g group, c component) {
 	for _, address := range c.After {
 		for ctx.Err() == nil && !accepts(address) {
@@ -237,8 +239,8 @@ func runOnce(ctx context.Context, g group, c component) error {
 	return err
 }
 
-// prioritise sets the priority of a process, and of its session where the kernel weighs sessions against one another (autogroup): there
-// the priority of a process counts only within its session.
+// prioritise sets the priority of a process, and of its session where the kernel weighs sessions
+// against one another (autogroup): there the priority of a process counts only within its session.
 func prioritise(pid, nice int) {
 	if err := syscall.Setpriority(syscall.PRIO_PROCESS, pid, nice); err != nil {
 		fmt.Println("priority:", err)
@@ -279,7 +281,8 @@ func openLog(path string) (*os.File, error) {
 	return os.OpenFile(path, flags, 0o644)
 }
 
-// showLogs prints the log of a component, or the names of all of them, and goes on as it grows if follow.
+// showLogs prints the log of a component, or the names of all of them, and goes on as it grows if
+// follow.
 func showLogs(name string, follow bool, lines int) error {
 	files, err := filepath.Glob(logPath("*", "*"))
 	if err != nil {

@@ -35,8 +35,8 @@ type torporImage struct {
 	files      map[string]string // name in the image → path on this machine
 }
 
-// builtImages are the references (repository:hash of the content) of Torpor's images by repository. The
-// tag changes with the content, so that applying the manifests again replaces the Pods.
+// builtImages are the references (repository:hash of the content) of Torpor's images by repository.
+// The tag changes with the content, so that applying the manifests again replaces the Pods.
 type builtImages map[string]string
 
 // buildTorpor compiles Torpor, makes its images and, if the cluster runs, loads those it lacks.
@@ -63,7 +63,8 @@ func buildTorpor() (builtImages, error) {
 	return built, nil
 }
 
-// torporImages are Torpor's, of the programs that cargo has built in this folder and of the build of runsc.
+// torporImages are Torpor's, of the programs that cargo has built in this folder and of the build
+// of runsc.
 func torporImages(target string, tools toolset) []torporImage {
 	return []torporImage{
 		{controllerImage, "torpor-controller", map[string]string{"torpor-controller": filepath.Join(target, "torpor-controller")}},
@@ -111,8 +112,8 @@ func cargoBuild(profile string) (string, error) {
 	return filepath.Join(target, host, folder), nil
 }
 
-// cargoEnvironment leaves out what would replace the target and the flags of .cargo/config.toml: a binary that is not static does not
-// start in an image that holds nothing else.
+// cargoEnvironment leaves out what would replace the target and the flags of .cargo/config.toml: a
+// binary that is not static does not start in an image that holds nothing else.
 func cargoEnvironment(environ []string) []string {
 	replaces := []string{"RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS", "CARGO_BUILD_TARGET"}
 	return slices.DeleteFunc(slices.Clone(environ), func(variable string) bool {
@@ -121,12 +122,12 @@ func cargoEnvironment(environ []string) []string {
 	})
 }
 
-// cargoArguments says how cargo builds the binaries in a profile, and the name of the folder that they come to.
+// cargoArguments returns cargo's arguments for a profile and the folder of its binaries.
 //
-//   - "cluster" (also ""): optimised, and no more than what the images hold. What is measured or shown is built so.
-//   - "release": what is given away, with the plugin of kubectl.
-//   - "dev": as the unit tests are, with the same selection of crates and so the same features: after them only the
-//     binaries are left to link. hack/test.sh does that; its checks need no speed.
+//   - "cluster" (also ""): optimised programs of the images, for benchmarks and the demo.
+//   - "release": programs of a release, with kubectl's plugin.
+//   - "dev": the profile and the selection of crates, and so the features, of the unit tests. After
+//     them only linking is left. hack/test.sh uses it.
 func cargoArguments(profile string) (arguments []string, folder string, err error) {
 	switch profile {
 	case "", "cluster":
@@ -262,7 +263,8 @@ var (
 	namespaceLine = regexp.MustCompile(`(?m)^metadata:\n(?:  .*\n)*?  namespace: (\S+)$`)
 )
 
-// unsetImage is how the manifests name an image before anybody said where it is: a registry that cannot exist (RFC 2606), so that nobody's is pulled.
+// unsetImage is an image's name in the manifests before a registry is set. The registry cannot
+// exist (RFC 2606), so that no stranger's image is pulled.
 func unsetImage(repository string) string {
 	return "torpor.invalid/" + path.Base(repository) + ":unset"
 }
@@ -283,7 +285,8 @@ func render(folder string, images builtImages) ([]manifest, error) {
 	return parseManifests(folder, text)
 }
 
-// parseManifests takes the objects of a text apart that has sorted keys, as kustomize and the chart write them.
+// parseManifests takes the objects of a text apart that has sorted keys, as kustomize and the chart
+// write them.
 func parseManifests(origin, text string) ([]manifest, error) {
 	var all []manifest
 	for document := range strings.SplitSeq("\n"+text, "\n---\n") {
@@ -409,7 +412,7 @@ func rolledOut(path string) func(context.Context) error {
 	}
 }
 
-// explainPods says why Torpor's Pods do not run: their states, events and the end of their logs.
+// explainPods prints states, events and the end of the logs of Torpor's Pods.
 func explainPods() string {
 	questions := [][]string{
 		{"get", "pods", "-n", torporNamespace, "-o", "wide"},
@@ -438,8 +441,9 @@ func tailText(s string, size int) string {
 	return s
 }
 
-// uninstallTorpor takes Torpor off the cluster: the controller and the agents first, so that nothing
-// starts again what is being removed, then the nodes' own files by the uninstall Job, then the rest.
+// uninstallTorpor takes Torpor off the cluster: the controller and the agents first, so that
+// nothing starts again what is being removed, then the nodes' own files by the uninstall Job, then
+// the rest.
 func uninstallTorpor() error {
 	all, err := render(devOverlay, nil)
 	if err != nil {

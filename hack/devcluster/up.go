@@ -16,7 +16,6 @@ import (
 	"time"
 )
 
-//go:embed manifests/cluster.yaml
 var clusterManifest []byte
 
 var changes = `The development cluster runs as root on this machine. While it runs, it
@@ -144,8 +143,8 @@ func waitCluster() error {
 	return nil
 }
 
-// resolvesNames asks for a name through the Service of CoreDNS, so that kube-proxy's rules, the bridge and
-// CoreDNS itself are all seen to work. What the apiserver says may be from before a crash.
+// resolvesNames asks for a name through the Service of CoreDNS, so that kube-proxy's rules, the
+// bridge and CoreDNS itself are known to work. The apiserver's status may be from before a crash.
 func resolvesNames(ctx context.Context) error {
 	resolver := net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
 		ctx, cancel := context.WithTimeout(ctx, 500*time.Millisecond)
@@ -161,9 +160,10 @@ func resolvesNames(ctx context.Context) error {
 	return err
 }
 
-// settleRemains looks at what an earlier `up` left. Supervisors that run are kept. If they are gone (the
-// processes were killed) what else still runs is ended and the state kept, so that the cluster goes on
-// where it was. State from before a reboot is dropped: etcd does not wait for the disk here.
+// settleRemains looks at what an earlier `up` left. Supervisors that run are kept. If they are gone
+// (the processes were killed) what else still runs is ended and the state kept, so that the cluster
+// goes on where it was. State from before a reboot is dropped: etcd does not wait for the disk
+// here.
 func settleRemains() error {
 	record, err := readMachineRecord()
 	if err != nil {
@@ -203,8 +203,8 @@ func settleRemains() error {
 	return nil
 }
 
-// endOrphans ends the programs of a group whose supervisor died without them. Shims and what runs in Pods
-// are left: containerd takes them over again.
+// endOrphans ends the programs of a group whose supervisor died without them. Shims and what runs
+// in Pods are left: containerd takes them over again.
 func endOrphans(groupName string) error {
 	content, err := os.ReadFile(runPath(groupName, "components.json"))
 	if err != nil {
@@ -257,7 +257,8 @@ func linkTools(tools toolset) error {
 	return nil
 }
 
-// down ends the cluster and puts the machine back as `up` found it. What was built stays in the cache.
+// down ends the cluster and puts the machine back as `up` found it. What was built stays in the
+// cache.
 func down() error {
 	if err := needRoot("down"); err != nil {
 		return err
@@ -275,7 +276,8 @@ func down() error {
 		say("no cluster is there")
 		return nil
 	}
-	// The node's programs first, and not in order: with the control plane gone they could only complain.
+	// The node's programs first, and not in order: with the control plane gone they could only
+	// complain.
 	if err := killAll(record); err != nil {
 		return err
 	}

@@ -22,8 +22,8 @@ var unwanted = []string{
 	"usr/share/doc-base", "usr/share/menu", "usr/share/applications", "usr/share/pixmaps", "usr/share/bash-completion", "var/cache", "var/lib/apt",
 }
 
-// Rootfs unpacks the packages and all that they depend on below dir. apt resolves the dependencies as on
-// a machine with nothing installed. Recommended packages are left out.
+// Rootfs unpacks the packages and all that they depend on below dir. apt resolves the dependencies
+// as on a machine with nothing installed. Recommended packages are left out.
 func Rootfs(dir string, packages []string) error {
 	archives := filepath.Join(dir, ".archives")
 	for _, d := range []string{archives + "/partial", dir + "/usr/bin", dir + "/usr/sbin", dir + "/usr/lib", dir + "/usr/lib64"} {
@@ -87,8 +87,8 @@ func finish(dir string) error {
 	if err != nil || len(libraries) == 0 {
 		return err
 	}
-	// Compiled once here instead of at every start; checked by nothing, so that the bytes do not depend
-	// on the time of the build.
+	// Compiled once here instead of at every start; checked by nothing, so that the bytes do not
+	// depend on the time of the build.
 	library := strings.TrimPrefix(libraries[0], dir)
 	return run("chroot", dir, "/usr/bin/python3", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", library)
 }

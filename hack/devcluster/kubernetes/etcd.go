@@ -11,8 +11,8 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 )
 
-// newEtcdCommand is a single etcd member for a cluster that may lose its data: it does not wait for the
-// disk. Its own main cannot be built by `go install` because its module has replace directives.
+// newEtcdCommand is a single etcd member for a cluster that may lose its data: it does not wait for
+// the disk. Its own main cannot be built by `go install` because its module has replace directives.
 func newEtcdCommand() *cobra.Command {
 	var dir, client, peer string
 	cmd := &cobra.Command{
@@ -53,7 +53,8 @@ func runEtcd(dir, client, peer string) error {
 	config.LogLevel = "warn"
 	// Only etcd's own command line sets it; without it every request is logged as a slow one.
 	config.WarningUnaryRequestDuration = embed.DefaultWarningUnaryRequestDuration
-	// A burst of Pods writes many revisions; without compaction the default quota of 2 GiB would end it.
+	// A burst of Pods writes many revisions; without compaction the default quota of 2 GiB would
+	// end it.
 	config.AutoCompactionMode = "periodic"
 	config.AutoCompactionRetention = "5m"
 	config.QuotaBackendBytes = 8 << 30

@@ -10,7 +10,8 @@ import (
 	cri "k8s.io/cri-client/pkg"
 )
 
-// newExecSyncCommand is the call that the kubelet makes for an exec probe, timed: what the benchmark of a wake measures.
+// newExecSyncCommand is the call that the kubelet makes for an exec probe, timed: what the
+// benchmark of a wake measures.
 func newExecSyncCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:   "cri-execsync ENDPOINT CONTAINER-ID COMMAND...",

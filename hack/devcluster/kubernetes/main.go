@@ -1,8 +1,8 @@
 // Command kubernetes is every Kubernetes program the development cluster runs, in one binary.
 //
 // The name it is called by selects the program, as with busybox: kube-apiserver,
-// kube-controller-manager, kube-scheduler, kubelet, kube-proxy, kubectl or etcd. One binary links the
-// shared packages once, which is most of the build time on a small machine.
+// kube-controller-manager, kube-scheduler, kubelet, kube-proxy, kubectl or etcd. One binary links
+// the shared packages once, which is most of the build time on a small machine.
 package main
 
 import (

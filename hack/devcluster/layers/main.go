@@ -1,5 +1,5 @@
-// Command layers reads `cargo metadata --no-deps` from standard input and checks that the crates of the
-// workspace depend on one another only in the direction the architecture allows.
+// Command layers reads `cargo metadata --no-deps` from standard input and checks that the crates of
+// the workspace depend on one another only in the direction the architecture allows.
 package main
 
 import (
@@ -11,15 +11,15 @@ import (
 	"strings"
 )
 
-// allowed lists, for each crate, the crates of the workspace it may use. A crate that is not listed is an
-// error: whoever adds one says here where it belongs.
+// allowed lists, for each crate, the crates of the workspace it may use. A crate that is not listed
+// is an error.
 var allowed = map[string][]string{
-	"torpor-api":             {},
-	"torpor-cli":             {"torpor-api", "torpor-test-apiserver"},
+	"torpor-api":             {"torpor-test-reference"},
+	"torpor-cli":             {"torpor-api", "torpor-test-apiserver", "torpor-test-reference"},
 	"torpor-daemon":          {},
-	"torpor-controller":      {"torpor-api", "torpor-daemon", "torpor-test-apiserver", "torpor-test-monitoring"},
-	"torpor-router":          {"torpor-api", "torpor-daemon", "torpor-test-apiserver", "torpor-test-monitoring"},
-	"torpor-runtime":         {"torpor-daemon"},
+	"torpor-controller":      {"torpor-api", "torpor-daemon", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
+	"torpor-router":          {"torpor-api", "torpor-daemon", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
+	"torpor-runtime":         {"torpor-daemon", "torpor-test-reference"},
 	"torpor-core":            {},
 	"torpor-cgroup":          {},
 	"torpor-kata":            {"torpor-core", "torpor-cgroup"},
@@ -27,14 +27,16 @@ var allowed = map[string][]string{
 	"torpor-gvisor":          {"torpor-core", "torpor-cgroup", "torpor-snapshots"},
 	"torpor-wake":            {"torpor-core"},
 	"torpor-oci":             {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-gvisor", "torpor-wake"},
-	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-cgroup", "torpor-kata", "torpor-wake", "torpor-test-apiserver", "torpor-test-monitoring"},
-	"torpor-bench":           {"torpor-api"},
+	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-cgroup", "torpor-kata", "torpor-wake", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
+	"torpor-bench":           {"torpor-api", "torpor-tests"},
 	"torpor-test-apiserver":  {},
 	"torpor-test-monitoring": {},
+	"torpor-test-reference":  {},
 	"torpor-tests":           {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-kata", "torpor-test-monitoring"},
 }
 
-// impure are crates that reach outside the process. The planner (torpor-core) decides from values only.
+// impure are crates that reach outside the process. The planner (torpor-core) decides from values
+// only.
 var impure = []string{"tokio", "kube", "k8s-openapi", "nix", "rustix", "axum", "tower", "netlink-sys", "rustls"}
 
 type metadata struct {

@@ -47,8 +47,8 @@ type Image struct {
 	Entries []Entry
 }
 
-// Write writes the archive to file and returns the digest of its manifest. Parents of the entries that
-// are not entries themselves become folders of mode 0755.
+// Write writes the archive to file and returns the digest of its manifest. Parents of the entries
+// that are not entries themselves become folders of mode 0755.
 func (i Image) Write(file string) (digest string, err error) {
 	layer, err := os.CreateTemp(filepath.Dir(file), ".layer-*")
 	if err != nil {

@@ -2,12 +2,14 @@
 
 // Prepares the copy of gVisor's sources in which it runs:
 //
-//   - It writes gVisor's own seccomp programs, compiled ahead, into runsc/boot/filter/filter_precompiled.go. Google's releases have them by
-//     a rule of their Bazel build; a build from the Go module alone has none and compiles its program anew at each start of a sandbox
-//     (20 ms of processor time here).
-//   - It adds runsc/torpor.go, with two things. Garbage is collected by the clock every hour, not every two minutes
-//     (docs/decisions/2026-11-26-garbage-by-the-hour.md). And `runsc boot` takes further flags from a file of its bundle: the Pod's limits,
-//     which runsc itself reads only from a cgroup of its own (docs/decisions/2026-11-26-what-a-sandbox-says-of-its-limits.md).
+//   - It writes gVisor's own seccomp programs, compiled ahead, into the file
+//     runsc/boot/filter/filter_precompiled.go. Google's releases have them by a rule of their
+//     Bazel build. A build from the Go module has none and compiles its program at each start of a
+//     sandbox (20 ms of processor time here).
+//   - It adds runsc/torpor.go. Garbage is then collected every hour, not every two minutes
+//     (docs/decisions/2026-11-26-gvisor-garbage-collection-hourly.md). And `runsc boot` reads
+//     further flags from a file of its bundle, the Pod's limits, which runsc itself reads only from
+//     a cgroup of its own (docs/decisions/2026-11-26-pod-limits-shown-in-sandbox.md).
 package main
 
 import (
@@ -25,7 +27,8 @@ const (
 	empty    = "\tprograms := make(map[string]precompiledseccomp.Program)\n"
 )
 
-// added is of package main of runsc. The runtime's variable is no part of Go's promise: a Go without it does not link this.
+// added is a file of runsc's package main. The runtime's variable is not part of Go's compatibility
+// promise: a Go without it does not link this file.
 const added = `package main
 
 import (
@@ -45,8 +48,8 @@ func init() {
 	os.Args = withBootFlags(os.Args)
 }
 
-// withBootFlags adds the words of the file boot-flags of the bundle before the sandbox' id, which is the last one: of a flag
-// that is given twice the last value counts.
+// withBootFlags inserts the words of the bundle's file boot-flags before the sandbox's id, which is
+// the last argument. The last value of a repeated flag counts.
 func withBootFlags(args []string) []string {
 	command := slices.Index(args, "boot")
 	if command < 0 {
