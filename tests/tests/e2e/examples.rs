@@ -256,7 +256,8 @@ async fn example_multi_tenant_keeps_its_quota_and_opens_to_its_client_alone() ->
                 "auth",
                 "can-i",
                 "connect",
-                "sandboxes.agents.x-k8s.io/proxy",
+                "sandboxes.agents.x-k8s.io",
+                "--subresource=proxy",
             ];
             case.kubectl.run(&[&ask[..], &[&account]].concat()).await
         };
