@@ -13,13 +13,14 @@ import (
 	"time"
 )
 
+//go:embed manifests/kwok.yaml
 var kwokConfig []byte
 
 // commandPrefix is what comes before a command's name when this program starts itself.
 var commandPrefix []string
 
 const (
-	// benchNice keeps other work on the machine from being measured; hack/bench-claims.sh gives
+	// benchNice keeps other work on the machine from being measured; `hack/dev bench claims` gives
 	// itself the same.
 	benchNice = -15
 	// benchNodes are the fake nodes: as many as upstream's own scalability test has.

@@ -37,7 +37,7 @@ const usage = `usage: hack/cluster COMMAND
   check-chart           the chart says what the kustomize base says; needs no cluster
   bench up|down|logs|kubectl ARGS…|env
                         the control plane of the benchmarks: no kubelet, 100 fake nodes; beside the
-                        development cluster, from nothing at each up (see hack/bench-claims.sh)
+                        development cluster, from nothing at each up (see hack/dev bench claims)
   build                 install the Debian packages and build the programs that are missing, start nothing
   help                  this text
 `

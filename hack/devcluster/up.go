@@ -16,6 +16,7 @@ import (
 	"time"
 )
 
+//go:embed manifests/cluster.yaml
 var clusterManifest []byte
 
 var changes = `The development cluster runs as root on this machine. While it runs, it

@@ -4,7 +4,12 @@
 //! For each load `hack/cluster bench` starts a control plane from nothing (etcd, apiserver,
 //! controller-manager, scheduler, 100 nodes of kwok). All of it shares this machine's processors.
 
-use std::{collections::HashMap, fs, path::PathBuf, process::Command as SyncCommand};
+use std::{
+    collections::HashMap,
+    fs,
+    path::PathBuf,
+    process::{Command as SyncCommand, Stdio},
+};
 
 use anyhow::{Context as _, ensure};
 use clap::Args;
@@ -137,17 +142,17 @@ impl Drop for ControlPlane {
 async fn cluster(args: &[&str]) -> anyhow::Result<String> {
     let ran = Command::new(cargo::repository().join("hack/cluster"))
         .args(args)
-        .stderr(std::process::Stdio::inherit())
+        .stderr(Stdio::inherit())
         .kill_on_drop(true)
         .output()
         .await?;
+    let (out, words) = (String::from_utf8(ran.stdout)?, args.join(" "));
     ensure!(
         ran.status.success(),
-        "hack/cluster {}: {}",
-        args.join(" "),
+        "hack/cluster {words}: {}: {out}",
         ran.status
     );
-    Ok(String::from_utf8(ran.stdout)?)
+    Ok(out)
 }
 
 /// Variables that `hack/cluster bench env` prints as a shell's `export`.
