@@ -190,12 +190,13 @@ fn bars(outcome: &Outcome) -> Vec<Bar> {
     };
     if outcome.writes.claims > 0 {
         let writes = &outcome.writes;
+        // The assignment, beside it the annotations that clients read at Ready, and the status.
         bars.push(bar(
             "writes before Ready, on average",
-            2.0,
+            3.0,
             writes.before_ready,
         ));
-        bars.push(bar("writes of a claim, on average", 5.0, writes.in_all));
+        bars.push(bar("writes of a claim, on average", 6.0, writes.in_all));
     }
     bars
 }

@@ -131,7 +131,7 @@ async fn an_awake_sandbox_continues_after_a_drain_by_the_plugin() -> anyhow::Res
         let drained = async {
             // The plugin may print messages about other sandboxes of the node, too.
             let ran = case.run_plugin(&["torpor", "drain", &node]).await?;
-            let words = format!("agents.x-k8s.io/s -n {} is suspended", case.namespace);
+            let words = format!("agents.x-k8s.io/s -n {} suspended", case.namespace);
             anyhow::ensure!(ran.out.contains(&words), "{ran:?}");
             let waits = |pod: &Pod| condition(pod, "PodScheduled").1 == "Unschedulable";
             let words = "the next Pod waits for its node";
