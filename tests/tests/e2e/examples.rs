@@ -8,19 +8,23 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::process::Command;
 use torpor_api::SandboxWarmPool;
-use torpor_api::annotations::{HIBERNATE, HIBERNATE_AFTER, NEXT_WAKEUP};
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, HIBERNATE_AFTER, NEXT_WAKEUP};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::AWAKE;
 use torpor_tests::accounts::token;
 use torpor_tests::case::{Case, case, condition};
 use torpor_tests::http::{self, Request};
 use torpor_tests::sandboxes::LIMIT;
+use torpor_tests::swap::Swap;
 use torpor_tests::witness::address;
 use torpor_tests::{sdk, wait};
+
+use crate::kata::kata_class;
 
 /// Path of an example, or of a file in it.
 fn example(path: &str) -> PathBuf {
@@ -272,7 +276,7 @@ async fn example_multi_tenant_keeps_its_quota_and_opens_to_its_client_alone() ->
             .kubectl
             .ok(&["get", "sandbox", "agent", "-o", "json"])
             .await?;
-        let spec = serde_json::from_str::<serde_json::Value>(&manifest)?["spec"].take();
+        let spec = serde_json::from_str::<Value>(&manifest)?["spec"].take();
         let another = |name: &str| {
             json!({
                 "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
@@ -289,19 +293,81 @@ async fn example_multi_tenant_keeps_its_quota_and_opens_to_its_client_alone() ->
 }
 
 #[tokio::test]
-async fn example_kata_and_monitoring_are_valid_where_their_kinds_are_missing() -> anyhow::Result<()>
-{
-    case("ex-dry", async |case| {
-        let kata = example("kata");
-        let kata = kata.to_str().context("path of the repository")?;
-        let dry = ["apply", "--dry-run=server", "-k", kata];
-        case.kubectl.ok(&dry).await?;
-        let monitoring = example("monitoring");
-        let monitoring = monitoring.to_str().context("path of the repository")?;
-        let built = case.kubectl.ok(&["kustomize", monitoring]).await?;
-        for kind in ["PodMonitor", "PrometheusRule", "ConfigMap"] {
-            ensure!(built.contains(&format!("kind: {kind}")), "no {kind}");
+async fn example_kata_dozes_where_the_cluster_has_its_runtime_class() -> anyhow::Result<()> {
+    case("ex-kata", async |case| {
+        if kata_class(case).await?.as_deref() != Some("kata-qemu") {
+            let path = example("kata");
+            let path = path.to_str().context("path of the repository")?;
+            let dry = ["apply", "--dry-run=server", "-k", path];
+            case.kubectl.ok(&dry).await?;
+            eprintln!(
+                "NOT RUN: this cluster has no RuntimeClass kata-qemu; the API took the manifest"
+            );
+            return Ok(());
         }
+        let _swap = Swap::on()?;
+        apply(case, "kata").await?;
+        case.sandbox_ready("kata").await?;
+        let sooner = json!({ "metadata": { "annotations": { DOZE_AFTER: "10s" } } });
+        case.patch("kata", sooner).await?;
+        case.dozes("kata").await?;
+        case.sh("kata", "main", "uname -r").await.map(drop)
+    })
+    .await
+}
+
+/// Go module with the definitions of the Prometheus operator's kinds, and its checksum.
+const OPERATOR: &str = "github.com/prometheus-operator/prometheus-operator@v0.86.1";
+const OPERATOR_SUM: &str = "h1:pHUuiRErcFb3nFDox7RxoxpEN0FyT24GtYOkr2GBu04=";
+
+/// Downloads the definitions of the operator's kinds and returns their files.
+async fn operator_definitions() -> anyhow::Result<Vec<String>> {
+    let download = Command::new("go")
+        .args(["mod", "download", "-json", OPERATOR])
+        // The checksum is compared here.
+        .envs([("GOSUMDB", "off"), ("GOWORK", "off")])
+        .current_dir(std::env::temp_dir())
+        .kill_on_drop(true)
+        .output();
+    let output = tokio::time::timeout(wait::scaled(LIMIT), download).await??;
+    let module: Value = serde_json::from_slice(&output.stdout).context(OPERATOR)?;
+    ensure!(module["Sum"] == OPERATOR_SUM, "{OPERATOR}: {module}");
+    let folder = module["Dir"].as_str().context("no folder of the module")?;
+    let file = |kind| {
+        format!("{folder}/example/prometheus-operator-crd/monitoring.coreos.com_{kind}.yaml")
+    };
+    Ok(vec![file("podmonitors"), file("prometheusrules")])
+}
+
+#[tokio::test]
+async fn example_monitoring_is_taken_by_the_kinds_of_the_prometheus_operator() -> anyhow::Result<()>
+{
+    let definitions = operator_definitions().await?;
+    case("ex-monitoring", async |case| {
+        let files: Vec<&str> = definitions.iter().flat_map(|file| ["-f", file]).collect();
+        case.kubectl
+            .ok(&[&["apply", "--server-side"], &files[..]].concat())
+            .await?;
+        let established = ["wait", "--for=condition=Established", "--timeout=30s"];
+        case.kubectl
+            .ok(&[&established[..], &files[..]].concat())
+            .await?;
+        let applied = async {
+            apply(case, "monitoring").await?;
+            let get = ["-n", "agent-sandbox-system", "get", "-o", "name"];
+            let kinds = ["podmonitors,prometheusrules"];
+            case.kubectl.ok(&[&get[..], &kinds].concat()).await
+        };
+        let applied = applied.await;
+        let path = example("monitoring");
+        let path = path.to_str().context("path of the repository")?;
+        case.kubectl
+            .ok(&["delete", "-k", path, "--ignore-not-found"])
+            .await?;
+        case.kubectl.ok(&[&["delete"], &files[..]].concat()).await?;
+        let applied = applied?;
+        ensure!(applied.matches("podmonitor").count() == 3, "{applied}");
+        ensure!(applied.contains("prometheusrule"), "{applied}");
         Ok(())
     })
     .await

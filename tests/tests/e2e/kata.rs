@@ -150,7 +150,7 @@ async fn blocking_look(pod: &Pod) -> anyhow::Result<Seen> {
 }
 
 /// Returns the name of a RuntimeClass of Kata, if this cluster has one.
-async fn kata_class(case: &Case) -> anyhow::Result<Option<String>> {
+pub(crate) async fn kata_class(case: &Case) -> anyhow::Result<Option<String>> {
     let classes: Api<RuntimeClass> = Api::all(case.client());
     let classes = classes.list(&ListParams::default()).await?;
     let kata = classes
