@@ -38,7 +38,8 @@ documented! {
     PROGRESSING = "Progressing";
     /// On a SandboxSnapshot: the image is complete and durable.
     COMMITTED = "Committed";
-    /// On a SandboxSnapshot: the image is older than the sandbox, which continued without it.
+    /// On a SandboxSnapshot: a Pod was restored from the image, or the sandbox continued without
+    /// it.
     CONSUMED = "Consumed";
     /// On a Pod, written by the agent: source of the Sandbox's `Hibernated`.
     POD_HIBERNATED = "torpor.dev/Hibernated";

@@ -146,7 +146,7 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
             "create the SandboxSnapshot or wait until it is ready, or remove the annotation torpor.dev/restore-from"
         }
         snapshot::SANDBOX_NOT_FOUND => {
-            "delete the SandboxSnapshot: its Sandbox does not exist, so there is no memory to save"
+            "delete the SandboxSnapshot: its Sandbox or the Pod is gone, so there is no memory to save"
         }
         _ => return None,
     })

@@ -367,7 +367,7 @@ async fn policy_cold_start_waits_for_a_lost_node_before_it_gives_up_the_memory(
     let (status, reason, message) = world.condition("Restored").unwrap();
     assert_eq!([&*status, &*reason], ["False", "NodeUnavailable"]);
     let words =
-        "The controller waits 60 s for the node; then the Sandbox starts without the memory";
+        "The controller waits 60 s in all for the node; then the Sandbox starts without the memory";
     assert!(message.ends_with(words), "{message}");
     assert!(world.has_moved("Restored"), "it waits from now on");
     let again = world.pass().await.unwrap();

@@ -121,7 +121,7 @@ pub(super) fn await_node(plan: &mut Plan, desired: &Desired<'_>, why: &str) {
     }
     let seconds = GIVEN_UP_AFTER.as_secs();
     let message = format!(
-        "{why}. The controller waits {seconds} s for the node; then the Sandbox starts without the memory"
+        "{why}. The controller waits {seconds} s in all for the node; then the Sandbox starts without the memory"
     );
     let (type_, reason) = (conditions::RESTORED, restored::NODE_UNAVAILABLE);
     plan.memory.restored = condition_false(type_, reason, message);

@@ -277,7 +277,7 @@ fn await_answer(
         _ if is_bounded => (
             lost.map_or(restored::ASKING_NODE, |_| restored::NODE_UNAVAILABLE),
             format!(
-                "The controller waits {} s for the node; then the Sandbox starts without the memory",
+                "The controller waits {} s in all for the node; then the Sandbox starts without the memory",
                 GIVEN_UP_AFTER.as_secs()
             ),
         ),
