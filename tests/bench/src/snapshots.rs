@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use futures::{StreamExt, TryStreamExt, stream};
 use serde_json::json;
-use torpor_tests::case::Case;
+use torpor_tests::{case::Case, wait};
 
 use crate::{
     node,
@@ -17,6 +17,8 @@ use crate::{
 const NAMESPACE: &str = "torpor-bench-snapshots";
 /// Number of objects after which the progress is printed.
 const PROGRESS: usize = 500;
+/// Time for the controller's status of each snapshot: 200 a second on two cores.
+const REPORT_LIMIT: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
@@ -33,6 +35,7 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
         let time = Duration::from_secs(options.seconds);
         print_share("without", time).await?;
         create(case, options.number).await?;
+        reported(case, options.number).await?;
         print_share(&format!("with {}", options.number), time).await
     })
     .await
@@ -63,6 +66,22 @@ async fn create(case: &Case, number: usize) -> anyhow::Result<()> {
 }
 
 /// Prints the agent's share of a processor from now on, and its memory.
+/// Waits until the controller has written a status to the last snapshot, and so to all.
+///
+/// Each of these writes is an event for the agent.
+async fn reported(case: &Case, number: usize) -> anyhow::Result<()> {
+    let name = format!("s-{}", number.saturating_sub(1));
+    let words = "the controller has reported on all snapshots";
+    wait::object(case.snapshots(), &name, words, REPORT_LIMIT, |found| {
+        let status = found.and_then(|snapshot| snapshot.status);
+        let is_reported = status.is_some_and(|status| !status.conditions.is_empty());
+        is_reported
+            .then_some(())
+            .ok_or_else(|| "it has no condition".to_owned())
+    })
+    .await
+}
+
 async fn print_share(words: &str, time: Duration) -> anyhow::Result<()> {
     let agent = [node::agent()?];
     let before = node::processor_time(&agent);
