@@ -65,7 +65,6 @@ async fn create(case: &Case, number: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints the agent's share of a processor from now on, and its memory.
 /// Waits until the controller has written a status to the last snapshot, and so to all.
 ///
 /// Each of these writes is an event for the agent.
@@ -82,6 +81,7 @@ async fn reported(case: &Case, number: usize) -> anyhow::Result<()> {
     .await
 }
 
+/// Prints the agent's share of a processor from now on, and its memory.
 async fn print_share(words: &str, time: Duration) -> anyhow::Result<()> {
     let agent = [node::agent()?];
     let before = node::processor_time(&agent);
