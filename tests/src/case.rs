@@ -25,7 +25,7 @@ use crate::node::Node;
 use crate::{explain, wait};
 
 /// Time limit of a test.
-const LIMIT: Duration = Duration::from_secs(150);
+const LIMIT: Duration = Duration::from_secs(240);
 /// Time for the removal of a test's Pods, whose grace periods are a few seconds.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(60);
 /// Time for a Pod to become ready: a second or two, more where four tests start Pods at once.
