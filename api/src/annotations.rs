@@ -169,26 +169,13 @@ documented! {
     REPLACES_POD = "torpor.dev/replaces-pod";
 }
 
-/// Torpor's annotations that users write.
-pub const USER_SETTINGS: [&str; 15] = [
-    SUSPENSION_STRATEGY,
-    HIBERNATE,
-    ON_RESTORE_FAILURE,
-    ON_CRASH,
-    ON_RESTORE_EXEC,
-    RESTORE_FROM,
-    SNAPSHOT_CLASS,
-    RESUME_ON_REQUEST,
-    HIBERNATE_AFTER,
-    IDLE_TIMEOUT,
-    DOZE_AFTER,
-    WAKE_ON,
-    WAKE_AT,
-    INJECT_RUNTIME,
-    NETWORK_POLICY,
-];
+/// Returns the keys of [`OF_USERS`] that are Torpor's own.
+pub fn user_settings() -> impl Iterator<Item = &'static str> {
+    let keys = OF_USERS.iter().map(|entry| entry.value);
+    keys.filter(|key| key.starts_with(TORPOR_PREFIX))
+}
 
-/// Annotations of [`USER_SETTINGS`] that a SandboxClaim may carry: those about the life of its own
+/// Keys of [`user_settings`] that a SandboxClaim may carry: those about the life of its own
 /// sandbox.
 ///
 /// The others select the memory that a sandbox starts from, the place of its images and the
@@ -232,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_template_cannot_pass_on_system_or_torpor_annotations() {
-        for key in USER_SETTINGS.iter().chain(&ON_POD) {
+        for key in user_settings().chain(ON_POD) {
             assert!(is_system(key), "{key}");
         }
         for key in [POD_NAME, PROPAGATED_LABELS, TRACE_CONTEXT] {

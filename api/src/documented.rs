@@ -5,16 +5,8 @@
 pub struct Documented {
     /// Value of the constant.
     pub value: &'static str,
-    /// Lines of its doc comment, each with the blank after `///`.
-    pub lines: &'static [&'static str],
-}
-
-impl Documented {
-    /// Returns the documentation as one paragraph.
-    pub fn text(&self) -> String {
-        let words: Vec<&str> = self.lines.iter().map(|line| line.trim()).collect();
-        words.join(" ").trim().to_owned()
-    }
+    /// Its doc comment as one paragraph.
+    pub text: &'static str,
 }
 
 /// Declares string constants, each with a doc comment, and lists them.
@@ -38,7 +30,7 @@ macro_rules! documented {
 
             /// Every value of this module with its documentation.
             pub const DOCUMENTED: &[$crate::documented::Documented] = &[$(
-                $crate::documented::Documented { value: $name, lines: &[$($line),+] }
+                $crate::documented::Documented { value: $name, text: concat!($($line),+).trim_ascii() }
             ),+];
         }
     };
@@ -51,7 +43,7 @@ macro_rules! documented {
 
         $(#[doc = $about])+
         pub const $list: &[$crate::documented::Documented] = &[$(
-            $crate::documented::Documented { value: $name, lines: &[$($line),+] }
+            $crate::documented::Documented { value: $name, text: concat!($($line),+).trim_ascii() }
         ),+];
     };
 }

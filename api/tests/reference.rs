@@ -20,9 +20,18 @@ const KUBERNETES: [&str; 5] = [
 fn table(page: &mut String, first: &str, list: &[Documented]) -> std::fmt::Result {
     writeln!(page, "| {first} | meaning |\n|---|---|")?;
     for entry in list {
-        writeln!(page, "| `{}` | {} |", entry.value, cell(&entry.text()))?;
+        writeln!(page, "| `{}` | {} |", entry.value, cell(entry.text))?;
     }
     writeln!(page)
+}
+
+/// Appends a section with a table for each title.
+fn tables(page: &mut String, first: &str, sections: &[(&str, &[Documented])]) -> std::fmt::Result {
+    for (title, list) in sections {
+        writeln!(page, "## {title}\n")?;
+        table(page, first, list)?;
+    }
+    Ok(())
 }
 
 /// Returns the text of a doc comment as a table cell: links to items become their names.
@@ -33,7 +42,7 @@ fn cell(text: &str) -> String {
 #[test]
 fn reference_of_annotations_is_current() -> std::fmt::Result {
     let mut page = "# Annotations\n\n".to_owned();
-    for (title, list) in [
+    let sections = [
         ("Written by users", annotations::OF_USERS),
         ("On a Pod, written by the controller", annotations::OF_PODS),
         (
@@ -45,10 +54,8 @@ fn reference_of_annotations_is_current() -> std::fmt::Result {
             annotations::OF_SNAPSHOTS,
         ),
         ("Upstream's", annotations::OF_UPSTREAM),
-    ] {
-        writeln!(page, "## {title}\n")?;
-        table(&mut page, "annotation", list)?;
-    }
+    ];
+    tables(&mut page, "annotation", &sections)?;
     assert_page("annotations.md", &page);
     Ok(())
 }
@@ -57,7 +64,7 @@ fn reference_of_annotations_is_current() -> std::fmt::Result {
 fn reference_of_conditions_is_current() -> std::fmt::Result {
     let mut page = "# Conditions\n\n".to_owned();
     table(&mut page, "condition", conditions::DOCUMENTED)?;
-    for (title, list) in [
+    let sections = [
         (
             "Sandbox: Ready, Suspended, PodScheduled, Finished",
             reasons::sandbox::DOCUMENTED,
@@ -81,10 +88,8 @@ fn reference_of_conditions_is_current() -> std::fmt::Result {
             "SandboxNode: reasons of a sandbox's latest plan (`status.sandboxes[].reasons`)",
             reasons::plan::DOCUMENTED,
         ),
-    ] {
-        writeln!(page, "## {title}\n")?;
-        table(&mut page, "reason", list)?;
-    }
+    ];
+    tables(&mut page, "reason", &sections)?;
     assert_page("conditions.md", &page);
     Ok(())
 }

@@ -48,19 +48,24 @@ fn without_turns() -> Settings {
     settings
 }
 
+/// Checks that one pass over the pool leaves this number of members and yields to another pool.
+async fn assert_pass_yields(cluster: &Cluster, members: usize) {
+    let other = ("other".to_owned(), "q".to_owned());
+    let queue = &cluster.context.queues.pools;
+    queue.add(other.clone());
+    let again = cluster.pool_pass("p").await.unwrap().unwrap();
+    assert_eq!(cluster.members().len(), members);
+    assert!(again.as_millis() <= 1, "{again:?}");
+    // The pool may have queued itself meanwhile.
+    while queue.next().await != other {}
+}
+
 #[tokio::test]
 async fn a_pass_over_a_large_pool_yields_to_others_and_continues_later() {
     let cluster = Cluster::with(without_turns());
     cluster.template(json!({}));
     cluster.pool(8, json!({}));
-    let other = ("other".to_owned(), "q".to_owned());
-    let queue = &cluster.context.queues.pools;
-    queue.add(other.clone());
-    let again = cluster.pool_pass("p").await.unwrap().unwrap();
-    assert_eq!(cluster.members().len(), 1);
-    assert!(again.as_millis() <= 1, "{again:?}");
-    // The pool may have queued itself meanwhile.
-    while queue.next().await != other {}
+    assert_pass_yields(&cluster, 1).await;
     assert_passes_reach(&cluster, 8).await;
 }
 
@@ -71,14 +76,7 @@ async fn a_pass_that_only_deletes_yields_too() {
     cluster.pool(8, json!({}));
     cluster.settle().await;
     cluster.edit("sandboxwarmpools", "p", &json!({"spec": {"replicas": 0}}));
-    let other = ("other".to_owned(), "q".to_owned());
-    let queue = &cluster.context.queues.pools;
-    queue.add(other.clone());
-    let again = cluster.pool_pass("p").await.unwrap().unwrap();
-    assert_eq!(cluster.members().len(), 7);
-    assert!(again.as_millis() <= 1, "{again:?}");
-    // The pool may have queued itself meanwhile.
-    while queue.next().await != other {}
+    assert_pass_yields(&cluster, 7).await;
     assert_passes_reach(&cluster, 0).await;
 }
 

@@ -83,7 +83,7 @@ fn a_claim_sets_only_torpors_annotations_for_its_own_lifecycle(
 
 #[test]
 fn every_setting_belongs_to_claims_or_to_templates() {
-    for key in annotations::USER_SETTINGS {
+    for key in annotations::user_settings() {
         let refused = check(&claim(Value::Null, json!({key: "x"})), &domains()).unwrap_err();
         let claims = annotations::CLAIM_SETTINGS.contains(&key);
         assert_eq!(matches!(refused, Invalid::Setting(_)), claims, "{key}");
