@@ -4,6 +4,8 @@
 //! The tests run on the machine that is the cluster's node (`hack/cluster up` makes one). They
 //! check processes, cgroups, mounts and files on the node instead of through the API.
 
+use std::path::Path;
+
 pub mod accounts;
 pub mod agent;
 pub mod attached;
@@ -29,4 +31,11 @@ pub mod sleep;
 pub mod swap;
 pub mod terminal;
 pub mod wait;
+pub mod websocket;
 pub mod witness;
+
+/// Returns the root of the repository.
+pub fn repository() -> &'static Path {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+    tests.parent().unwrap_or(tests)
+}

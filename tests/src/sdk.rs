@@ -12,6 +12,7 @@ use tokio::sync::OnceCell;
 
 use crate::case::Case;
 use crate::kubectl::LIGHT;
+use crate::repository;
 
 /// Time to download and install the SDK, once.
 const INSTALL_LIMIT: Duration = Duration::from_secs(300);
@@ -26,11 +27,6 @@ const POD_SNAPSHOT_DEFINITIONS: [&str; 2] = [
 ];
 
 static PYTHON: OnceCell<PathBuf> = OnceCell::const_new();
-
-fn repository() -> &'static Path {
-    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
-    tests.parent().unwrap_or(tests)
-}
 
 /// Returns the interpreter that has the SDK, and installs it where it is missing.
 ///

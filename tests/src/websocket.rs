@@ -1,4 +1,4 @@
-//! Client of WebSockets (RFC 6455), as far as the benchmark needs it: text in single frames.
+//! Client of WebSockets (RFC 6455), as far as tests need it: text in single frames.
 
 use std::io;
 
@@ -18,12 +18,13 @@ const MASKED: u8 = 0x80;
 /// Length that says that the real length follows in two bytes.
 const TWO_BYTES: u8 = 126;
 
+/// An open WebSocket.
 #[derive(Debug)]
-pub(crate) struct WebSocket(BufStream<TcpStream>);
+pub struct WebSocket(BufStream<TcpStream>);
 
 impl WebSocket {
     /// Requests a WebSocket over a connection.
-    pub(crate) async fn open(stream: TcpStream, host: &str, path: &str) -> anyhow::Result<Self> {
+    pub async fn open(stream: TcpStream, host: &str, path: &str) -> anyhow::Result<Self> {
         let mut stream = BufStream::new(stream);
         let request = format!(
             "GET {path} HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\
@@ -45,13 +46,15 @@ impl WebSocket {
         Ok(Self(stream))
     }
 
-    pub(crate) async fn send(&mut self, text: &str) -> anyhow::Result<()> {
+    /// Sends a text of at most 125 bytes.
+    pub async fn send(&mut self, text: &str) -> anyhow::Result<()> {
         let frame = frame(text, fastrand::u32(..).to_be_bytes())?;
         self.0.write_all(&frame).await?;
         Ok(self.0.flush().await?)
     }
 
-    pub(crate) async fn receive(&mut self) -> anyhow::Result<String> {
+    /// Returns the next text.
+    pub async fn receive(&mut self) -> anyhow::Result<String> {
         let head = self.0.read_u16().await?;
         let [kind, length] = head.to_be_bytes();
         ensure!(kind == TEXT, "a frame of another kind: {kind:#x}");

@@ -1,19 +1,11 @@
 //! Programs of the workspace that cargo builds for a benchmark.
 
-use std::{
-    path::{Path, PathBuf},
-    process::Stdio,
-};
+use std::{path::PathBuf, process::Stdio};
 
 use anyhow::{Context as _, ensure};
 use serde_json::Value;
 use tokio::process::Command;
-
-/// Returns the root of the repository.
-pub(crate) fn repository() -> &'static Path {
-    let crate_dir = Path::new(env!("CARGO_MANIFEST_DIR"));
-    crate_dir.ancestors().nth(2).unwrap_or(crate_dir)
-}
+use torpor_tests::repository;
 
 /// Returns cargo's target directory.
 pub(crate) fn target() -> PathBuf {

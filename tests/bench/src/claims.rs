@@ -14,6 +14,7 @@ use std::{
 use anyhow::{Context as _, ensure};
 use clap::Args;
 use tokio::process::Command;
+use torpor_tests::repository;
 
 use crate::{block_on, cargo, stop::Stop};
 
@@ -130,7 +131,7 @@ impl ControlPlane {
 
 impl Drop for ControlPlane {
     fn drop(&mut self) {
-        let program = cargo::repository().join("hack/cluster");
+        let program = repository().join("hack/cluster");
         let done = SyncCommand::new(program).args(["bench", "down"]).status();
         if !done.as_ref().is_ok_and(|status| status.success()) {
             eprintln!("the control plane may still run: hack/cluster bench down: {done:?}");
@@ -140,7 +141,7 @@ impl Drop for ControlPlane {
 
 /// Runs `hack/cluster`; returns its output.
 async fn cluster(args: &[&str]) -> anyhow::Result<String> {
-    let ran = Command::new(cargo::repository().join("hack/cluster"))
+    let ran = Command::new(repository().join("hack/cluster"))
         .args(args)
         .stderr(Stdio::inherit())
         .kill_on_drop(true)

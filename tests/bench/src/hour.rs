@@ -23,10 +23,12 @@ use torpor_api::conditions::POD_HIBERNATED;
 use torpor_tests::{
     case::Case,
     pods::{self, PYTHON, mounts},
+    repository,
     sleep::restarts,
+    websocket::WebSocket,
 };
 
-use crate::{cargo::repository, setup, sleeper::PORT, stop::Stop, websocket::WebSocket};
+use crate::{setup, sleeper::PORT, stop::Stop};
 
 const NAMESPACE: &str = "torpor-bench-hour";
 const IMAGE: &str = "torpor.dev/bench-ssh:dev";

@@ -28,7 +28,6 @@ mod stop;
 mod swap;
 mod table;
 mod wake;
-mod websocket;
 mod wrk;
 
 /// Measures Torpor beside a base of the same run.

@@ -2,14 +2,12 @@
 //! own.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::process::Command;
 use torpor_api::SandboxWarmPool;
@@ -23,23 +21,25 @@ use torpor_tests::http::{self, Request};
 use torpor_tests::kubectl::Kubectl;
 use torpor_tests::sandboxes::LIMIT;
 use torpor_tests::swap::Swap;
+use torpor_tests::websocket::WebSocket;
 use torpor_tests::witness::address;
-use torpor_tests::{sdk, wait};
+use torpor_tests::{repository, sdk, wait};
 
 use crate::kata::kata_class;
 
 /// Path of an example, or of a file in it.
-fn example(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../examples")
+fn example(path: &str) -> String {
+    repository()
+        .join("examples")
         .join(path)
+        .display()
+        .to_string()
 }
 
 /// Applies an example as its README says.
 async fn apply(case: &Case, name: &str) -> anyhow::Result<()> {
     let path = example(name);
-    let path = path.to_str().context("path of the repository")?;
-    case.kubectl.ok(&["apply", "-k", path]).await.map(drop)
+    case.kubectl.ok(&["apply", "-k", &path]).await.map(drop)
 }
 
 /// Number that a container wrote to a file.
@@ -113,9 +113,8 @@ async fn example_code_interpreter_runs_its_sdk_program_in_a_warm_sandbox() -> an
             ready.then_some(()).ok_or_else(|| format!("{status:?}"))
         })
         .await?;
-        let program = example("code-interpreter/interpret.py").canonicalize()?;
-        let program = program.to_str().context("path of the repository")?;
-        case.with_sdk(program).await
+        case.with_sdk(&example("code-interpreter/interpret.py"))
+            .await
     })
     .await
 }
@@ -146,37 +145,10 @@ async fn example_ide_is_resumed_by_a_request_with_its_unsaved_buffer() -> anyhow
     .await
 }
 
-/// Opens a WebSocket to the example's server.
-async fn open_websocket(pod: &Pod) -> anyhow::Result<TcpStream> {
-    let mut stream = TcpStream::connect((address(pod)?.as_str(), 8080)).await?;
-    let request = "GET / HTTP/1.1\r\nHost: s\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\
-                   Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
-    stream.write_all(request.as_bytes()).await?;
-    let mut head = Vec::new();
-    while !head.ends_with(b"\r\n\r\n") {
-        head.push(stream.read_u8().await?);
-    }
-    let head = String::from_utf8(head)?;
-    // The key and its answer are those of RFC 6455, section 1.3.
-    ensure!(head.contains("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="), "{head}");
-    Ok(stream)
-}
-
 /// Sends a text over a WebSocket and returns the text of the answer.
-async fn exchange(stream: &mut TcpStream, text: &str) -> anyhow::Result<String> {
-    let length = u8::try_from(text.len())?;
-    // A mask of zeros leaves the text as it is.
-    let mut frame = vec![0x81, 0x80 | length, 0, 0, 0, 0];
-    frame.extend(text.as_bytes());
-    stream.write_all(&frame).await?;
-    let answer = async {
-        let mut head = [0; 2];
-        stream.read_exact(&mut head).await?;
-        let mut text = vec![0; usize::from(head[1])];
-        stream.read_exact(&mut text).await?;
-        Ok(String::from_utf8(text)?)
-    };
-    tokio::time::timeout(wait::scaled(LIMIT), answer).await?
+async fn exchange(socket: &mut WebSocket, text: &str) -> anyhow::Result<String> {
+    socket.send(text).await?;
+    tokio::time::timeout(wait::scaled(LIMIT), socket.receive()).await?
 }
 
 #[tokio::test]
@@ -184,12 +156,13 @@ async fn example_websocket_stays_open_while_its_sandbox_hibernates() -> anyhow::
     case("ex-websocket", async |case| {
         apply(case, "websocket").await?;
         let pod = case.sandbox_ready("websocket").await?;
-        let mut stream = open_websocket(&pod).await?;
-        ensure!(exchange(&mut stream, "before").await? == "1 before");
+        let stream = TcpStream::connect((address(&pod)?.as_str(), 8080)).await?;
+        let mut socket = WebSocket::open(stream, "websocket", "/").await?;
+        ensure!(exchange(&mut socket, "before").await? == "1 before");
         let hibernate = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
         case.patch("websocket", hibernate).await?;
         case.asleep("websocket").await?;
-        ensure!(exchange(&mut stream, "after").await? == "2 after");
+        ensure!(exchange(&mut socket, "after").await? == "2 after");
         Ok(())
     })
     .await
@@ -222,8 +195,7 @@ async fn example_fork_starts_copies_that_share_the_origins_memory() -> anyhow::R
         case.sandbox_ready("origin").await?;
         let origin = case.written("origin", "main", "/tmp/secret").await?;
         let snapshot = example("fork/snapshot.yaml");
-        let snapshot = snapshot.to_str().context("path of the repository")?;
-        case.kubectl.ok(&["apply", "-f", snapshot]).await?;
+        case.kubectl.ok(&["apply", "-f", &snapshot]).await?;
         let committed = ["wait", "--for=condition=Committed", "--timeout=30s"];
         let committed = [&committed[..], &["sandboxsnapshot/origin"]].concat();
         case.kubectl.ok(&committed).await?;
@@ -299,8 +271,7 @@ async fn example_kata_dozes_where_the_cluster_has_its_runtime_class() -> anyhow:
     case("ex-kata", async |case| {
         if kata_class(case).await?.as_deref() != Some("kata-qemu") {
             let path = example("kata");
-            let path = path.to_str().context("path of the repository")?;
-            let dry = ["apply", "--dry-run=server", "-k", path];
+            let dry = ["apply", "--dry-run=server", "-k", &path];
             case.kubectl.ok(&dry).await?;
             eprintln!(
                 "NOT RUN: this cluster has no RuntimeClass kata-qemu; the API took the manifest"
@@ -358,15 +329,14 @@ async fn example_monitoring_is_taken_by_the_kinds_of_the_prometheus_operator() -
         let established = ["wait", "--for=condition=Established", "--timeout=30s"];
         kubectl.ok(&[&established[..], &files[..]].concat()).await?;
         let path = example("monitoring");
-        let path = path.to_str().context("path of the repository")?;
         let applied = async {
-            kubectl.ok(&["apply", "-k", path]).await?;
+            kubectl.ok(&["apply", "-k", &path]).await?;
             let get = ["get", "-o", "name", "podmonitors,prometheusrules"];
             kubectl.ok(&get).await
         };
         let applied = applied.await;
         kubectl
-            .ok(&["delete", "-k", path, "--ignore-not-found"])
+            .ok(&["delete", "-k", &path, "--ignore-not-found"])
             .await?;
         kubectl.ok(&[&["delete"], &files[..]].concat()).await?;
         let applied = applied?;
