@@ -23,8 +23,8 @@ use torpor_core::pressure::Candidate;
 use torpor_core::queue::Wish;
 use torpor_core::state::{Desired, Failures, Observed, Policy};
 use torpor_core::steps::{Outcome, Plan, Reason, Step};
-use torpor_gvisor::keeper::Rules;
-use torpor_gvisor::record::{PodLock, PodRecord, WakeCause};
+use torpor_records::{PodLock, PodRecord, WakeCause};
+use torpor_runsc::keeper::Rules;
 
 use crate::desired::desired;
 use crate::execute::{self, Context, execute};

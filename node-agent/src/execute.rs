@@ -9,14 +9,15 @@ use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
 use torpor_core::ledger::{LedgerState, Memory};
 use torpor_core::state::{ImageState, NOT_WATCHED};
 use torpor_core::steps::{Action, Outcome, Step};
-use torpor_gvisor::control::Control;
-use torpor_gvisor::keeper::{self, Request, Rules, Verb};
-use torpor_gvisor::record::{
-    self, ContainerRecord, Depth, NOT_HELD_OPEN, PodLock, PodRecord, WakeCause, WakeNote,
-};
-use torpor_gvisor::resume::{self, Left, Resumed};
-use torpor_gvisor::spec::Role;
-use torpor_gvisor::{pause, programs, save};
+use torpor_records::Role;
+use torpor_records::{self, ContainerRecord, Depth, PodLock, PodRecord, WakeCause, WakeNote};
+use torpor_runsc::control::Control;
+use torpor_runsc::held_open::{self, NOT_HELD_OPEN};
+use torpor_runsc::keeper::{self, Request, Rules, Verb};
+use torpor_runsc::pause;
+use torpor_runsc::programs;
+use torpor_runsc::resume::{self, Left, Resumed};
+use torpor_runsc::save;
 use torpor_snapshots::{
     LedgerFile, Listed, ManifestDraft, Partial, Removed, SaveError, ledger_file,
 };
@@ -228,9 +229,9 @@ fn is_broken(context: &Context<'_>) -> bool {
 
 fn is_held_open(context: &Context<'_>) -> bool {
     let records = &context.node.records;
-    context
-        .sandbox
-        .is_some_and(|(record, _)| matches!(records.is_held_open(&record.sandbox), Ok(true)))
+    context.sandbox.is_some_and(|(record, _)| {
+        matches!(held_open::is_held_open(&records, &record.sandbox), Ok(true))
+    })
 }
 
 /// The sandbox is about to be ended and made anew: what would run now would be lost.
@@ -500,7 +501,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
 fn containers_in(
     context: &Context<'_>,
     sandbox: &SandboxId,
-) -> Result<Vec<ContainerId>, record::Error> {
+) -> Result<Vec<ContainerId>, torpor_records::Error> {
     let draft = (context.draft)();
     let containers = context.node.records.containers_of(sandbox)?.into_iter();
     let is_named = |one: &ContainerRecord| {
@@ -611,7 +612,7 @@ fn forget_sleep(context: &Context<'_>) -> Outcome {
         return no_sandbox();
     };
     let records = &context.node.records;
-    let state = torpor_gvisor::record::SandboxState::Running;
+    let state = torpor_records::SandboxState::Running;
     if let Err(error) = records.write_state(&record.sandbox, &state) {
         return failed("RecordFailed", &error);
     }

@@ -10,12 +10,12 @@ use jiff::Timestamp;
 use torpor_core::idle::{HostTime, IdleWatch, Inquiry, Look, ProbeTime};
 use torpor_core::ids::SandboxId;
 use torpor_core::state::{Desired, Live, Observed};
-use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::forward;
-use torpor_gvisor::keeper::Verb;
-use torpor_gvisor::record::{PodLock, PodRecord, Probes, Session};
-use torpor_gvisor::spec::PAUSE_VOLUMES;
-use torpor_gvisor::traffic::Ages;
+use torpor_link::traffic::Ages;
+use torpor_records::{PodLock, PodRecord, Probes, Session};
+use torpor_runsc::control::{self, Control};
+use torpor_runsc::forward;
+use torpor_runsc::keeper::Verb;
+use torpor_runsc::spec::PAUSE_VOLUMES;
 
 use crate::left;
 use crate::node::{CALL_LIMIT, Node};

@@ -12,7 +12,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use torpor_gvisor::config::{self, Config, FILE_NAME};
+use torpor_records::config::{self, Config, FILE_NAME};
 
 use crate::args::NodePaths;
 use crate::server::Readiness;

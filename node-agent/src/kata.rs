@@ -19,11 +19,11 @@ use torpor_core::idle::Look as IdleLook;
 use torpor_core::ids::{PodUid, SandboxId};
 use torpor_core::state::{Desired, Doze, Failures, Live, NOT_WATCHED, Observed, Power};
 use torpor_core::steps::{Action, Outcome, Step};
-use torpor_gvisor::keeper::Rules;
-use torpor_gvisor::record::{Depth, Probes, SleepNote, WakeCause, WakeNote};
 use torpor_kata::containerd::Containerd;
 use torpor_kata::driver::{Driver, Seen};
 use torpor_kata::sandbox::Sandbox;
+use torpor_records::{Depth, Probes, SleepNote, WakeCause, WakeNote};
+use torpor_runsc::keeper::Rules;
 
 use crate::args::KataArgs;
 use crate::idle::Watched;

@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
-use torpor_gvisor::record::{PodRecord, Records, SandboxState};
+use torpor_records::{PodRecord, Records, SandboxState};
 
 /// What was read of the node's sandboxes so far.
 #[derive(Debug, Default)]
@@ -93,7 +93,7 @@ pub(crate) mod tests {
     use std::path::PathBuf;
 
     use torpor_core::ids::Namespace;
-    use torpor_gvisor::net::Addresses;
+    use torpor_records::Addresses;
 
     use super::*;
     use crate::execute::tests::node_in;

@@ -8,8 +8,8 @@ use kube::ResourceExt;
 use torpor_api::annotations;
 use torpor_core::state::{Desired, PodPresence, Power};
 use torpor_core::wake_on::WakeOn;
-use torpor_gvisor::keeper::Rules;
-use torpor_gvisor::record::Probes;
+use torpor_records::Probes;
+use torpor_runsc::keeper::Rules;
 
 pub(crate) fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
     let spec = pod.spec.as_ref();

@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use torpor_gvisor::left::left_by_exec;
-use torpor_gvisor::record::PodRecord;
-use torpor_gvisor::spec::Role;
+use torpor_records::PodRecord;
+use torpor_records::Role;
+use torpor_runsc::left::left_by_exec;
 
 use crate::node::Node;
 use crate::observe::words;

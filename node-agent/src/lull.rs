@@ -3,9 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use torpor_gvisor::keeper::{Rules, Verb};
-use torpor_gvisor::record::{PodLock, PodRecord};
-use torpor_gvisor::traffic::Ages;
+use torpor_link::traffic::Ages;
+use torpor_records::{PodLock, PodRecord};
+use torpor_runsc::keeper::{Rules, Verb};
 
 use crate::node::{CALL_LIMIT, Node};
 

@@ -15,7 +15,7 @@ use torpor_api::node::NamespaceStorage;
 use torpor_core::pressure::Resource;
 use torpor_core::queue::{Queue, Urgency};
 use torpor_core::steps::{Outcome, StepKind};
-use torpor_gvisor::record::{SleepNote, WakeNote};
+use torpor_records::{SleepNote, WakeNote};
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct StepLabels {
@@ -472,7 +472,7 @@ fn work(kind: StepKind) -> &'static str {
 #[cfg(test)]
 mod tests {
     use torpor_core::queue::Capacity;
-    use torpor_gvisor::record::{Depth, WakeCause};
+    use torpor_records::{Depth, WakeCause};
 
     use super::*;
 

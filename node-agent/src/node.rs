@@ -9,11 +9,11 @@ use std::time::Duration;
 use torpor_cgroup::{Hierarchies, swap};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_core::store_limit::PerNamespace;
-use torpor_gvisor::config::Config;
-use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::keeper::{self, Answer, Request, Verb};
-use torpor_gvisor::record::{PodLock, PodRecord, Records, WakeCause};
-use torpor_gvisor::runsc::NodeRunsc;
+use torpor_records::config::Config;
+use torpor_records::{PodLock, PodRecord, Records, WakeCause};
+use torpor_runsc::command::NodeRunsc;
+use torpor_runsc::control::{self, Control};
+use torpor_runsc::keeper::{self, Answer, Request, Verb};
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
 use crate::known::Known;
@@ -25,7 +25,7 @@ pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
 /// What this node's runsc can do, or why it is not known.
 #[derive(Debug, Clone)]
 pub(crate) struct Ability {
-    pub(crate) capabilities: torpor_gvisor::probe::Capabilities,
+    pub(crate) capabilities: torpor_runsc::probe::Capabilities,
     pub(crate) fingerprint: Fingerprint,
 }
 
@@ -160,10 +160,10 @@ impl Node {
 }
 
 fn probe(config: &Config, runsc: &NodeRunsc) -> Result<Ability, String> {
-    let asked = || -> Result<Ability, torpor_gvisor::probe::Error> {
-        let capabilities = torpor_gvisor::probe::capabilities(runsc)?;
+    let asked = || -> Result<Ability, torpor_runsc::probe::Error> {
+        let capabilities = torpor_runsc::probe::capabilities(runsc)?;
         let version = runsc.version(CALL_LIMIT)?;
-        let fingerprint = torpor_gvisor::probe::fingerprint(config, version)?;
+        let fingerprint = torpor_runsc::probe::fingerprint(config, version)?;
         Ok(Ability {
             capabilities,
             fingerprint,

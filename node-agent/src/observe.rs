@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 
 use torpor_core::ids::{ContainerName, ImageId, PodUid};
 use torpor_core::state::{Doze, Failures, ImageObserved, Live, Observed, Record, Restore};
-use torpor_gvisor::control;
-use torpor_gvisor::pause::{self, PauseMark};
-use torpor_gvisor::record::{self, PodRecord, RestoreReport, SandboxState, Session};
-use torpor_gvisor::spec::Role;
+use torpor_records::PauseMark;
+use torpor_records::Role;
+use torpor_records::{PodRecord, RestoreReport, SandboxState, Session};
+use torpor_runsc::control;
+use torpor_runsc::pause;
 
 use crate::node::{CALL_LIMIT, Node};
 use crate::swap::has_swap;
@@ -159,7 +160,7 @@ fn started(node: &Node, record: &PodRecord) -> BTreeSet<ContainerName> {
 
 /// Whether the sandbox is paused, as far as its note says. One who does not hold the lock settles nothing: the pause or
 /// resume that was begun is being done at this moment, and what is found out of it is wrong by the time that it is written.
-fn noted(mark: Result<Option<PauseMark>, record::Error>) -> Option<bool> {
+fn noted(mark: Result<Option<PauseMark>, torpor_records::Error>) -> Option<bool> {
     match mark {
         Ok(None) => Some(false),
         Ok(Some(PauseMark::Paused)) => Some(true),
@@ -208,7 +209,7 @@ fn capable(node: &Node) -> Result<(), String> {
 /// What came of an image that the Pod was to continue from, by the pod's state and torpor-oci's report.
 fn restore(
     state: Option<&SandboxState>,
-    report: Result<Option<RestoreReport>, record::Error>,
+    report: Result<Option<RestoreReport>, torpor_records::Error>,
 ) -> Restore {
     let restoring = match state {
         Some(SandboxState::Restoring { image, .. }) => Some(image),

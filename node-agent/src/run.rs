@@ -26,8 +26,8 @@ use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::PodUid;
 use torpor_core::state::Policy;
 use torpor_daemon::spans::Exporter;
-use torpor_gvisor::config::FILE_NAME;
-use torpor_gvisor::process;
+use torpor_records::config::FILE_NAME;
+use torpor_runsc::process;
 
 use crate::args::RunArgs;
 use crate::driver::{Asked, Driver, Shared, pod_about};

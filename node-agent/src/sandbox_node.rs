@@ -19,8 +19,8 @@ use torpor_api::node::{
 use torpor_core::pressure::Resource;
 use torpor_core::state::ImageState;
 use torpor_core::store_limit;
-use torpor_gvisor::config::Config;
-use torpor_gvisor::record::SandboxState;
+use torpor_records::SandboxState;
+use torpor_records::config::Config;
 use torpor_snapshots::Listed;
 
 use crate::kata::Kata;

@@ -10,7 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use torpor_api::node::{LastWake, MAX_REPORTED, PlanReason, SandboxReport};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_core::state::ImageState;
-use torpor_gvisor::record::{PodRecord, SandboxState, SleepNote, WakeNote};
+use torpor_records::{PodRecord, SandboxState, SleepNote, WakeNote};
 use torpor_snapshots::Listed;
 
 use crate::metrics::Metrics;
@@ -245,7 +245,7 @@ pub(crate) mod tests {
     use torpor_core::pressure::Resource;
     use torpor_core::queue::Urgency;
     use torpor_core::steps::Reason;
-    use torpor_gvisor::record::{Depth, WakeCause};
+    use torpor_records::{Depth, WakeCause};
 
     use super::board::told;
     pub(crate) use super::left::tests::image_in;

@@ -14,9 +14,9 @@ use torpor_core::ids::Namespace;
 use torpor_core::image_size::Figures;
 use torpor_core::queue::{Capacity, Queue, Ticket, Urgency, Wish};
 use torpor_core::steps::Plan;
-use torpor_gvisor::keeper::Verb;
-use torpor_gvisor::record::{PodLock, PodRecord};
-use torpor_gvisor::turns::Turns;
+use torpor_records::{PodLock, PodRecord};
+use torpor_runsc::keeper::Verb;
+use torpor_runsc::wake_slots::Turns;
 
 use crate::metrics::Metrics;
 use crate::node::{CALL_LIMIT, Node};
@@ -310,7 +310,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let saves = Saves::new(1, None, dir.path(), Arc::new(Metrics::new()));
         let namespace = Namespace::new("n").expect("a name");
-        let called = torpor_gvisor::record::WakeCause::Called;
+        let called = torpor_records::WakeCause::Called;
         let wake = Turns::new(dir.path(), 0).take(called, &namespace);
         let task = Arc::new(Notify::new());
         let turn = saves.follow(

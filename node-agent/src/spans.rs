@@ -14,7 +14,7 @@ use torpor_api::annotations;
 use torpor_core::ids::PodUid;
 use torpor_core::steps::{Outcome, StepKind};
 use torpor_daemon::spans::{LONGEST_CARRIER, context_in};
-use torpor_gvisor::record::{PodRecord, RestoreNote, WakeNote};
+use torpor_records::{PodRecord, RestoreNote, WakeNote};
 
 /// Name of the service that the spans are told of.
 pub(crate) const SERVICE: &str = "torpor-agent";
@@ -150,8 +150,8 @@ mod tests {
     use serde_json::json;
     use torpor_core::ids::ImageId;
     use torpor_daemon::spans::Exporter;
-    use torpor_gvisor::net::Addresses;
-    use torpor_gvisor::record::{Depth, WakeCause};
+    use torpor_records::Addresses;
+    use torpor_records::{Depth, WakeCause};
     use torpor_test_monitoring::collector::{Collector, attribute, hex};
 
     use super::*;

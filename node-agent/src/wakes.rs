@@ -6,7 +6,7 @@ use kube::ResourceExt;
 use torpor_api::annotations::{NEXT_WAKEUP, WAKE_AT, parse_time};
 use torpor_core::ledger::{LedgerState, Memory};
 use torpor_core::steps::{Outcome, Step, StepKind};
-use torpor_gvisor::record::WakeCause;
+use torpor_records::WakeCause;
 
 /// Who wants a sandbox that the agent wakes, if it is woken now. A person who asks for it by a time (`kubectl torpor wake`) is no clock.
 pub(crate) fn cause(

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use rustix::process::{Pid, Signal, kill_process};
-use torpor_gvisor::process;
+use torpor_runsc::process;
 
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 

@@ -5,9 +5,9 @@ use std::sync::OnceLock;
 
 use anyhow::Context;
 use torpor_core::ids::{PodUid, SandboxId};
-use torpor_gvisor::config::{Config, FILE_NAME};
-use torpor_gvisor::record::{ContainerRecord, PodRecord, Records, SandboxState};
-use torpor_gvisor::spec::Role;
+use torpor_records::Role;
+use torpor_records::config::{Config, FILE_NAME};
+use torpor_records::{ContainerRecord, PodRecord, Records, SandboxState};
 use torpor_snapshots::Store;
 
 use crate::machine::{self, Process};

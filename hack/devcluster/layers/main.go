@@ -24,15 +24,18 @@ var allowed = map[string][]string{
 	"torpor-cgroup":          {},
 	"torpor-kata":            {"torpor-core", "torpor-cgroup"},
 	"torpor-snapshots":       {"torpor-core"},
-	"torpor-gvisor":          {"torpor-core", "torpor-cgroup", "torpor-snapshots"},
-	"torpor-wake":            {"torpor-core"},
-	"torpor-oci":             {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-gvisor", "torpor-wake"},
-	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-cgroup", "torpor-kata", "torpor-wake", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
+	"torpor-records":         {"torpor-core", "torpor-cgroup", "torpor-snapshots"},
+	"torpor-link":            {"torpor-core", "torpor-records", "torpor-test-namespace"},
+	"torpor-runsc":           {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records"},
+	"torpor-runsc-direct":    {"torpor-link", "torpor-records", "torpor-runsc", "torpor-test-namespace"},
+	"torpor-oci":             {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct"},
+	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct", "torpor-cgroup", "torpor-kata", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
 	"torpor-bench":           {"torpor-api", "torpor-tests"},
 	"torpor-test-apiserver":  {},
 	"torpor-test-monitoring": {},
+	"torpor-test-namespace":  {},
 	"torpor-test-reference":  {},
-	"torpor-tests":           {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-gvisor", "torpor-kata", "torpor-test-monitoring"},
+	"torpor-tests":           {"torpor-api", "torpor-controller", "torpor-core", "torpor-snapshots", "torpor-records", "torpor-runsc", "torpor-runsc-direct", "torpor-kata", "torpor-test-monitoring"},
 }
 
 // impure are crates that reach outside the process. The planner (torpor-core) decides from values

@@ -23,7 +23,7 @@ func TestADependencyAgainstTheDirectionIsNamedWithBothCrates(t *testing.T) {
 }
 
 func TestTheDirectionsOfTheArchitectureAreAllowed(t *testing.T) {
-	found := check(t, `{"packages":[{"name":"torpor-agent","dependencies":[{"name":"torpor-api"},{"name":"torpor-gvisor"},{"name":"tokio"}]}]}`)
+	found := check(t, `{"packages":[{"name":"torpor-agent","dependencies":[{"name":"torpor-api"},{"name":"torpor-runsc"},{"name":"tokio"}]}]}`)
 	if len(found) != 0 {
 		t.Fatalf("got %q", found)
 	}

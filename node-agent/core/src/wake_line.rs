@@ -1,6 +1,6 @@
 //! Who is restored next, when more sandboxes of a node are to wake than may at once: the line of those who wait for a turn.
 //!
-//! They are processes that know each other by their places in the line alone (`torpor_gvisor::turns`). Each takes a place when it comes,
+//! They are processes that know each other by their places in the line alone (`torpor_runsc::wake_slots`). Each takes a place when it comes,
 //! and goes when more turns are free than others are before it. Nobody has to remember who was served.
 //!
 //! Namespaces take turns: a round has at most one place of each, and who comes takes the first place after those of its own namespace

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use torpor_core::ids::{ContainerId, ImageId, SandboxId};
-use torpor_gvisor::record::WakeCause;
+use torpor_records::WakeCause;
 
 /// OCI runtime that runs a Kubernetes Pod in one gVisor sandbox and can hibernate it.
 #[derive(Debug, Parser)]
@@ -140,7 +140,7 @@ pub(crate) enum Command {
     #[command(hide = true)]
     Keeper(KeeperArgs),
     /// Become a sandbox's first process, or a container's gofer (run by a wake; standard input is the connection to it)
-    #[command(hide = true, name = torpor_gvisor::sentry::COMMAND)]
+    #[command(hide = true, name = torpor_runsc_direct::COMMAND)]
     SandboxProcess {
         /// Id of the container, shown in the machine's list of processes
         id: ContainerId,

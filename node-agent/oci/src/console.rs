@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::Context;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-use torpor_gvisor::runsc::Runsc;
+use torpor_runsc::command::Runsc;
 
 use crate::node::COMMAND_LIMIT;
 
@@ -37,7 +37,7 @@ pub(crate) fn hand_over(socket: &Path, master: &OwnedFd) -> anyhow::Result<()> {
     use std::os::fd::AsFd;
     let peer = UnixStream::connect(socket)
         .with_context(|| format!("cannot connect to the console socket {}", socket.display()))?;
-    torpor_gvisor::keeper::send(&peer.into(), b"/dev/ptmx", &[master.as_fd()])
+    torpor_runsc::keeper::send(&peer.into(), b"/dev/ptmx", &[master.as_fd()])
         .context("cannot send the terminal to the shim")
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn create_with_console(
     listener.set_nonblocking(true)?;
     // runsc connected and sent before it returned: what has not arrived does not come.
     let (peer, _) = listener.accept().context("runsc sent no console")?;
-    let (_, fds) = torpor_gvisor::keeper::receive(&peer.into()).context("runsc sent no console")?;
+    let (_, fds) = torpor_runsc::keeper::receive(&peer.into()).context("runsc sent no console")?;
     std::fs::remove_file(&path)?;
     fds.into_iter().next().context("runsc sent no console")
 }

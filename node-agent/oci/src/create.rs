@@ -14,16 +14,18 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use torpor_cgroup as cgroup;
 use torpor_cgroup::swap;
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
-use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::limits::write_boot_flags;
-use torpor_gvisor::loopback::{self, Loopback};
-use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
-use torpor_gvisor::root::Root;
-use torpor_gvisor::spec::{
-    CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, Role, SHM_HINT, SandboxVolume, Spec,
-    VolumeDirectory, digest, rewrite, shm_source,
+use torpor_link::loopback::{self, Loopback};
+use torpor_link::net;
+use torpor_link::traffic;
+use torpor_link::unacknowledged;
+use torpor_records::{ContainerRecord, PodRecord, Role, SandboxState, SandboxVolume, WakeCause};
+use torpor_runsc::keeper::{self, Request};
+use torpor_runsc::limits::write_boot_flags;
+use torpor_runsc::root::Root;
+use torpor_runsc::spec::{
+    CRI_SANDBOX_NAME, CRI_SANDBOX_NAMESPACE, CRI_SANDBOX_UID, SHM_HINT, Spec, digest, rewrite,
+    shm_source, volume_directory,
 };
-use torpor_gvisor::{net, traffic, unacknowledged};
 use torpor_snapshots::Digest;
 
 use crate::args::CreateArgs;
@@ -204,7 +206,7 @@ fn watch_traffic(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     let Some(namespace) = &pod.network_namespace else {
         return Ok(());
     };
-    let begun = (pod.addresses.ips())
+    let begun = net::ips(&pod.addresses)
         .map_err(anyhow::Error::new)
         .and_then(|ips| Ok(traffic::begin(namespace, &ips)?))
         .map_err(|error| format!("{error:#}"));
@@ -311,7 +313,7 @@ fn volume(name: String, source: PathBuf) -> anyhow::Result<SandboxVolume> {
             .filter(|bytes| *bytes > 0)
     };
     let size = memory.then(bytes).flatten();
-    let directory = VolumeDirectory::read(&source, size)
+    let directory = volume_directory(&source, size)
         .with_context(|| format!("cannot read the owner of {}", source.display()))?;
     Ok(SandboxVolume {
         name,

@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use torpor_cgroup as cgroup;
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::record::{ContainerRecord, SandboxState};
-use torpor_gvisor::spec::Role;
+use torpor_records::Role;
+use torpor_records::{ContainerRecord, SandboxState};
+use torpor_runsc::held_open::{has_lost_its_shim, keeper_lives};
+use torpor_runsc::keeper::{self, Request};
 
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use crate::restore::{self, end_processes, kill_processes};
@@ -49,7 +50,7 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
         Err(_) => bail!("container {} does not exist", id.as_str()),
     };
     let lock = node.records.lock(&record.sandbox).ok();
-    if force && record.has_lost_its_shim() {
+    if force && has_lost_its_shim(&record) {
         // The pod's shim is dead, and containerd gives the removal of each of its containers five seconds. `runsc delete`
         // waits for every process to be reaped, by whoever inherited it: so all of them end now, and are waited for once.
         let processes = cgroup::beside(&record.cgroup, record.sandbox.as_str());
@@ -68,7 +69,7 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
 /// killed while it takes up a dead keeper's end forgets the container without having asked for its removal. The caller holds the lock.
 pub(crate) fn supersede(node: &Node, next: &ContainerRecord) -> anyhow::Result<()> {
     for known in node.records.containers_of(&next.sandbox)? {
-        if next.supersedes(&known) && !known.keeper_lives() {
+        if next.supersedes(&known) && !keeper_lives(&known) {
             take_out(node, &known)?;
         }
     }

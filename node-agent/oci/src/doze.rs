@@ -5,11 +5,12 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure};
 use torpor_cgroup::reclaim::{self, Whose};
 use torpor_core::ids::{ImageId, SandboxId};
-use torpor_gvisor::control::Control;
-use torpor_gvisor::keeper::{self, Answer, Request};
-use torpor_gvisor::record::{Depth, DozeNote, SandboxState, SleepNote, WakeCause};
-use torpor_gvisor::resume::Resumed;
-use torpor_gvisor::{halt, pause};
+use torpor_records::{Depth, DozeNote, SandboxState, SleepNote, WakeCause};
+use torpor_runsc::control::Control;
+use torpor_runsc::keeper::{self, Answer, Request};
+use torpor_runsc::pause;
+use torpor_runsc::resume::Resumed;
+use torpor_runsc::sigstop;
 
 use crate::exec::awake;
 use crate::node::{CALL_LIMIT, Node};
@@ -65,9 +66,8 @@ fn halt(node: &Node, sandbox: &SandboxId) {
     let pause = node.records.container_dir(&sandbox.clone().into());
     let spoken_for = keeper::ask(&pause, &Request::Halt, &[], CALL_LIMIT);
     let halted = match spoken_for {
-        Ok(_) => {
-            halt::halt(&node.runsc.root_of(sandbox), sandbox.as_str()).map_err(anyhow::Error::new)
-        }
+        Ok(_) => sigstop::halt(&node.runsc.root_of(sandbox), sandbox.as_str())
+            .map_err(anyhow::Error::new),
         Err(error) => Err(error.into()),
     };
     if let Err(error) = halted {

@@ -16,13 +16,11 @@ use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{Gid, Uid, fchown};
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::control::{Control, SignalScope};
-use torpor_gvisor::exec::exec_args;
-use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::left;
-use torpor_gvisor::record::{
-    ContainerRecord, PodLock, ProbeNote, SandboxState, Session, WakeCause,
-};
+use torpor_records::{ContainerRecord, PodLock, ProbeNote, SandboxState, Session, WakeCause};
+use torpor_runsc::control::{Control, SignalScope};
+use torpor_runsc::exec::exec_args;
+use torpor_runsc::keeper::{self, Request};
+use torpor_runsc::left;
 
 use crate::args::ExecArgs;
 use crate::console::{Terminal, hand_over};
@@ -370,7 +368,7 @@ mod tests {
 
     use serde_json::json;
     use torpor_core::ids::ImageId;
-    use torpor_gvisor::control::socket_path;
+    use torpor_runsc::control::socket_path;
 
     use super::*;
 

@@ -16,9 +16,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt;
 use rustix::process::{Pid, getppid, set_parent_process_death_signal};
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::exec::helper_args;
-use torpor_gvisor::forward::{self, Forward};
-use torpor_gvisor::record::WakeCause;
+use torpor_records::WakeCause;
+use torpor_runsc::exec::helper_args;
+use torpor_runsc::forward::{self, Forward};
 
 use crate::exec::awake;
 use crate::node::Node;

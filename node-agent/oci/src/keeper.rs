@@ -17,11 +17,11 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use rustix::termios::Termios;
 use torpor_core::ids::ContainerId;
 use torpor_core::state::NOT_WATCHED;
-use torpor_gvisor::control::{self, Control};
-use torpor_gvisor::keeper::{Answer, Rules};
-use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
-use torpor_gvisor::spec::Role;
-use torpor_wake::sensor::Next;
+use torpor_link::sensor::Next;
+use torpor_records::Role;
+use torpor_records::{ContainerRecord, SandboxState, WakeCause};
+use torpor_runsc::control::{self, Control};
+use torpor_runsc::keeper::{Answer, Rules};
 
 use crate::args::KeeperArgs;
 use crate::doze;
@@ -29,9 +29,9 @@ use crate::node::{CALL_LIMIT, Node};
 use crate::restore;
 
 mod children;
+mod egress_hold;
 mod execs;
 mod loopback;
-mod mute;
 mod others;
 mod owed;
 mod questions;

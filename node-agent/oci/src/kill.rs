@@ -6,9 +6,10 @@ use anyhow::{Context, bail, ensure};
 use nix::sys::signal::Signal;
 use torpor_cgroup as cgroup;
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::control::{self, SignalScope};
-use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::record::{ContainerRecord, SandboxState, WakeCause};
+use torpor_records::{ContainerRecord, SandboxState, WakeCause};
+use torpor_runsc::control::{self, SignalScope};
+use torpor_runsc::held_open::{self};
+use torpor_runsc::keeper::{self, Request};
 
 use crate::doze;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
@@ -108,7 +109,7 @@ fn prepare(node: &Node, record: &ContainerRecord, signal: Number) -> anyhow::Res
         // Nobody may wake it, and nobody brings back what it has lost: who ends it must not wait for that.
         SandboxState::Running
             if is_end
-                && !node.records.is_held_open(sandbox)?
+                && !held_open::is_held_open(&node.records, sandbox)?
                 && restore::sleep_on(node, sandbox)? =>
         {
             Ok(Way::ToKeeper)
@@ -292,7 +293,7 @@ fn parse(signal: &str) -> anyhow::Result<Number> {
 mod tests {
     use torpor_core::Entry;
     use torpor_core::ids::ImageId;
-    use torpor_gvisor::spec::Role;
+    use torpor_records::Role;
     use torpor_snapshots::{Digest, Store};
 
     use super::*;

@@ -1,8 +1,8 @@
 //! The Pod's limits that a sandbox begins with.
 
 use anyhow::Context;
-use torpor_gvisor::limits::{Machine, boot_flags, of_pod};
-use torpor_gvisor::record::PodRecord;
+use torpor_records::PodRecord;
+use torpor_runsc::limits::{Machine, boot_flags, of_pod};
 
 use crate::node::Node;
 

@@ -10,11 +10,11 @@ mod doze;
 mod exec;
 mod forward;
 mod generation;
-mod hearing;
 mod keeper;
 mod kill;
 mod limits;
 mod node;
+mod packet_sockets;
 mod process;
 mod restore;
 mod stages;
@@ -26,7 +26,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
-use torpor_gvisor::record::{Session, WakeCause};
+use torpor_records::{Session, WakeCause};
 
 use crate::args::{Cli, Command};
 use crate::node::Node;
@@ -61,7 +61,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     }
     if let Command::SandboxProcess { .. } = cli.command {
         // Of the node it has what it is given.
-        torpor_gvisor::sentry::become_process()?;
+        torpor_runsc_direct::become_process()?;
         return Ok(ExitCode::SUCCESS);
     }
     let node = Node::here()?;

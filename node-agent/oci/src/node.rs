@@ -9,10 +9,10 @@ use anyhow::Context;
 use serde_json::Value;
 use torpor_cgroup::Hierarchies;
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::config::Config;
-use torpor_gvisor::expedite::{self, Expedited, GRACE_PERIODS};
-use torpor_gvisor::record::{ContainerRecord, Records};
-use torpor_gvisor::runsc::{NodeRunsc, Runsc};
+use torpor_records::config::Config;
+use torpor_records::{ContainerRecord, Records};
+use torpor_runsc::command::{NodeRunsc, Runsc};
+use torpor_runsc::kernel_tuning::{self, Expedited, GRACE_PERIODS};
 
 /// A runsc command that takes longer hangs: the slowest, a restore, loads a gigabyte per second or so. The kubelet's own
 /// limit for a call is two minutes.
@@ -65,9 +65,9 @@ impl Node {
     pub(crate) fn expedited_restore(&self, bytes: u64) -> Vec<Expedited> {
         let state_dir = &self.config.state_dir;
         if self.config.expedite_wakes {
-            return expedite::for_restore(state_dir, bytes);
+            return kernel_tuning::for_restore(state_dir, bytes);
         }
-        expedite::put_all_back(Path::new("/"), state_dir);
+        kernel_tuning::put_all_back(Path::new("/"), state_dir);
         Vec::new()
     }
 
@@ -92,8 +92,8 @@ pub(crate) mod tests {
     use std::path::PathBuf;
 
     use torpor_core::ids::{Namespace, PodUid};
-    use torpor_gvisor::net::Addresses;
-    use torpor_gvisor::record::PodRecord;
+    use torpor_records::Addresses;
+    use torpor_records::PodRecord;
 
     use super::*;
 

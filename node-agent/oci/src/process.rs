@@ -8,7 +8,7 @@ use anyhow::Context;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::control::{Control, Error, SignalScope, WaitStatus};
+use torpor_runsc::control::{Control, Error, SignalScope, WaitStatus};
 
 use crate::node::{CALL_LIMIT, Node};
 

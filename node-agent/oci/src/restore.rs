@@ -12,13 +12,15 @@ use jiff::Timestamp;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::ledger::Memory;
 use torpor_core::{Entry, RolledBack};
-use torpor_gvisor::config::Revoked;
-use torpor_gvisor::keeper::{self, Answer, Request};
-use torpor_gvisor::probe;
-use torpor_gvisor::record::{
+use torpor_records::Role;
+use torpor_records::config::Revoked;
+use torpor_records::{
     ContainerRecord, Depth, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
 };
-use torpor_gvisor::spec::{Role, Spec};
+use torpor_runsc::held_open::keeper_lives;
+use torpor_runsc::keeper::{self, Answer, Request};
+use torpor_runsc::probe;
+use torpor_runsc::spec::Spec;
 use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, Store};
 
 use crate::node::{CALL_LIMIT, Node};
@@ -356,7 +358,7 @@ pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxSt
         .into_iter()
         .filter(|container| container.role == Role::Container && container.completed.is_none())
         // One that has lost its keeper comes back too.
-        .filter(ContainerRecord::keeper_lives)
+        .filter(keeper_lives)
         .map(|container| container.id)
         .collect();
     let state = SandboxState::Restoring { image, started };
@@ -412,7 +414,7 @@ pub(crate) fn arrive(
         .into_iter()
         // One that has lost its keeper since is brought back by the kubelet.
         .filter(|part| {
-            part.role == Role::Sandbox || started.contains(&part.id) && part.keeper_lives()
+            part.role == Role::Sandbox || started.contains(&part.id) && keeper_lives(&part)
         })
         .collect();
     if !is_complete(opened.manifest(), &parts) {

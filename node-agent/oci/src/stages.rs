@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use torpor_core::ids::ImageId;
-use torpor_gvisor::record::{Depth, RestoreNote, WakeCause, WakeNote};
+use torpor_records::{Depth, RestoreNote, WakeCause, WakeNote};
 
 /// Names of stages and when each was over, since the beginning.
 #[derive(Debug)]

@@ -2,14 +2,14 @@
 //! was the last one.
 
 use torpor_core::ids::ContainerId;
-use torpor_gvisor::keeper::{self, Request};
-use torpor_gvisor::record::{SandboxState, WakeCause};
-use torpor_gvisor::runsc::Stdio3;
-use torpor_gvisor::spec::Role;
+use torpor_records::Role;
+use torpor_records::{SandboxState, WakeCause};
+use torpor_runsc::command::Stdio3;
+use torpor_runsc::keeper::{self, Request};
 
 use crate::doze;
-use crate::hearing;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use crate::packet_sockets;
 use crate::restore;
 
 pub(crate) fn start(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
@@ -34,7 +34,7 @@ pub(crate) fn start(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
             node.runsc_of(&record.sandbox)
                 .start(id.as_str(), stdio, COMMAND_LIMIT)?;
             if record.role == Role::Sandbox {
-                hearing::narrow(node, &record.sandbox);
+                packet_sockets::narrow(node, &record.sandbox);
             }
             keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
             Ok(())

@@ -5,9 +5,11 @@ use std::time::SystemTime;
 use anyhow::bail;
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_gvisor::keeper::Answer;
-use torpor_gvisor::record::{SandboxState, WakeCause};
-use torpor_gvisor::{pause, traffic};
+use torpor_link::traffic;
+use torpor_records::{SandboxState, WakeCause};
+use torpor_runsc::held_open::keeper_lives;
+use torpor_runsc::keeper::Answer;
+use torpor_runsc::pause;
 
 use crate::node::{CALL_LIMIT, Node};
 use crate::restore;
@@ -17,7 +19,7 @@ const OCI_VERSION: &str = "1.2.0";
 
 pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
     let record = node.container(id)?;
-    let lives = record.keeper_lives();
+    let lives = keeper_lives(&record);
     let status = match node.records.state(&record.sandbox)? {
         _ if !lives => "stopped",
         // A doze is nobody's wish, and ends as soon as somebody wants something.
@@ -41,7 +43,7 @@ pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
 
 pub(crate) fn processes(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
     let record = node.container(id)?;
-    Ok(if record.keeper_lives() {
+    Ok(if keeper_lives(&record) {
         json!([record.keeper_pid])
     } else {
         json!([])

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use serde_json::json;
 use torpor_core::ids::SandboxId;
-use torpor_gvisor::keeper::Answer;
-use torpor_gvisor::sentry::filestore;
+use torpor_runsc::keeper::Answer;
+use torpor_runsc_direct::filestore;
 
 use crate::node::Node;
 use crate::restore;
@@ -58,7 +58,7 @@ pub(crate) fn force_end(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answ
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use torpor_gvisor::keeper::Verb;
+    use torpor_runsc::keeper::Verb;
 
     use super::*;
     use crate::args::{Cli, Command};

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use torpor_core::Phase;
 use torpor_core::ids::SandboxId;
-use torpor_gvisor::record::{PodRecord, Records};
+use torpor_records::{PodRecord, Records};
 
 /// Files' times go by ticks of the kernel's, of ten milliseconds at most: what changes in the same one changes no time.
 const TICKS: Duration = Duration::from_millis(100);
@@ -54,7 +54,7 @@ impl Asleep {
 #[cfg(test)]
 mod tests {
     use torpor_core::ids::ImageId;
-    use torpor_gvisor::record::SandboxState;
+    use torpor_records::SandboxState;
 
     use super::*;
     use crate::known::tests::{make, records};

@@ -5,8 +5,9 @@ use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use torpor_core::ids::{ContainerName, Namespace};
 use torpor_core::status::SnapshotState;
 use torpor_core::steps::Plan;
-use torpor_gvisor::record::{ContainerRecord, PodRecord};
-use torpor_gvisor::spec::Role;
+use torpor_records::Role;
+use torpor_records::{ContainerRecord, PodRecord};
+use torpor_runsc::held_open::keeper_lives;
 use torpor_snapshots::{
     CompletedContainer, Fingerprint, ManifestDraft, SaveReason, SavedContainer, SavedName,
 };
@@ -99,7 +100,7 @@ fn is_about(status: &ContainerStatus, container: &ContainerRecord) -> bool {
 pub(super) fn added(node: &Node, record: &PodRecord, pod: Option<&Pod>) -> Option<ContainerName> {
     let mut containers = node.records.containers_of(&record.sandbox).ok()?;
     // Of one that has ended, its record is left for a moment; or for longer, where containerd has lost it.
-    containers.retain(ContainerRecord::keeper_lives);
+    containers.retain(keeper_lives);
     added_to(pod?, &containers)
 }
 

@@ -2,8 +2,8 @@
 
 use nix::sys::signal::Signal;
 use torpor_core::state::{Live, Observed};
-use torpor_gvisor::control::{ContainerState, Error, SignalScope};
-use torpor_gvisor::record::{ContainerRecord, PodRecord};
+use torpor_records::{ContainerRecord, PodRecord};
+use torpor_runsc::control::{ContainerState, Error, SignalScope};
 
 use crate::node::{CALL_LIMIT, Node};
 use crate::observe::words;

@@ -5,9 +5,9 @@ use std::time::Duration;
 use torpor_cgroup::limits::Limits;
 use torpor_core::ids::SandboxId;
 use torpor_core::state::{Live, Observed};
-use torpor_gvisor::limits::{self, Machine};
-use torpor_gvisor::record::PodRecord;
-use torpor_gvisor::spec::Role;
+use torpor_records::PodRecord;
+use torpor_records::Role;
+use torpor_runsc::limits::{self, Machine};
 
 use crate::node::Node;
 use crate::observe::words;

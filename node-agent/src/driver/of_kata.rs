@@ -6,7 +6,7 @@ use kube::ResourceExt;
 use torpor_core::ids::Namespace;
 use torpor_core::pressure::candidate;
 use torpor_core::state::Desired;
-use torpor_gvisor::keeper::Rules;
+use torpor_runsc::keeper::Rules;
 
 use super::{Kubelet, Look, Remembered, Shared, note_turn};
 use crate::idle::Watched;

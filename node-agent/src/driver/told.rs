@@ -4,8 +4,8 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use torpor_core::ids::{PodUid, SandboxId};
 use torpor_core::state::{Desired, Live, NOT_WATCHED, Observed};
-use torpor_gvisor::keeper::{self, Request, Rules};
-use torpor_gvisor::record::{PodRecord, Probes};
+use torpor_records::{PodRecord, Probes};
+use torpor_runsc::keeper::{self, Request, Rules};
 
 use super::gone::snapshots_about;
 use super::{Driver, Shared};
@@ -120,7 +120,7 @@ mod tests {
         AddressFamily, Backlog, SockFlag, SockType, UnixAddr, accept4, bind, listen, socket,
     };
     use torpor_core::state::Doze;
-    use torpor_gvisor::keeper::Answer;
+    use torpor_runsc::keeper::Answer;
 
     use super::*;
     use crate::execute::tests::node_in;

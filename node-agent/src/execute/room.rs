@@ -5,8 +5,8 @@ use std::time::Duration;
 use torpor_core::image_size;
 use torpor_core::steps::Outcome;
 use torpor_core::store_limit::{self, OverLimit};
-use torpor_gvisor::keeper::Verb;
-use torpor_gvisor::record::{PodLock, PodRecord};
+use torpor_records::{PodLock, PodRecord};
+use torpor_runsc::keeper::Verb;
 
 use super::{Context, WAKE_LIMIT, failed};
 use crate::node::Node;

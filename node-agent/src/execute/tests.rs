@@ -3,7 +3,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use torpor_core::steps::{Fence, StepKind};
-use torpor_gvisor::config::Config;
+use torpor_records::config::Config;
 
 use super::room::SAVE_LIMIT;
 use super::*;

@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
-use torpor_gvisor::config::{self, Config};
-use torpor_gvisor::expedite;
-use torpor_gvisor::root;
-use torpor_gvisor::runsc::flags;
+use torpor_records::config::{self, Config};
+use torpor_runsc::command::flags;
+use torpor_runsc::kernel_tuning;
+use torpor_runsc::root;
 use tracing::{info, warn};
 
 use super::containerd::Handler;
@@ -434,7 +434,7 @@ pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
     let restarted = node.restart(&plan, &args.containerd)?;
 
     let binaries = remove_binaries(&node.bin)?;
-    expedite::put_all_back(&args.host_root, &state);
+    kernel_tuning::put_all_back(&args.host_root, &state);
     host::remove_tree(&state)?;
     if args.purge {
         host::remove_tree(&store)?;

@@ -12,7 +12,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use torpor_gvisor::process::{self, Stat};
+use torpor_runsc::process::{self, Stat};
 
 use super::error::Error;
 use super::host::HostRoot;

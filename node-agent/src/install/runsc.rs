@@ -6,8 +6,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use torpor_gvisor::runsc::{flags, release};
-use torpor_gvisor::sentry::is_known_release;
+use torpor_runsc::command::{flags, release};
+use torpor_runsc_direct::is_known_release;
 use tracing::{info, warn};
 
 use super::error::Error;
@@ -139,7 +139,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn words(error: &torpor_gvisor::runsc::Error) -> String {
+fn words(error: &torpor_runsc::command::Error) -> String {
     let mut words = error.to_string();
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {

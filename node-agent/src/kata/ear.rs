@@ -19,12 +19,12 @@ use tokio::io::unix::AsyncFd;
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
 use torpor_core::wake_on::WakeOn;
-use torpor_gvisor::keeper::Rules;
-use torpor_gvisor::net;
-use torpor_gvisor::record::Probes;
-use torpor_wake::owner::{Kubelet, Owner, is_of_this_machine};
-use torpor_wake::packet::{Ends, Meaning, Segment, meaning, segment};
-use torpor_wake::tap::{self, Tap, ethernet};
+use torpor_link::net;
+use torpor_link::owner::{Kubelet, Owner, is_of_this_machine};
+use torpor_link::packet::{Ends, Meaning, Segment, meaning, segment};
+use torpor_link::tap::{self, Tap, ethernet};
+use torpor_records::Probes;
+use torpor_runsc::keeper::Rules;
 
 /// Frames in a row, after which the listener rests: who floods a link with what wakes nobody does not have the agent's processor with it.
 const FRAMES_A_TURN: usize = 256;

@@ -8,7 +8,7 @@ use torpor_api::node::{
     LastWake, MAX_REPORTED, NodeRuntime, RuntimeCapabilities, RuntimeKind, SandboxNodeStatus,
     SandboxReport,
 };
-use torpor_gvisor::record::{SleepNote, WakeNote};
+use torpor_records::{SleepNote, WakeNote};
 
 use super::{Kata, NO_IMAGES};
 use crate::sandboxes::{Sandboxes, signed};

@@ -2,7 +2,7 @@
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use torpor_api::conditions::{self, Draft, Status};
-use torpor_gvisor::config::Config;
+use torpor_records::config::Config;
 
 /// What is to be said after what was `told` last. None where nothing is revoked and nothing was said of it.
 pub(super) fn draft(config: &Config, told: &[Condition]) -> Option<Draft> {

@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use tokio::process::Command;
 use torpor_tests::machine;
 
-/// Flags that shape Torpor's sandboxes (`SANDBOX_FLAGS` in node-agent/gvisor/src/runsc.rs).
+/// Flags that shape Torpor's sandboxes (`SANDBOX_FLAGS` in node-agent/runsc/src/command.rs).
 const FLAGS: [&str; 3] = [
     "--ignore-cgroups",
     "--network=sandbox",

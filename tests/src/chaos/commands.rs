@@ -3,16 +3,15 @@
 
 use anyhow::Context;
 use torpor_core::ledger::LedgerState;
-use torpor_gvisor::record::SandboxState;
-use torpor_gvisor::sentry;
+use torpor_records::SandboxState;
 
 use super::strike::is_in_image;
 use crate::machine::{self, Process};
 use crate::node::Node;
 
 const VERBS_OF_OCI: [&str; 3] = ["create", "start", "delete"];
-const VERBS_OF_RUNSC: [&str; 4] = ["create", "restore", "delete", sentry::COMMAND];
-/// Beginning of the arguments of each runsc that torpor-oci runs (`torpor_gvisor::runsc`).
+const VERBS_OF_RUNSC: [&str; 4] = ["create", "restore", "delete", torpor_runsc_direct::COMMAND];
+/// Beginning of the arguments of each runsc that torpor-oci runs (`torpor_runsc::command`).
 const LOG_OF_RUNSC: &str = "--log=/proc/self/fd/";
 
 /// A command for one container.
@@ -39,7 +38,8 @@ pub fn of_runsc(command: &str) -> Option<RunningCommand<'_>> {
     let mut words = command.split(' ');
     let (program, first) = (words.next()?, words.next()?);
     let stays = program.starts_with("runsc-");
-    let is_runsc = !stays && first.starts_with(LOG_OF_RUNSC) || first == sentry::COMMAND;
+    let is_runsc =
+        !stays && first.starts_with(LOG_OF_RUNSC) || first == torpor_runsc_direct::COMMAND;
     is_runsc.then(|| RunningCommand::parse(command, &VERBS_OF_RUNSC))?
 }
 

@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, HIBERNATE_AFTER};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::SAVE_FAILED;
-use torpor_gvisor::record::SandboxState;
+use torpor_records::SandboxState;
 
 use super::client::{Client, Unanswered, pod_spec};
 use super::counting::Progress;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use torpor_core::ids::{ContainerId, PodUid};
 use torpor_core::ledger::{LedgerState, Memory};
-use torpor_gvisor::record::PodRecord;
+use torpor_records::PodRecord;
 
 use super::commands;
 use super::schedule::Victim;

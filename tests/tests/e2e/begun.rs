@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use serde_json::{Value, json};
-use torpor_gvisor::runsc::NodeRunsc;
+use torpor_runsc::command::NodeRunsc;
 use torpor_tests::case::{Case, case, uid};
 use torpor_tests::pods::{COUNT, PYTHON, pod, shell, with};
 use torpor_tests::wait;

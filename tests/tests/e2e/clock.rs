@@ -8,7 +8,7 @@ use serde_json::json;
 use torpor_api::annotations::{HIBERNATE_AFTER, NEXT_WAKEUP};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_api::reasons::hibernated::AWAKE;
-use torpor_gvisor::record::WakeCause;
+use torpor_records::WakeCause;
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{pod, shell, with};
 use torpor_tests::sandboxes::sandbox;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
-use torpor_gvisor::pause::PauseMark;
+use torpor_records::PauseMark;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{BUSYBOX, COUNT, mounts, pod, shell, shell_pod, with};

@@ -4,7 +4,7 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use torpor_api::annotations::DOZE_AFTER;
 use torpor_core::ids::ContainerId;
-use torpor_gvisor::record::ContainerRecord;
+use torpor_records::ContainerRecord;
 use torpor_tests::case::{Case, case, uid};
 use torpor_tests::pods::{annotated, pod, shell};
 use torpor_tests::remains::Footprint;

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use serde_json::{Value, json};
-use torpor_gvisor::config::Config;
-use torpor_gvisor::runsc::NodeRunsc;
-use torpor_gvisor::sentry::{ContainerStart, Kept};
+use torpor_records::RunscRecord;
+use torpor_records::config::Config;
+use torpor_runsc::command::NodeRunsc;
+use torpor_runsc_direct::ContainerStart;
 use torpor_tests::case::{case, uid};
 use torpor_tests::pods::{COUNT, shell_pod};
 
@@ -88,7 +89,7 @@ async fn torpors_requests_to_gvisor_for_a_container_are_those_of_runsc() -> anyh
         ensure!(of("CreateSubcontainer")?["arg"] == json!({ "CID": id.as_str() }));
         let restore = &of("RestoreSubcontainer")?["arg"];
         let spec = node.records.spec(&id)?;
-        let kept: Kept = serde_json::from_value(kept)?;
+        let kept: RunscRecord = serde_json::from_value(kept)?;
         let start =
             ContainerStart::new(&runsc, &kept, id.as_str(), sandbox.as_str(), bundle, &spec);
         let mut own = start.context("it is left to runsc")?.told()?;

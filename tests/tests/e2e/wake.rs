@@ -11,8 +11,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, WAKE_ON};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_core::ids::Namespace;
-use torpor_gvisor::record::{SandboxState, WakeCause};
-use torpor_gvisor::turns::{Turn, Turns};
+use torpor_records::{SandboxState, WakeCause};
+use torpor_runsc::wake_slots::{Turn, Turns};
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sleep::{is_ready, restarts};
@@ -214,7 +214,7 @@ async fn many_connections_at_once_are_one_wake_and_all_are_answered() -> anyhow:
     .await
 }
 
-/// Number of packets: twice as many as may wait for one sandbox (`torpor_wake::held`).
+/// Number of packets: twice as many as may wait for one sandbox (`torpor_link::held`).
 const TOO_MANY: usize = 4096;
 /// Least time of a connection whose first packet is sent again, as a client's kernel does after a
 /// second.

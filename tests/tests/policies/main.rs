@@ -11,7 +11,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use torpor_api::annotations::{HIBERNATE, NETWORK_POLICY};
-use torpor_gvisor::record::SandboxState;
+use torpor_records::SandboxState;
 use torpor_tests::case::{Case, case, uid};
 use torpor_tests::pods::{annotated, shell_pod, with};
 use torpor_tests::sandboxes::sandbox;

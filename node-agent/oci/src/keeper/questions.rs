@@ -1,14 +1,15 @@
-//! Asks the peers of a sandbox that was restored where they are: see `torpor_wake::question`.
+//! Asks the peers of a sandbox that was restored where they are: see `torpor_link::question`.
 
 use std::net::IpAddr;
 
-use torpor_gvisor::unacknowledged::{self, Noted, Unacknowledged};
-use torpor_wake::packet::Ends;
-use torpor_wake::question::{Question, Said};
+use torpor_link::packet::Ends;
+use torpor_link::question::{Question, Said};
+use torpor_link::unacknowledged::{self, Unacknowledged};
+use torpor_records::UnacknowledgedMap;
 
 /// What goes out of the pod's link, whose Ethernet address is `from`: a frame to each peer that may not have all that was said. `own`: the
 /// pod's addresses.
-pub(super) fn frames(noted: Noted, own: &[IpAddr], from: [u8; 6]) -> Vec<Vec<u8>> {
+pub(super) fn frames(noted: UnacknowledgedMap, own: &[IpAddr], from: [u8; 6]) -> Vec<Vec<u8>> {
     let connections = match unacknowledged::read(noted) {
         Ok(connections) => connections,
         Err(error) => {

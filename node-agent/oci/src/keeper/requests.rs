@@ -6,9 +6,9 @@ use std::process::{Command, Stdio};
 
 use nix::sys::socket::{SockFlag, accept4};
 use torpor_core::ids::ImageId;
-use torpor_gvisor::keeper::{Answer, Request, Verb, receive, send};
-use torpor_gvisor::record::WakeCause;
-use torpor_wake::sensor::Next;
+use torpor_link::sensor::Next;
+use torpor_records::WakeCause;
+use torpor_runsc::keeper::{Answer, Request, Verb, receive, send};
 
 use super::Keeper;
 use super::children::Purpose;
@@ -160,7 +160,7 @@ impl Keeper<'_> {
                 };
                 answer(&peer, &answered, &[]);
             }
-            Request::Mute => {
+            Request::HoldEgress => {
                 let muted = match &mut self.watch {
                     Some(watch) => watch.mute().map(|()| watch.barriers()),
                     None => Err(anyhow::anyhow!(

@@ -1,4 +1,4 @@
-//! The pause container's keeper watches the pod's link while its sandbox is saved, sleeps and wakes: see `torpor-wake`.
+//! The pause container's keeper watches the pod's link while its sandbox is saved, sleeps and wakes: see `torpor-link`.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -7,22 +7,24 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use torpor_gvisor::hush::{Hush, Sender};
-use torpor_gvisor::keeper::Rules;
-use torpor_gvisor::net::{self, Addresses, Pair};
-use torpor_gvisor::record::PodRecord;
-use torpor_gvisor::traffic;
-use torpor_gvisor::unacknowledged::{NOT_OF_SANDBOX, Noted};
-use torpor_wake::doubt::{Doubts, Settled};
-use torpor_wake::keepalive::{self, Keepalives};
-use torpor_wake::neighbour;
-use torpor_wake::owner::{Kubelet, Owner};
-use torpor_wake::packet::{Cause, Ends, Meaning, Segment, is_tcp, meaning, segment};
-use torpor_wake::probes::{self, Responder};
-use torpor_wake::sensor::{Next, Sensor};
-use torpor_wake::tap::{HEADER, Mouth, Tap, ethernet};
+use torpor_link::doubt::{Doubts, Settled};
+use torpor_link::keepalive::{self, Keepalives};
+use torpor_link::neighbour;
+use torpor_link::net::{self, Pair};
+use torpor_link::owner::{Kubelet, Owner};
+use torpor_link::packet::{Cause, Ends, Meaning, Segment, is_tcp, meaning, segment};
+use torpor_link::packet_drop::{PacketDrop, Sender};
+use torpor_link::probes::{self, Responder};
+use torpor_link::sensor::{Next, Sensor};
+use torpor_link::tap::{HEADER, Mouth, Tap, ethernet};
+use torpor_link::traffic;
+use torpor_link::unacknowledged::NOT_OF_SANDBOX;
+use torpor_records::Addresses;
+use torpor_records::PodRecord;
+use torpor_records::{TrafficMap, UnacknowledgedMap};
+use torpor_runsc::keeper::Rules;
 
-use super::mute::Muted;
+use super::egress_hold::Muted;
 use super::questions;
 
 /// A sandbox gets to what is passed on to it within milliseconds, unless it gets no processor.
@@ -47,7 +49,7 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 pub(super) struct Watch {
     began: Instant,
     /// What arrives waits, and the pod hears nothing.
-    hush: Hush,
+    hush: PacketDrop,
     sensor: Sensor,
     keepalives: Keepalives,
     links: Vec<Link>,
@@ -71,7 +73,7 @@ pub(super) struct Watch {
     namespace: PathBuf,
     addresses: Addresses,
     /// Where the connections are on which something of the sandbox is on its way.
-    noted: Option<Noted>,
+    noted: Option<UnacknowledgedMap>,
 }
 
 /// One of the pod's links.
@@ -99,16 +101,16 @@ impl Watch {
         pod: &PodRecord,
         rules: &Rules,
         kubelet_port: u16,
-        seen: Option<traffic::Watch>,
-        noted: Option<Noted>,
+        seen: Option<TrafficMap>,
+        noted: Option<UnacknowledgedMap>,
     ) -> anyhow::Result<Self> {
         let namespace = pod.network_namespace.as_deref();
         let namespace = namespace.context("the pod has no network namespace of its own")?;
-        let own = pod.addresses.ips()?;
+        let own = net::ips(&pod.addresses)?;
         let rules = known(rules);
         // In this order: what comes in between is lost as on any link. The other way round it would be heard twice.
         let sender = Sender::random();
-        let hush = Hush::begin(namespace, Some(sender))?;
+        let hush = PacketDrop::begin(namespace, Some(sender))?;
         let mut sensor = Sensor::default();
         if owes_answer(seen, &rules) {
             sensor.came_before();
@@ -490,7 +492,7 @@ impl Watch {
         !frames.is_empty()
     }
 
-    /// gVisor has forgotten what it was to say again: see [`torpor_wake::reminder`]. After what has waited, whose numbers come before.
+    /// gVisor has forgotten what it was to say again: see [`torpor_link::reminder`]. After what has waited, whose numbers come before.
     fn remind(&self) {
         let Some(link) = self.links.first() else {
             return;
@@ -504,7 +506,7 @@ impl Watch {
         }
     }
 
-    /// Those who may not have all that the sandbox has said, and wait: see [`torpor_wake::question`].
+    /// Those who may not have all that the sandbox has said, and wait: see [`torpor_link::question`].
     fn ask(self) {
         let Some((link, noted)) = self.links.first().zip(self.noted) else {
             return;
@@ -594,7 +596,7 @@ impl Voice {
 
 /// Whether the sandbox was asked something a moment ago and has not answered. The program may not even have read it: then nobody but the
 /// one who asked knows, and that one waits. Of what came longer ago the answer may take its time.
-fn owes_answer(seen: Option<traffic::Watch>, rules: &Rules) -> bool {
+fn owes_answer(seen: Option<TrafficMap>, rules: &Rules) -> bool {
     let asked = seen.and_then(|watch| traffic::unanswered(watch, &rules.probes).ok()?);
     asked.is_some_and(|ago| ago < ANSWER_LIMIT) && Cause::Earlier.is_wanted(&rules.wake_on)
 }

@@ -3,10 +3,11 @@
 use std::path::Path;
 use std::time::Duration;
 
-use torpor_gvisor::record::{ContainerRecord, PodRecord};
-use torpor_gvisor::runsc::Runsc;
-use torpor_gvisor::sentry::{Kept, Start};
-use torpor_gvisor::spec::Role;
+use torpor_records::Role;
+use torpor_records::RunscRecord;
+use torpor_records::{ContainerRecord, PodRecord};
+use torpor_runsc::command::Runsc;
+use torpor_runsc_direct::Start;
 
 use super::sandbox::restore_container;
 use crate::node::{COMMAND_LIMIT, Node};
@@ -20,7 +21,7 @@ pub(super) const SECOND_TRY_LIMIT: Duration = Duration::from_secs(20);
 pub(super) struct BegunByUs;
 
 /// What the sandbox is begun from that runsc does not begin. That it cannot be read is no reason not to wake: runsc needs none of it.
-pub(super) fn kept(node: &Node, pod: &PodRecord) -> Option<Kept> {
+pub(super) fn kept(node: &Node, pod: &PodRecord) -> Option<RunscRecord> {
     if !node.config.begin_sandboxes {
         return None;
     }

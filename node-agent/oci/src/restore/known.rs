@@ -2,8 +2,8 @@
 
 use anyhow::Context;
 use torpor_core::ids::{ContainerName, ImageId};
-use torpor_gvisor::record::{ContainerRecord, PodRecord};
-use torpor_gvisor::spec::Role;
+use torpor_records::Role;
+use torpor_records::{ContainerRecord, PodRecord};
 use torpor_snapshots::{Digest, Manifest, Mismatch, SavedName};
 
 use super::{Refusal, fail, store};

@@ -4,10 +4,12 @@ use anyhow::{bail, ensure};
 use torpor_core::Entry;
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::ledger::Memory;
-use torpor_gvisor::control::Control;
-use torpor_gvisor::pause;
-use torpor_gvisor::record::{NOT_HELD_OPEN, WakeCause};
-use torpor_gvisor::resume::{self, Left, Resumed};
+use torpor_records::WakeCause;
+use torpor_runsc::control::Control;
+use torpor_runsc::held_open::NOT_HELD_OPEN;
+use torpor_runsc::held_open::{self};
+use torpor_runsc::pause;
+use torpor_runsc::resume::{self, Left, Resumed};
 use torpor_snapshots::ImageError;
 
 use super::{end, store, wake_locked};
@@ -54,7 +56,7 @@ pub(crate) fn sleep_on(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool>
 /// A sandbox that sleeps is not woken into its own end: nobody would have its memory then.
 pub(super) fn ensure_held_open(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     ensure!(
-        node.records.is_held_open(sandbox)?,
+        held_open::is_held_open(&node.records, sandbox)?,
         "{NOT_HELD_OPEN}, which then continues from its image; try again in a moment"
     );
     Ok(())

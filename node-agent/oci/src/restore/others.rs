@@ -4,9 +4,10 @@
 use std::path::Path;
 
 use anyhow::Context;
-use torpor_gvisor::record::{ContainerRecord, PodRecord};
-use torpor_gvisor::runsc::Runsc;
-use torpor_gvisor::sentry::{ContainerStart, Gofer, Kept};
+use torpor_records::RunscRecord;
+use torpor_records::{ContainerRecord, PodRecord};
+use torpor_runsc::command::Runsc;
+use torpor_runsc_direct::{ContainerStart, Gofer};
 
 use super::sandbox::{came_too_early, remove_filestores, restore_container};
 use crate::console::Terminal;
@@ -15,18 +16,18 @@ use crate::start::stdio_of;
 
 /// One that torpor-oci restores.
 #[derive(Debug)]
-pub(super) struct Ours<'a> {
+pub(super) struct Direct<'a> {
     record: &'a ContainerRecord,
     start: ContainerStart<'a>,
 }
 
-impl<'a> Ours<'a> {
+impl<'a> Direct<'a> {
     /// None where runsc restores it. `kept`: of a sandbox that torpor-oci begins.
     pub(super) fn new(
         node: &Node,
         runsc: &'a Runsc,
         record: &'a ContainerRecord,
-        kept: &'a Kept,
+        kept: &'a RunscRecord,
     ) -> Option<Self> {
         // runsc says of a spec that cannot be read what is wrong with it.
         let spec = node.records.spec(&record.id).ok()?;
@@ -50,12 +51,12 @@ impl<'a> Ours<'a> {
 }
 
 /// One that runsc restores.
-pub(super) struct Runscs<'a> {
+pub(super) struct ViaRunsc<'a> {
     pub(super) record: &'a ContainerRecord,
     pub(super) terminal: Option<&'a Terminal>,
 }
 
-impl Runscs<'_> {
+impl ViaRunsc<'_> {
     pub(super) fn restore(&self, node: &Node, runsc: &Runsc, image: &Path) -> anyhow::Result<()> {
         restore_container(node, runsc, self.record, self.terminal, image)
     }

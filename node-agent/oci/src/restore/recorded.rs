@@ -2,7 +2,7 @@
 
 use torpor_core::Entry;
 use torpor_core::ids::ImageId;
-use torpor_gvisor::record::{ContainerRecord, PodRecord, RestoreReport, WakeCause};
+use torpor_records::{ContainerRecord, PodRecord, RestoreReport, WakeCause};
 use torpor_snapshots::ledger_file::Error::Fenced;
 use torpor_snapshots::{Image, LedgerFile};
 

@@ -7,10 +7,11 @@ use std::time::Duration;
 
 use anyhow::Context;
 use serde_json::{Value, json};
-use torpor_gvisor::control::WaitStatus;
-use torpor_gvisor::exec::exec_args;
-use torpor_gvisor::record::{ContainerRecord, PodRecord};
-use torpor_gvisor::spec::{Role, Spec};
+use torpor_records::Role;
+use torpor_records::{ContainerRecord, PodRecord};
+use torpor_runsc::control::WaitStatus;
+use torpor_runsc::exec::exec_args;
+use torpor_runsc::spec::Spec;
 
 use super::{ON_RESTORE_EXEC, ON_RESTORE_EXEC_CONTAINER, RESTORE_COPY, Refusal};
 use crate::generation;

@@ -3,7 +3,7 @@
 
 use torpor_cgroup::room::Room;
 use torpor_core::ids::SandboxId;
-use torpor_gvisor::record::PodRecord;
+use torpor_records::PodRecord;
 
 use crate::node::Node;
 

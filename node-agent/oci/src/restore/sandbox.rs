@@ -12,26 +12,28 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use torpor_cgroup::swap;
 use torpor_core::ids::SandboxId;
-use torpor_gvisor::hush::{self, Hush};
-use torpor_gvisor::keeper::{self, Request, Rules};
-use torpor_gvisor::limits::write_boot_flags;
-use torpor_gvisor::net::{self, AddressWatch};
-use torpor_gvisor::process::is_zombie;
-use torpor_gvisor::record::{ContainerRecord, PodRecord, SandboxState, WakeCause};
-use torpor_gvisor::runsc::{Runsc, Stdio3};
-use torpor_gvisor::sentry::{Kept, Start, filestore};
-use torpor_gvisor::spec::{Role, Spec};
-use torpor_gvisor::turns::Turns;
+use torpor_link::net::{self, AddressWatch};
+use torpor_link::packet_drop::{self, PacketDrop};
+use torpor_records::Role;
+use torpor_records::RunscRecord;
+use torpor_records::{ContainerRecord, PodRecord, SandboxState, WakeCause};
+use torpor_runsc::command::{Runsc, Stdio3};
+use torpor_runsc::keeper::{self, Request, Rules};
+use torpor_runsc::limits::write_boot_flags;
+use torpor_runsc::process::is_zombie;
+use torpor_runsc::spec::Spec;
+use torpor_runsc::wake_slots::Turns;
+use torpor_runsc_direct::{Start, filestore};
 use torpor_snapshots::Image;
 
 use super::begin::{self, BegunByUs, SECOND_TRY_LIMIT};
 use super::memory::ensure_held_open;
-use super::others::{Ours, Runscs};
+use super::others::{Direct, ViaRunsc};
 use super::{Refusal, room};
 use crate::console::Terminal;
-use crate::hearing;
 use crate::limits;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use crate::packet_sockets;
 use crate::stages::Stages;
 use crate::start::stdio_of;
 
@@ -156,7 +158,7 @@ impl Restore<'_> {
     /// `kept`: what the sandbox is begun from; runsc begins it if there is nothing.
     fn attempt(
         &self,
-        kept: Option<Kept>,
+        kept: Option<RunscRecord>,
         awake: &impl Fn() -> anyhow::Result<()>,
         stages: &mut Stages,
         barriers: &mut Vec<OwnedFd>,
@@ -206,7 +208,7 @@ impl Restore<'_> {
         let_be_heard(node, pod, &root_dir);
         stages.over("attached");
         // Who waits for a packet's answer has it already.
-        hearing::narrow(node, &pod.sandbox);
+        packet_sockets::narrow(node, &pod.sandbox);
         Ok(())
     }
 
@@ -216,10 +218,10 @@ impl Restore<'_> {
         root: &ContainerRecord,
         subs: &[ContainerRecord],
         terminals: &[Option<Terminal>],
-        kept: Option<Kept>,
+        kept: Option<RunscRecord>,
         stages: &mut Stages,
         barriers: &mut Vec<OwnedFd>,
-    ) -> anyhow::Result<Option<Hush>> {
+    ) -> anyhow::Result<Option<PacketDrop>> {
         let &Self {
             node,
             pod,
@@ -246,9 +248,9 @@ impl Restore<'_> {
         for (record, terminal) in subs.iter().zip(terminals) {
             // The kept record of a container with a terminal names its old terminal.
             let known = known.filter(|_| terminal.is_none());
-            match known.and_then(|kept| Ours::new(node, runsc, record, kept)) {
+            match known.and_then(|kept| Direct::new(node, runsc, record, kept)) {
                 Some(one) => ours.push(one),
-                None => others.push(Runscs {
+                None => others.push(ViaRunsc {
                     record,
                     terminal: terminal.as_ref(),
                 }),
@@ -273,7 +275,7 @@ impl Restore<'_> {
             }
 
             // The root container's restore makes the sandbox and hands the image over; the last of them all does the work. What each of the others
-            // needs before that is made side by side. Ours begin with the sandbox, but not before the image has been verified: with three on two processors the sandbox
+            // needs before that is made side by side. Direct begin with the sandbox, but not before the image has been verified: with three on two processors the sandbox
             // would wait. runsc's (a command, a gofer) begin when the image is about to be handed over, and need longer to be ready for it.
             let handing_over = match &others[..] {
                 [] => None,
@@ -337,7 +339,7 @@ fn mute(pod: &PodRecord, pause: &Path) -> Result<Vec<OwnedFd>, keeper::Error> {
     if pod.network_namespace.is_none() {
         return Ok(Vec::new());
     }
-    match keeper::ask(pause, &Request::Mute, &[], CALL_LIMIT) {
+    match keeper::ask(pause, &Request::HoldEgress, &[], CALL_LIMIT) {
         Ok((_, barriers)) => Ok(barriers),
         // A keeper that holds no packets cannot mute the sandbox; the wake is worth more.
         Err(error @ keeper::Error::Refused { .. }) => {
@@ -371,15 +373,15 @@ fn watch_addresses(pod: &PodRecord) -> anyhow::Result<Option<AddressWatch>> {
 }
 
 /// What arrives from now on finds nobody who knows its connection. A Pod that is new has none, and is refused at once.
-fn hush(pod: &PodRecord, image: &Image) -> Option<Hush> {
+fn hush(pod: &PodRecord, image: &Image) -> Option<PacketDrop> {
     let namespace = pod.network_namespace.as_deref()?;
     if image.manifest().image_id.pod() != &pod.pod_uid {
         return None;
     }
-    match Hush::begin(namespace, None) {
+    match PacketDrop::begin(namespace, None) {
         Ok(hush) => Some(hush),
         // By the pod's keeper, which goes on until the sandbox runs.
-        Err(hush::Error::Already) => None,
+        Err(packet_drop::Error::Already) => None,
         Err(error) => {
             // The wake is worth more than connections that have something to say at this moment.
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
@@ -542,7 +544,7 @@ pub(crate) fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeS
 #[cfg(test)]
 mod tests {
     use anyhow::ensure;
-    use torpor_gvisor::keeper::Answer;
+    use torpor_runsc::keeper::Answer;
 
     use super::*;
     use crate::create::listening_socket;

@@ -3,7 +3,7 @@
 use torpor_core::ids::ImageId;
 use torpor_core::ledger::Memory;
 use torpor_core::{ImageState, LedgerState};
-use torpor_gvisor::record::PodRecord;
+use torpor_records::PodRecord;
 use torpor_snapshots::Store;
 
 /// Where a new sandbox of this Pod gets its memory from.

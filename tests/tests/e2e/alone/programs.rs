@@ -10,7 +10,7 @@ use anyhow::Context;
 use rustix::fs::Advice;
 use tokio::process::Command;
 use torpor_api::annotations::DOZE_AFTER;
-use torpor_gvisor::programs;
+use torpor_runsc::programs;
 use torpor_tests::case::case_alone;
 use torpor_tests::pods::{annotated, shell_pod};
 use torpor_tests::sleep::SLEEP_LIMIT;

@@ -10,7 +10,7 @@ use torpor_api::annotations::HIBERNATE;
 use torpor_api::conditions::{self, POD_RESTORED};
 use torpor_api::node::SandboxNode;
 use torpor_api::reasons::restored::RUNSC_REVOKED;
-use torpor_gvisor::config::Config;
+use torpor_records::config::Config;
 use torpor_tests::case::{Case, START_LIMIT, case_alone, condition, uid};
 use torpor_tests::pods::{COUNT, shell_pod};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};

@@ -3,7 +3,7 @@
 
 use anyhow::{Context, ensure};
 use serde_json::json;
-use torpor_gvisor::config::Config;
+use torpor_records::config::Config;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{case_alone, uid};
 use torpor_tests::pods::{COUNT, shell_pod};

@@ -3,10 +3,10 @@ use std::net::{TcpListener, TcpStream, UdpSocket};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 use torpor_core::wake_on::WakeOn;
-use torpor_gvisor::unacknowledged;
+use torpor_link::unacknowledged;
 
 use super::*;
-use crate::keeper::mute::tests::{Pair, ip, listener, said};
+use crate::keeper::egress_hold::tests::{Pair, ip, listener, said};
 use crate::node::tests::record;
 
 fn pod_in(network: &Path) -> PodRecord {

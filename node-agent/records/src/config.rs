@@ -1,0 +1,200 @@
+//! Where things lie on this node. Written by the installer beside the `torpor-oci` binary, because containerd gives an
+//! OCI runtime no configuration of its own.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// The file's name, beside the `torpor-oci` binary.
+pub const FILE_NAME: &str = "torpor-oci.json";
+
+/// Paths and flags that torpor-oci, the keepers and the agent agree on.
+// A keeper of a pod that was made before an update goes on with its own torpor-oci and reads the file of the new one: what it
+// does not know is not for it, and no reason not to wake its sandbox.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Config {
+    /// The runsc binary that this installation ships; images name its digest.
+    pub runsc: PathBuf,
+    /// BLAKE3 digest of that binary, `blake3:<hex>`; taken once, by the installer.
+    pub runsc_digest: String,
+    /// State that dies with the node's uptime (a tmpfs), `/run/torpor`.
+    pub state_dir: PathBuf,
+    /// Images and ledgers, `/var/lib/torpor`.
+    pub store_dir: PathBuf,
+    /// The kubelet's root directory; emptyDir volumes are found below it.
+    pub kubelet_root: PathBuf,
+    /// Where the kubelet listens, by which its probes are known.
+    #[serde(default = "default_kubelet_port")]
+    pub kubelet_port: u16,
+    /// The most that the kubelet wants free of a disk before it evicts Pods, in percent; none where its configuration was not found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eviction_percent: Option<u8>,
+    /// gVisor's platform.
+    #[serde(default = "default_platform")]
+    pub platform: String,
+    /// Whether settings of the kernel may be changed for the moment of a wake (see [`torpor_runsc::kernel_tuning`]).
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub expedite_wakes: bool,
+    /// Whether a sandbox that wakes may be begun without runsc's command (see [`torpor_runsc_direct`]).
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub begin_sandboxes: bool,
+    /// Most sandboxes that are restored at once (see [`torpor_runsc::wake_slots`]); 0: as many as want to.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub wakes_at_once: u32,
+    /// Digests (`blake3:<hex>`) of builds of runsc that begin no sandbox on this node; see [`Self::admit_runsc`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub revoked_runsc: Vec<String>,
+    /// Directory for runsc's debug logs; none in production.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub debug_log_dir: Option<PathBuf>,
+}
+
+fn default_platform() -> String {
+    "systrap".to_owned()
+}
+
+/// KubeletConfiguration's `port`, where nobody set another.
+fn default_kubelet_port() -> u16 {
+    10250
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn is_yes(value: &bool) -> bool {
+    *value
+}
+
+fn is_zero(value: &u32) -> bool {
+    *value == 0
+}
+
+/// A build of runsc that the node's operator has revoked (`torpor-agent install --revoked-runsc`).
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the build of runsc {digest} is revoked on this node, so no sandbox starts with it; its images are kept. \
+     Remove the digest from --revoked-runsc (torpor-agent install) to restore them"
+)]
+pub struct Revoked {
+    pub digest: String,
+}
+
+impl Revoked {
+    /// The reason in conditions, ledgers and metrics.
+    pub const REASON: &'static str = "RunscRevoked";
+}
+
+/// Why the configuration could not be read.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot find the path of the running torpor-oci binary")]
+    OwnPath(#[source] std::io::Error),
+    #[error("cannot read {path}: is Torpor installed on this node (DaemonSet torpor-installer)?")]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{path} is not a valid torpor-oci configuration")]
+    Parse {
+        path: PathBuf,
+        #[source]
+        source: serde_json::Error,
+    },
+}
+
+impl Config {
+    /// Reads the file that lies beside the running binary.
+    pub fn beside_own_binary() -> Result<Self, Error> {
+        let exe = std::env::current_exe().map_err(Error::OwnPath)?;
+        Self::read(&exe.with_file_name(FILE_NAME))
+    }
+
+    /// Reads the file at `path`.
+    pub fn read(path: &Path) -> Result<Self, Error> {
+        let bytes = std::fs::read(path).map_err(|source| Error::Read {
+            path: path.into(),
+            source,
+        })?;
+        serde_json::from_slice(&bytes).map_err(|source| Error::Parse {
+            path: path.into(),
+            source,
+        })
+    }
+
+    /// The build of runsc with this digest (`blake3:<hex>`), if it is installed: an update leaves older ones where they
+    /// are, for the pods and images that need them.
+    pub fn runsc_build(&self, digest: &str) -> Option<PathBuf> {
+        if digest == self.runsc_digest {
+            return Some(self.runsc.clone());
+        }
+        let hex = digest.strip_prefix("blake3:")?.get(..12)?;
+        let plain = hex.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let path = self.runsc.with_file_name(format!("runsc-{hex}"));
+        (plain && path.is_file()).then_some(path)
+    }
+
+    /// Refuses a build that is revoked. A sandbox that runs or dozes has its processes already and is not asked.
+    pub fn admit_runsc(&self, digest: &str) -> Result<(), Revoked> {
+        match self.revoked_runsc.iter().any(|revoked| revoked == digest) {
+            true => Err(Revoked {
+                digest: digest.to_owned(),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    /// What holds the root directories of runsc: see [`torpor_runsc::command::NodeRunsc::root_of`].
+    pub fn runsc_base(&self) -> PathBuf {
+        self.state_dir.join("runsc")
+    }
+
+    /// Records of pods, one directory per pod sandbox.
+    pub fn pods_dir(&self) -> PathBuf {
+        self.state_dir.join("pods")
+    }
+
+    /// Records of containers, one directory per container.
+    pub fn containers_dir(&self) -> PathBuf {
+        self.state_dir.join("containers")
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// Of a node whose state is in this directory.
+    pub(crate) fn on(state_dir: &Path) -> Config {
+        let text = r#"{"runsc":"/r","runsc_digest":"blake3:00","state_dir":"","store_dir":"/i","kubelet_root":"/k"}"#;
+        let config: Config = serde_json::from_str(text).expect("understood");
+        Config {
+            state_dir: state_dir.to_owned(),
+            ..config
+        }
+    }
+
+    #[test]
+    fn a_revoked_build_is_refused_and_the_refusal_names_it_and_the_remedy() {
+        let config = Config {
+            revoked_runsc: vec!["blake3:01".to_owned(), "blake3:02".to_owned()],
+            ..on(Path::new("/s"))
+        };
+        assert_eq!(config.admit_runsc("blake3:00"), Ok(()));
+        let refused = config.admit_runsc("blake3:02").expect_err("revoked");
+        let words = refused.to_string();
+        assert!(words.contains("blake3:02") && words.contains("--revoked-runsc"));
+    }
+
+    #[test]
+    fn a_configuration_of_a_newer_version_is_read() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join(FILE_NAME);
+        let text = r#"{"runsc":"/r","runsc_digest":"blake3:00","state_dir":"/s","store_dir":"/i","kubelet_root":"/k","of_tomorrow":[1]}"#;
+        std::fs::write(&path, text).expect("written");
+        let config = Config::read(&path).expect("understood");
+        assert_eq!((config.kubelet_port, config.wakes_at_once), (10250, 0));
+        assert!(config.revoked_runsc.is_empty());
+    }
+}

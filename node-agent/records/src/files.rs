@@ -1,0 +1,155 @@
+//! Reading, replacing and removing the files of records.
+
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::Error;
+use crate::locks;
+
+/// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
+const MAX_RECORD: u64 = 8 << 20;
+
+pub(super) fn modified(path: &Path) -> Option<std::time::SystemTime> {
+    std::fs::metadata(path).ok()?.modified().ok()
+}
+
+pub(super) fn write_error(path: &Path, source: std::io::Error) -> Error {
+    Error::Write {
+        path: path.into(),
+        source,
+    }
+}
+
+pub(super) fn make_dir(path: &Path) -> Result<(), Error> {
+    locks::make_dir(path).map_err(|source| write_error(path, source))
+}
+
+/// Whoever looks at a pod without its lock may make a file (one to lock) while the directory is being emptied.
+pub(super) fn remove_dir(path: &Path) -> Result<(), Error> {
+    const TRIES: u32 = 100;
+    for _ in 1..TRIES {
+        match std::fs::remove_dir_all(path) {
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+            other => return removed(path, other),
+        }
+    }
+    removed(path, std::fs::remove_dir_all(path))
+}
+
+pub(super) fn remove_file(path: &Path) -> Result<(), Error> {
+    removed(path, std::fs::remove_file(path))
+}
+
+/// What is gone already is removed.
+fn removed(path: &Path, result: std::io::Result<()>) -> Result<(), Error> {
+    match result {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(path, error)),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn list(dir: &Path) -> Result<Vec<String>, Error> {
+    match std::fs::read_dir(dir) {
+        Ok(entries) => Ok(entries
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .collect()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        Err(source) => Err(Error::Read {
+            path: dir.into(),
+            source,
+        }),
+    }
+}
+
+pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Error> {
+    write_json_as_of(path, value, None)
+}
+
+/// With a time for the file, where it is not to be now.
+pub(super) fn write_json_as_of<T: Serialize>(
+    path: &Path,
+    value: &T,
+    time: Option<std::time::SystemTime>,
+) -> Result<(), Error> {
+    let bytes = serde_json::to_vec(value).map_err(|source| Error::Parse {
+        path: path.into(),
+        source,
+    })?;
+    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
+    let written = OpenOptions::new()
+        .create(true)
+        .truncate(true)
+        .write(true)
+        .mode(0o600)
+        .open(&temporary)
+        .and_then(|mut file| {
+            file.write_all(&bytes)?;
+            time.map_or(Ok(()), |time| file.set_modified(time))
+        })
+        .and_then(|()| std::fs::rename(&temporary, path));
+    written.map_err(|source| write_error(path, source))
+}
+
+/// None where nobody has written it.
+pub(super) fn read_if_there<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
+    match read_json(path) {
+        Ok(value) => Ok(Some(value)),
+        Err(Error::Missing(_)) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return Err(Error::Missing(path.into()));
+        }
+        Err(source) => {
+            return Err(Error::Read {
+                path: path.into(),
+                source,
+            });
+        }
+    };
+    // Most are smaller, and so are read by one call.
+    let mut bytes = Vec::with_capacity(4096);
+    file.take(MAX_RECORD)
+        .read_to_end(&mut bytes)
+        .map_err(|source| Error::Read {
+            path: path.into(),
+            source,
+        })?;
+    serde_json::from_slice(&bytes).map_err(|source| Error::Parse {
+        path: path.into(),
+        source,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Session;
+    use crate::tests::one_pod;
+
+    #[test]
+    fn a_pod_is_removed_also_while_others_look_at_it() {
+        let (_dir, records, sandbox) = one_pod();
+        for _ in 0..50 {
+            std::thread::scope(|scope| {
+                let looks = scope.spawn(|| {
+                    // Until there is nothing to look at.
+                    while records.has_sessions(&sandbox, Session::Probe).is_ok() {}
+                });
+                records.remove_pod(&sandbox).expect("removed");
+                looks.join().expect("looked");
+            });
+            assert!(!records.pod_dir(&sandbox).exists());
+            records.create_pod_dir(&sandbox).expect("made");
+        }
+    }
+}

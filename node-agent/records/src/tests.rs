@@ -1,0 +1,84 @@
+use super::*;
+
+/// Records in a directory of their own, with one pod.
+pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
+    let dir = tempfile::tempdir().expect("a directory");
+    let records = Records::new(&Config {
+        runsc: PathBuf::new(),
+        runsc_digest: String::new(),
+        state_dir: dir.path().into(),
+        store_dir: PathBuf::new(),
+        kubelet_root: PathBuf::new(),
+        kubelet_port: 10250,
+        eviction_percent: None,
+        platform: String::new(),
+        expedite_wakes: false,
+        begin_sandboxes: true,
+        wakes_at_once: 0,
+        revoked_runsc: Vec::new(),
+        debug_log_dir: None,
+    });
+    let sandbox = SandboxId::try_from("a".repeat(64)).expect("an id");
+    records.create_pod_dir(&sandbox).expect("a directory");
+    (dir, records, sandbox)
+}
+
+#[test]
+fn that_a_pod_is_being_suspended_is_noted_and_forgotten() {
+    let (_dir, records, _) = one_pod();
+    let pod = PodUid::new("pod-a").expect("a uid");
+    for suspends in [false, true, true, false, false] {
+        records.note_suspends(&pod, suspends).expect("noted");
+        assert_eq!(records.suspends(&pod), suspends);
+    }
+    assert_eq!(records.reported().expect("listed"), []);
+    records.note_suspends(&pod, true).expect("noted");
+    assert_eq!(
+        records.reported().expect("listed"),
+        std::slice::from_ref(&pod)
+    );
+    records.remove_report(&pod).expect("forgotten");
+    assert!(!records.suspends(&pod));
+}
+
+#[test]
+fn a_sandbox_sleeps_since_it_was_paused_to_be_saved_however_long_that_took_and_how_often_it_is_ended()
+ {
+    let (_dir, records, sandbox) = one_pod();
+    let image = |number| ImageId::parse(&format!("pod-a.{number}")).expect("an id");
+    let earlier = |seconds| {
+        let now = std::time::SystemTime::now();
+        now - std::time::Duration::from_secs(seconds)
+    };
+    let pause = |time| {
+        let noted = records.note_pause(&sandbox, PauseMark::Paused, Some(time));
+        noted.expect("written");
+    };
+    let running = &SandboxState::Running;
+    records.write_state(&sandbox, running).expect("written");
+    assert_eq!(records.asleep_since(&sandbox), None);
+    let paused = earlier(60);
+    pause(paused);
+    assert_eq!(records.asleep_since(&sandbox), Some(paused));
+    for _ in 0..2 {
+        let written = records.write_hibernated(&sandbox, &image(1));
+        written.expect("written");
+        assert_eq!(records.asleep_since(&sandbox), Some(paused));
+        // The processes are gone.
+        let unpaused = records.forget_pause(&sandbox);
+        unpaused.expect("removed");
+        assert_eq!(records.asleep_since(&sandbox), Some(paused));
+    }
+    // It woke, whether that was noted or not, and was paused again.
+    let again = earlier(5);
+    pause(again);
+    let written = records.write_hibernated(&sandbox, &image(2));
+    written.expect("written");
+    assert_eq!(records.asleep_since(&sandbox), Some(again));
+    // Where nobody knows since when, it is since now.
+    records.forget_pause(&sandbox).expect("removed");
+    records.write_state(&sandbox, running).expect("written");
+    let written = records.write_hibernated(&sandbox, &image(3));
+    written.expect("written");
+    assert!(records.asleep_since(&sandbox) > Some(again));
+}

@@ -1,0 +1,117 @@
+//! Whether the processes live by which the kubelet knows a pod: containerd's shim, and the keepers
+//! of its containers.
+
+use torpor_core::ids::SandboxId;
+use torpor_records::{ContainerRecord, Error, Records};
+
+use crate::process;
+
+/// Why a pod that is not held open is not woken ([`is_held_open`]).
+pub const NOT_HELD_OPEN: &str = "containerd's shim of the Pod or the keeper of one of its containers has ended: the kubelet recreates the sandbox";
+
+/// Whether the shim and all keepers of the pod live. Where one has died, the kubelet recreates what
+/// it stood for as soon as it notices: what would be woken before that would be lost.
+pub fn is_held_open(records: &Records, sandbox: &SandboxId) -> Result<bool, Error> {
+    let pause = records.container(&sandbox.clone().into())?;
+    let containers = records.containers_of(sandbox)?;
+    let mut keepers = containers.iter().filter(|one| one.completed.is_none());
+    Ok(keeper_lives(&pause) && !has_lost_its_shim(&pause) && keepers.all(keeper_lives))
+}
+
+/// Whether the container's keeper runs. A process of another container that has its number is none.
+pub fn keeper_lives(container: &ContainerRecord) -> bool {
+    let command = process::command_line(keeper(container));
+    command.split(' ').any(|word| word == container.id.as_str())
+}
+
+/// Whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on its
+/// command line.
+pub fn has_lost_its_shim(container: &ContainerRecord) -> bool {
+    let command = process::parent(keeper(container)).map(process::command_line);
+    command.is_some_and(|line| !line.contains(container.sandbox.as_str()))
+}
+
+fn keeper(container: &ContainerRecord) -> i32 {
+    i32::try_from(container.keeper_pid).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::process::{Command, Stdio};
+
+    use torpor_core::ids::ContainerId;
+    use torpor_records::Role;
+    use torpor_snapshots::Digest;
+
+    use super::*;
+    use crate::testing::one_pod;
+
+    #[test]
+    fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
+        let (_dir, records, sandbox) = one_pod();
+        let shim = |name: &str| {
+            // It waits for the keeper that it has started, which tells its pid when it runs, and stands still.
+            let keeper = r#"sh -c 'echo $$; kill -STOP $$' "$KEEPER" & wait"#;
+            let mut shim = Command::new("sh")
+                .args(["-c", keeper, name])
+                .env("KEEPER", sandbox.as_str())
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .spawn()
+                .expect("sh runs");
+            let mut line = String::new();
+            let answer = shim.stdout.take().expect("piped");
+            std::io::BufRead::read_line(&mut std::io::BufReader::new(answer), &mut line)
+                .expect("told");
+            (shim, line.trim().parse().expect("a pid"))
+        };
+        let pause = |keeper_pid| ContainerRecord {
+            id: sandbox.clone().into(),
+            sandbox: sandbox.clone(),
+            role: Role::Sandbox,
+            name: String::new(),
+            terminal: false,
+            cgroup: PathBuf::new(),
+            spec_digest: Digest::of(b""),
+            keeper_pid,
+            completed: None,
+        };
+        assert!(
+            is_held_open(&records, &sandbox).is_err(),
+            "there is no record"
+        );
+        records
+            .create_container_dir(&sandbox.clone().into())
+            .expect("made");
+        let holds = |keeper: u32| {
+            records.write_container(&pause(keeper)).expect("written");
+            is_held_open(&records, &sandbox).expect("known")
+        };
+        let (mut own, keeper) = shim(sandbox.as_str());
+        let (mut other, stranger) = shim("another");
+        assert!(holds(keeper));
+        assert!(!holds(stranger), "its parent is not the pod's shim");
+        // A container beside it, whose keeper is gone: it counts unless it had ended before the image that the pod came from.
+        let id = ContainerId::try_from("c".repeat(64)).expect("an id");
+        records.create_container_dir(&id).expect("made");
+        for (completed, held) in [(None, false), (Some(0), true)] {
+            let container = ContainerRecord {
+                id: id.clone(),
+                role: Role::Container,
+                completed,
+                ..pause(0)
+            };
+            records.write_container(&container).expect("written");
+            assert_eq!(holds(keeper), held, "{completed:?}");
+        }
+        for keeper in [keeper, stranger] {
+            let pid = rustix::process::Pid::from_raw(keeper.cast_signed()).expect("a process");
+            rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("killed");
+        }
+        // They end when what they have started has ended and they have been told.
+        own.wait().expect("reaped");
+        other.wait().expect("reaped");
+        assert!(!holds(keeper), "the keeper has ended");
+    }
+}
