@@ -6,10 +6,10 @@
 #![allow(clippy::print_stdout)] // a program whose output is its purpose
 
 #[allow(dead_code)] // the agent asks for more than is measured here
-#[path = "../src/about.rs"]
+#[path = "../src/reconcile/about.rs"]
 mod about;
 #[allow(dead_code)]
-#[path = "../src/shown.rs"]
+#[path = "../src/reconcile/shown.rs"]
 mod shown;
 
 use std::process::ExitCode;

@@ -15,7 +15,7 @@ use std::time::Duration;
 use torpor_records::config::{self, Config, FILE_NAME};
 
 use crate::args::NodePaths;
-use crate::server::Readiness;
+use crate::report::server::Readiness;
 
 /// How often the agent looks for an installation that is not there yet.
 const LOOK: Duration = Duration::from_secs(1);
@@ -86,7 +86,7 @@ fn waits_for(path: &Path, error: &config::Error) -> String {
                 path.display()
             )
         }
-        error => crate::observe::words(error),
+        error => crate::reconcile::observe::words(error),
     }
 }
 
@@ -109,7 +109,7 @@ fn news(own: &Config, now: Result<Config, config::Error>) -> News {
         {
             News::Other("the runtime was uninstalled from the node")
         }
-        Err(error) => News::Unread(crate::observe::words(&error)),
+        Err(error) => News::Unread(crate::reconcile::observe::words(&error)),
     }
 }
 

@@ -26,11 +26,11 @@ use torpor_records::{Depth, Probes, SleepNote, WakeCause, WakeNote};
 use torpor_runsc::keeper::Rules;
 
 use crate::args::KataArgs;
-use crate::idle::Watched;
-use crate::metrics::Metrics;
-use crate::node::CALL_LIMIT;
-use crate::observe::words;
-use crate::swap::{SwapRoom, has_swap};
+use crate::policy::idle::Watched;
+use crate::policy::swap::{SwapRoom, has_swap};
+use crate::reconcile::node::CALL_LIMIT;
+use crate::reconcile::observe::words;
+use crate::report::metrics::Metrics;
 
 mod ear;
 mod report;
@@ -480,7 +480,7 @@ impl Known {
 
 /// Whether the kubelet's probes are answered while the Pod's programs stand still: a TCP probe is, by the guest's kernel.
 fn answers_probes(pod: &Pod) -> Result<(), String> {
-    for (container, probe) in crate::kubelet::each_probe(pod) {
+    for (container, probe) in crate::reconcile::kubelet::each_probe(pod) {
         if probe.exec.is_some() || probe.http_get.is_some() || probe.grpc.is_some() {
             return Err(format!(
                 "container {} has a probe that its program answers, but a Kata sandbox's programs are paused while it dozes (use a tcpSocket probe, which is answered)",

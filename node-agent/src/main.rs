@@ -1,34 +1,14 @@
 //! torpor-agent: one per node. It watches the Pods of its node and hibernates, wakes and keeps their sandboxes as the API
 //! asks; `install` and `uninstall` put the runtime on the host and take it away.
 
-mod about;
 mod args;
-mod desired;
-mod driver;
-mod execute;
-mod idle;
 mod install;
 mod installed;
 mod kata;
-mod known;
-mod kubelet;
-mod left;
-mod lull;
-mod metrics;
-mod node;
-mod observe;
-mod pressure;
-mod publish;
+mod policy;
+mod reconcile;
+mod report;
 mod run;
-mod sandbox_node;
-mod sandboxes;
-mod saves;
-mod server;
-mod shown;
-mod sleep;
-mod spans;
-mod swap;
-mod wakes;
 
 use std::process::ExitCode;
 use std::time::Duration;

@@ -30,21 +30,21 @@ use torpor_records::config::FILE_NAME;
 use torpor_runsc::process;
 
 use crate::args::RunArgs;
-use crate::driver::{Asked, Driver, Shared, pod_about};
 use crate::installed::{self, Installed, News};
 use crate::kata::Kata;
-use crate::metrics::Metrics;
-use crate::node::{Node, StoreLimits};
-use crate::pressure::{self, NodePressure};
-use crate::publish::Publisher;
-use crate::sandboxes::{Board, Sandboxes};
-use crate::saves::Saves;
-use crate::server::Readiness;
-use crate::shown::ShownSnapshots;
-use crate::sleep;
-use crate::spans::{self, Spans};
-use crate::swap::SwapRoom;
-use crate::{sandbox_node, server};
+use crate::policy::pressure::{self, NodePressure};
+use crate::policy::saves::Saves;
+use crate::policy::sleep;
+use crate::policy::swap::SwapRoom;
+use crate::reconcile::driver::{Asked, Driver, Shared, pod_about};
+use crate::reconcile::node::{Node, StoreLimits};
+use crate::reconcile::shown::ShownSnapshots;
+use crate::report::metrics::Metrics;
+use crate::report::publish::Publisher;
+use crate::report::sandboxes::{Board, Sandboxes};
+use crate::report::server::Readiness;
+use crate::report::spans::{self, Spans};
+use crate::report::{sandbox_node, server};
 
 /// How often the node's disk is searched for Pods that nobody looks after: what it says comes with no event.
 const SWEEP: Duration = Duration::from_secs(10);

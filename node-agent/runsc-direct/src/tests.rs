@@ -195,7 +195,10 @@ fn runsc_finds_in_its_record_the_sandbox_that_runs_now() {
     expected["sandbox"]["restored"] = json!(true);
     assert_eq!(plan::running_sandbox(&kept(record()), 4711, None), expected);
     expected["goferPid"] = json!(4712);
-    assert_eq!(plan::running_sandbox(&kept(record()), 4711, Some(4712)), expected);
+    assert_eq!(
+        plan::running_sandbox(&kept(record()), 4711, Some(4712)),
+        expected
+    );
 }
 
 #[test]

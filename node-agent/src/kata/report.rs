@@ -11,7 +11,7 @@ use torpor_api::node::{
 use torpor_records::{SleepNote, WakeNote};
 
 use super::{Kata, NO_IMAGES};
-use crate::sandboxes::{Sandboxes, signed};
+use crate::report::sandboxes::{Sandboxes, signed};
 
 /// How it last slept and woke.
 #[derive(Debug, Default)]

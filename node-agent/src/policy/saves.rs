@@ -1,0 +1,358 @@
+//! Turns to save: the queue of this node, shared by the tasks of its Pods. Who comes next is decided in `torpor_core::queue`.
+
+use std::collections::HashMap;
+use std::num::NonZeroU64;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use torpor_core::ids::Namespace;
+use torpor_core::image_size::Figures;
+use torpor_core::queue::{Capacity, Queue, Ticket, Urgency, Wish};
+use torpor_core::steps::Plan;
+use torpor_records::{PodLock, PodRecord};
+use torpor_runsc::keeper::Verb;
+use torpor_runsc::wake_slots::Turns;
+
+use crate::reconcile::node::{CALL_LIMIT, Node};
+use crate::reconcile::observe::words;
+use crate::report::metrics::Metrics;
+
+/// Whoever has waited for so long comes before everybody.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// A save that lasts longer is counted no more.
+const LONGEST: Duration = Duration::from_secs(60);
+/// While somebody waits: how often it is looked, at least, whether courtesy still holds a turn back. A wake takes some tenths of a second.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// The turns of this node.
+#[derive(Debug)]
+pub(crate) struct Saves {
+    queue: Mutex<Waiting>,
+    /// Whether bandwidth is limited, so that it counts how large images are.
+    weighs: bool,
+    /// Where it is seen whether somebody waits for a sandbox to wake.
+    wakes: Turns,
+    metrics: Arc<Metrics>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    queue: Queue,
+    tasks: HashMap<Ticket, Arc<Notify>>,
+    /// A task does so while somebody waits.
+    looks_again: bool,
+}
+
+/// A turn, or the wait for it. Dropped, it is given back.
+#[derive(Debug)]
+pub(crate) struct SaveTurn {
+    saves: Arc<Saves>,
+    ticket: Ticket,
+    urgency: Urgency,
+    /// Bytes, so far.
+    written: AtomicU64,
+}
+
+impl SaveTurn {
+    /// Whether it is its turn.
+    pub(crate) fn has_come(&self) -> bool {
+        self.saves.lock().queue.is_admitted(self.ticket)
+    }
+
+    /// Whether it waits for bandwidth.
+    pub(crate) fn is_held_back(&self) -> bool {
+        self.saves.lock().queue.is_held_back(self.ticket)
+    }
+
+    /// So many bytes more were written in this turn.
+    pub(crate) fn wrote(&self, bytes: u64) {
+        self.saves.metrics.wrote(bytes);
+        self.written.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Drop for SaveTurn {
+    fn drop(&mut self) {
+        let mut waiting = self.saves.lock();
+        let written = self.written.load(Ordering::Relaxed);
+        waiting.queue.leave(self.ticket, written);
+        waiting.tasks.remove(&self.ticket);
+        self.saves.advance(&mut waiting);
+    }
+}
+
+impl Saves {
+    /// `at_once`: at least 1. `bandwidth`: bytes a second; none: no limit.
+    pub(crate) fn new(
+        at_once: usize,
+        bandwidth: Option<NonZeroU64>,
+        state_dir: &Path,
+        metrics: Arc<Metrics>,
+    ) -> Arc<Self> {
+        let queue = Queue::new(Capacity {
+            at_once,
+            patience: PATIENCE,
+            longest: LONGEST,
+            bandwidth,
+        });
+        Arc::new(Self {
+            weighs: bandwidth.is_some(),
+            queue: Mutex::new(Waiting {
+                queue,
+                tasks: HashMap::new(),
+                looks_again: false,
+            }),
+            // The limit is the restoring processes' own affair.
+            wakes: Turns::new(state_dir, 0),
+            metrics,
+        })
+    }
+
+    /// What a plan waits to save, if it waits. `size`: of its image, as far as known.
+    pub(crate) fn wish(
+        &self,
+        plan: &Plan,
+        namespace: Option<&Namespace>,
+        size: impl FnOnce() -> Option<u64>,
+    ) -> Option<Wish> {
+        Some(Wish {
+            urgency: plan.awaits_turn()?,
+            namespace: namespace?.clone(),
+            size: self.weighs.then(size).flatten(),
+        })
+    }
+
+    /// What becomes of a task's turn after it has planned: asked for, waited for, used, or given back. `wish`: what the plan waits to
+    /// save. `task` is told when its turn comes.
+    pub(crate) fn follow(
+        self: &Arc<Self>,
+        held: Option<Arc<SaveTurn>>,
+        plan: &Plan,
+        wish: Option<Wish>,
+        task: &Arc<Notify>,
+    ) -> Option<Arc<SaveTurn>> {
+        match (held, plan.awaits_turn()) {
+            (Some(turn), Some(urgency)) if turn.urgency == urgency => Some(turn),
+            (_, Some(_)) => Some(self.join(wish?, task)),
+            (held, None) if !plan.steps.is_empty() => held,
+            (_, None) => None,
+        }
+    }
+
+    fn join(self: &Arc<Self>, wish: Wish, task: &Arc<Notify>) -> Arc<SaveTurn> {
+        let mut waiting = self.lock();
+        let urgency = wish.urgency;
+        let ticket = waiting.queue.join(wish, Timestamp::now());
+        waiting.tasks.insert(ticket, task.clone());
+        self.advance(&mut waiting);
+        drop(waiting);
+        Arc::new(SaveTurn {
+            saves: self.clone(),
+            ticket,
+            urgency,
+            written: AtomicU64::new(0),
+        })
+    }
+
+    /// Whether somebody who waits for a sandbox to answer restores it, or waits for a turn to.
+    pub(crate) fn is_somebody_waiting(&self) -> bool {
+        self.wakes.is_somebody_waiting()
+    }
+
+    /// Gives the turns that there are to give.
+    fn advance(self: &Arc<Self>, waiting: &mut Waiting) {
+        let called = self.is_somebody_waiting();
+        while let Some(ticket) = waiting.queue.admit(called, Timestamp::now()) {
+            let waited = waiting.queue.was_held_back(ticket);
+            self.metrics.waited_for_bandwidth(waited);
+            if let Some(task) = waiting.tasks.get(&ticket) {
+                task.notify_one();
+            }
+        }
+        self.metrics.saves(&waiting.queue);
+        // Without a runtime the agent is ending.
+        if waiting.queue.is_waited_for()
+            && !waiting.looks_again
+            && let Ok(runtime) = Handle::try_current()
+        {
+            waiting.looks_again = true;
+            runtime.spawn(self.clone().look_again());
+        }
+    }
+
+    /// Nobody tells when a wake has ended, a save lasts too long, or the images before are paid for.
+    async fn look_again(self: Arc<Self>) {
+        loop {
+            let free_at = self.lock().queue.free_at();
+            let now = Timestamp::now();
+            let wait = free_at.map(|at| at.duration_since(now).try_into());
+            // What is free already waits for something else.
+            let wait = wait
+                .and_then(Result::ok)
+                .filter(|wait| *wait != Duration::ZERO);
+            tokio::time::sleep(wait.unwrap_or(LOOK_AGAIN).min(LOOK_AGAIN)).await;
+            let mut waiting = self.lock();
+            self.advance(&mut waiting);
+            if !waiting.queue.is_waited_for() {
+                waiting.looks_again = false;
+                return;
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What decides how large an image of a sandbox may become. The sandbox is asked where the kernel does not tell.
+pub(crate) fn figures(node: &Node, record: &PodRecord, lock: &PodLock) -> Figures {
+    let counted = node.memory_held(record);
+    Figures {
+        told: counted.is_none().then(|| told(node, record)).flatten(),
+        counted,
+        filestores: filestores(node, record, lock),
+    }
+}
+
+fn told(node: &Node, record: &PodRecord) -> Option<u64> {
+    let connected = node.connect(&record.sandbox);
+    let asked = connected.and_then(|mut control| control.memory_usage(CALL_LIMIT));
+    if let Err(error) = &asked {
+        let error = words(error);
+        tracing::warn!(pod_uid = %record.pod_uid, error, "cannot estimate the size of the sandbox's image");
+    }
+    asked.ok()
+}
+
+/// A keeper of an older version does not know.
+fn filestores(node: &Node, record: &PodRecord, lock: &PodLock) -> Option<u64> {
+    #[derive(serde::Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Measured {
+        filestore_bytes: u64,
+    }
+    let asked = node.ask_keeper(&record.sandbox, lock, Verb::Measure, None, None, CALL_LIMIT);
+    let answer = match asked {
+        Ok(answer) => answer,
+        Err(error) => {
+            tracing::debug!(pod_uid = %record.pod_uid, error = words(&error), "cannot measure the sandbox's files");
+            return None;
+        }
+    };
+    let measured: Measured = serde_json::from_value(answer.detail).ok()?;
+    Some(measured.filestore_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use torpor_core::status::{Phase, StatusDraft};
+    use torpor_core::steps::Reason;
+
+    use super::*;
+
+    fn plan(awaits: Option<Urgency>) -> Plan {
+        Plan {
+            steps: Vec::new(),
+            status: StatusDraft {
+                phase: Phase::Running,
+                hibernated: None,
+                restored: None,
+                snapshots: Vec::new(),
+                left: None,
+            },
+            asks: false,
+            wake_at: None,
+            why: awaits
+                .map(|urgency| Reason::AwaitingTurn { urgency })
+                .into_iter()
+                .collect(),
+        }
+    }
+
+    fn wish(urgency: Urgency, size: Option<u64>) -> Option<Wish> {
+        Some(Wish {
+            urgency,
+            namespace: Namespace::new("n").expect("a name"),
+            size,
+        })
+    }
+
+    #[tokio::test]
+    async fn a_turn_that_is_given_back_wakes_the_task_that_waits_for_it() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let saves = Saves::new(1, None, dir.path(), Arc::new(Metrics::new()));
+        let tasks = [(); 2].map(|()| Arc::new(Notify::new()));
+        let waits = plan(Some(Urgency::ByItself));
+        let first = saves.follow(None, &waits, wish(Urgency::ByItself, None), &tasks[0]);
+        let first = first.expect("a turn");
+        assert!(first.has_come());
+        let second = saves.follow(None, &waits, wish(Urgency::ByItself, None), &tasks[1]);
+        let second = second.expect("a place in the queue");
+        assert!(!second.has_come());
+        // Nothing is left to be done, and nobody waits: the turn is given back.
+        assert!(
+            saves
+                .follow(Some(first), &plan(None), None, &tasks[0])
+                .is_none()
+        );
+        tasks[1].notified().await;
+        assert!(second.has_come());
+    }
+
+    #[tokio::test]
+    async fn what_a_timer_wants_is_saved_once_nobody_waits_for_a_wake_any_more() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let saves = Saves::new(1, None, dir.path(), Arc::new(Metrics::new()));
+        let namespace = Namespace::new("n").expect("a name");
+        let called = torpor_records::WakeCause::Called;
+        let wake = Turns::new(dir.path(), 0).take(called, &namespace);
+        let task = Arc::new(Notify::new());
+        let turn = saves.follow(
+            None,
+            &plan(Some(Urgency::ByItself)),
+            wish(Urgency::ByItself, None),
+            &task,
+        );
+        let turn = turn.expect("a place in the queue");
+        assert!(!turn.has_come());
+        drop(wake);
+        task.notified().await;
+        assert!(turn.has_come());
+    }
+
+    #[tokio::test]
+    async fn a_timer_waits_for_bandwidth_and_who_asks_does_not() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let metrics = Arc::new(Metrics::new());
+        let saves = Saves::new(2, NonZeroU64::new(10_000), dir.path(), metrics);
+        let task = Arc::new(Notify::new());
+        let join = |urgency| {
+            let turn = saves.follow(
+                None,
+                &plan(Some(urgency)),
+                wish(urgency, Some(1_000_000)),
+                &task,
+            );
+            turn.expect("a place in the queue")
+        };
+        let first = join(Urgency::ByItself);
+        let second = join(Urgency::ByItself);
+        assert!(first.has_come() && !second.has_come() && second.is_held_back());
+        task.notified().await;
+        let asked = join(Urgency::Asked);
+        assert!(asked.has_come());
+        drop(asked);
+        task.notified().await;
+        // It was no more than this, so that the disk is free again in a tenth of a second.
+        first.wrote(1000);
+        drop(first);
+        task.notified().await;
+        assert!(second.has_come() && !second.is_held_back());
+    }
+}

@@ -1,0 +1,55 @@
+//! Ending containers whose gofer has ended.
+
+use nix::sys::signal::Signal;
+use torpor_core::state::{Live, Observed};
+use torpor_records::{ContainerRecord, PodRecord};
+use torpor_runsc::control::{ContainerState, Error, SignalScope};
+
+use crate::reconcile::node::{CALL_LIMIT, Node};
+use crate::reconcile::observe::words;
+
+/// Ends the containers of a sandbox that runs whose gofer (the process that serves their files) has
+/// ended, so that the kubelet starts them anew.
+///
+/// gVisor does so by itself, but not in a sandbox that was restored: it watches the gofer of a
+/// container whose program it has begun (`runsc/boot/loader.go`, `startGoferMonitor`). Such a
+/// container would run on without its files and could not be saved. The caller holds the sandbox'
+/// lock.
+pub(super) fn end_containers_without(node: &Node, record: &PodRecord, observed: &Observed) {
+    if observed.live != Live::Running {
+        return;
+    }
+    let runsc = node.runsc.of(&record.sandbox);
+    let has_lost_gofer = |container: &ContainerRecord| {
+        // What runsc has no record of any more is about to go.
+        (runsc.has_lost_gofer(container.id.as_str(), record.sandbox.as_str())).unwrap_or(false)
+    };
+    let containers = node.records.containers_of(&record.sandbox);
+    for container in containers.unwrap_or_default() {
+        if !has_lost_gofer(&container) {
+            continue;
+        }
+        match end(node, &container) {
+            Ok(true) => {
+                tracing::warn!(pod_uid = %record.pod_uid, container = container.name, "ended a container, because its gofer has ended");
+            }
+            // Until containerd deletes it, an ended container is still on record.
+            Ok(false) => {}
+            Err(error) => {
+                tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "cannot end a container whose gofer has ended");
+            }
+        }
+    }
+}
+
+/// Whether the container ran.
+fn end(node: &Node, container: &ContainerRecord) -> Result<bool, Error> {
+    let mut control = node.runsc.connect(&container.sandbox)?;
+    let id = container.id.as_str();
+    if control.container_state(id, CALL_LIMIT)? != ContainerState::Running {
+        return Ok(false);
+    }
+    let kill = Signal::SIGKILL as i32;
+    control.signal(id, 0, kill, SignalScope::All, CALL_LIMIT)?;
+    Ok(true)
+}

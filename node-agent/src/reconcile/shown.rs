@@ -1,0 +1,254 @@
+//! The cluster's SandboxSnapshots, as the watch shows them: by the Pod that they are about, and by whether this node has to answer for them.
+//!
+//! Tenants make them, as many as their quota allows, and every agent holds all of the cluster. What asks for those of one Pod, or for those of this node, must not read all.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::runtime::watcher::Event;
+use tokio::sync::watch;
+use torpor_api::snapshot::SandboxSnapshot;
+use torpor_api::{conditions, reasons};
+use torpor_core::ids::PodUid;
+
+use super::about::{named_pod, sandbox_name};
+
+/// `namespace/name`.
+type Key = Arc<str>;
+type Snapshots = BTreeMap<Key, Arc<SandboxSnapshot>>;
+/// Namespace and name of a Sandbox.
+type SandboxKey = (String, String);
+
+/// All snapshots that the watch shows.
+#[derive(Debug)]
+pub(crate) struct ShownSnapshots {
+    node_name: String,
+    shown: RwLock<Index>,
+    /// A list that is not whole yet: after an interruption the watch begins with one.
+    listing: RwLock<Option<Index>>,
+    is_whole: watch::Sender<bool>,
+}
+
+#[derive(Debug, Default)]
+struct Index {
+    all: HashMap<Key, Arc<SandboxSnapshot>>,
+    by_pod: HashMap<PodUid, Snapshots>,
+    /// Those that name no Pod: they are about the one that stands for their Sandbox.
+    by_sandbox: HashMap<SandboxKey, Snapshots>,
+    /// Pods for which this node has to answer although it may know nothing of them, with how many snapshots ask for it.
+    to_answer: BTreeMap<PodUid, usize>,
+}
+
+impl ShownSnapshots {
+    pub(crate) fn new(node_name: String) -> Self {
+        Self {
+            node_name,
+            shown: RwLock::default(),
+            listing: RwLock::default(),
+            is_whole: watch::Sender::new(false),
+        }
+    }
+
+    /// Takes in what the watch says; answers the snapshots that are new, have changed, or are gone.
+    pub(crate) fn take(&self, event: Event<SandboxSnapshot>) -> Vec<Arc<SandboxSnapshot>> {
+        let mut listing = self.listing.write().unwrap_or_else(PoisonError::into_inner);
+        match event {
+            Event::Init => {
+                *listing = Some(Index::default());
+                Vec::new()
+            }
+            Event::InitApply(snapshot) => {
+                let snapshot = self.as_shown(snapshot);
+                listing
+                    .get_or_insert_default()
+                    .put(snapshot, &self.node_name);
+                Vec::new()
+            }
+            Event::InitDone => {
+                let whole = listing.take().unwrap_or_default();
+                let mut shown = self.shown.write().unwrap_or_else(PoisonError::into_inner);
+                let before = std::mem::replace(&mut *shown, whole);
+                let changed = shown.changed_since(&before);
+                drop(shown);
+                self.is_whole.send_replace(true);
+                changed
+            }
+            Event::Apply(snapshot) => {
+                let snapshot = Arc::new(snapshot);
+                let mut shown = self.shown.write().unwrap_or_else(PoisonError::into_inner);
+                shown.put(snapshot.clone(), &self.node_name);
+                vec![snapshot]
+            }
+            Event::Delete(snapshot) => {
+                let mut shown = self.shown.write().unwrap_or_else(PoisonError::into_inner);
+                shown.remove(&key(&snapshot), &self.node_name);
+                vec![Arc::new(snapshot)]
+            }
+        }
+    }
+
+    /// The same, and in the same memory, if nothing of it has changed.
+    fn as_shown(&self, listed: SandboxSnapshot) -> Arc<SandboxSnapshot> {
+        let shown = self.shown();
+        let before = shown.all.get(&key(&listed));
+        let same = before.filter(|before| is_same(before, &listed));
+        same.cloned().unwrap_or_else(|| Arc::new(listed))
+    }
+
+    /// Waits until the first list is whole.
+    pub(crate) async fn wait_until_whole(&self) {
+        // The sender is this struct's own.
+        let _ = self.is_whole.subscribe().wait_for(|whole| *whole).await;
+    }
+
+    /// The snapshots that name a Pod, those of its own namespace. Whoever may write into one namespace has no say over the Pods of another, whatever UID they name.
+    /// `namespace`: the Pod's; none if nothing on this node or in the API tells it. Those that name another node mean no Pod of this one.
+    pub(crate) fn of_pod(
+        &self,
+        pod: &PodUid,
+        namespace: Option<&str>,
+    ) -> Vec<Arc<SandboxSnapshot>> {
+        let shown = self.shown();
+        let named = shown.by_pod.get(pod).into_iter().flat_map(BTreeMap::values);
+        let own = |snapshot: &&Arc<SandboxSnapshot>| {
+            let of_namespace =
+                namespace.is_none_or(|own| snapshot.namespace().as_deref() == Some(own));
+            of_namespace && may_be_of_node(snapshot, &self.node_name)
+        };
+        named.filter(own).cloned().collect()
+    }
+
+    /// The snapshots that name only the Sandbox that the Pod is controlled by.
+    pub(crate) fn of_sandbox_of(&self, pod: &Pod) -> Vec<Arc<SandboxSnapshot>> {
+        let key = pod.namespace().zip(sandbox_name(pod).map(str::to_owned));
+        let shown = self.shown();
+        let unnamed = key.and_then(|key| shown.by_sandbox.get(&key));
+        let may_be = |snapshot: &&Arc<SandboxSnapshot>| may_be_of_node(snapshot, &self.node_name);
+        let unnamed = unnamed.into_iter().flat_map(BTreeMap::values);
+        unnamed.filter(may_be).cloned().collect()
+    }
+
+    /// Pods for which this node has to answer although it may know nothing of them: a snapshot that is not answered yet, or is being deleted, names the node.
+    pub(crate) fn to_answer(&self) -> BTreeSet<PodUid> {
+        self.shown().to_answer.keys().cloned().collect()
+    }
+
+    pub(crate) fn is_to_answer(&self, pod: &PodUid) -> bool {
+        self.shown().to_answer.contains_key(pod)
+    }
+
+    fn shown(&self) -> RwLockReadGuard<'_, Index> {
+        self.shown.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Index {
+    fn put(&mut self, snapshot: Arc<SandboxSnapshot>, node: &str) {
+        let key = key(&snapshot);
+        self.remove(&key, node);
+        if let Some(pod) = named_pod(&snapshot) {
+            if is_to_answer(&snapshot, node) {
+                *self.to_answer.entry(pod.clone()).or_default() += 1;
+            }
+            let of_pod = self.by_pod.entry(pod).or_default();
+            of_pod.insert(key.clone(), snapshot.clone());
+        } else if let Some(sandbox) = sandbox_key(&snapshot) {
+            let of_sandbox = self.by_sandbox.entry(sandbox).or_default();
+            of_sandbox.insert(key.clone(), snapshot.clone());
+        }
+        self.all.insert(key, snapshot);
+    }
+
+    fn remove(&mut self, key: &Key, node: &str) {
+        let Some(snapshot) = self.all.remove(key) else {
+            return;
+        };
+        if let Some(pod) = named_pod(&snapshot) {
+            if is_to_answer(&snapshot, node)
+                && let Some(count) = self.to_answer.get_mut(&pod)
+            {
+                *count -= 1;
+                if *count == 0 {
+                    self.to_answer.remove(&pod);
+                }
+            }
+            take_out(&mut self.by_pod, &pod, key);
+        } else if let Some(sandbox) = sandbox_key(&snapshot) {
+            take_out(&mut self.by_sandbox, &sandbox, key);
+        }
+    }
+
+    /// What is new, has changed, or is gone.
+    fn changed_since(&self, before: &Index) -> Vec<Arc<SandboxSnapshot>> {
+        let is_new = |(key, snapshot): &(&Key, &Arc<SandboxSnapshot>)| {
+            let was = before.all.get(*key);
+            was.is_none_or(|was| !Arc::ptr_eq(was, snapshot))
+        };
+        let is_gone = |(key, _): &(&Key, &Arc<SandboxSnapshot>)| !self.all.contains_key(*key);
+        let new = self.all.iter().filter(is_new);
+        let gone = before.all.iter().filter(is_gone);
+        new.chain(gone)
+            .map(|(_, snapshot)| snapshot.clone())
+            .collect()
+    }
+}
+
+fn take_out<K: std::hash::Hash + Eq>(of: &mut HashMap<K, Snapshots>, owner: &K, key: &Key) {
+    if let Some(snapshots) = of.get_mut(owner) {
+        snapshots.remove(key);
+        if snapshots.is_empty() {
+            of.remove(owner);
+        }
+    }
+}
+
+fn key(snapshot: &SandboxSnapshot) -> Key {
+    let namespace = snapshot.namespace().unwrap_or_default();
+    format!("{namespace}/{}", snapshot.name_any()).into()
+}
+
+fn sandbox_key(snapshot: &SandboxSnapshot) -> Option<SandboxKey> {
+    Some((snapshot.namespace()?, snapshot.spec.sandbox_name.clone()))
+}
+
+fn is_same(before: &SandboxSnapshot, listed: &SandboxSnapshot) -> bool {
+    let version = before.resource_version();
+    version.is_some() && version == listed.resource_version() && before.uid() == listed.uid()
+}
+
+/// Whether it does not say that it means a Pod of another node. By its spec, which nobody changes: a status may be written by the agent of a node that was taken over.
+pub(crate) fn may_be_of_node(snapshot: &SandboxSnapshot, node: &str) -> bool {
+    let named = snapshot.spec.node_name.as_deref();
+    named.is_none_or(|named| named == node)
+}
+
+/// Whether this node has to answer for a snapshot although it may have nothing of its Pod.
+fn is_to_answer(snapshot: &SandboxSnapshot, node: &str) -> bool {
+    let status = snapshot.status.as_ref();
+    let told = status.and_then(|status| status.node_name.as_deref()) == Some(node);
+    let asked = snapshot.spec.node_name.as_deref() == Some(node);
+    if !may_be_of_node(snapshot, node) || !(told || asked) {
+        return false;
+    }
+    match (
+        snapshot.metadata.deletion_timestamp.is_some(),
+        snapshot.is_adopted(),
+    ) {
+        // Its finalizer is to be taken away.
+        (true, adopted) => adopted,
+        (false, true) => !is_answered(snapshot),
+        (false, false) => asked,
+    }
+}
+
+/// Whether its Pod left no memory, and that has been said: there is nothing more to say of it.
+fn is_answered(snapshot: &SandboxSnapshot) -> bool {
+    let said = conditions::find(snapshot.conditions(), conditions::COMMITTED);
+    said.is_some_and(|said| said.reason == reasons::snapshot::SANDBOX_NOT_FOUND)
+}
+
+#[cfg(test)]
+#[path = "shown/tests.rs"] // examples/snapshots.rs reads this file as another module
+mod tests;

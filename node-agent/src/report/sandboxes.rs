@@ -1,0 +1,387 @@
+//! What SandboxNode says of each sandbox: why the planner does what it does, what the last sleep gained, how the last wake went.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use torpor_api::node::{LastWake, MAX_REPORTED, PlanReason, SandboxReport};
+use torpor_core::ids::{ImageId, PodUid, SandboxId};
+use torpor_core::state::ImageState;
+use torpor_records::{PodRecord, SandboxState, SleepNote, WakeNote};
+use torpor_snapshots::Listed;
+
+use crate::reconcile::node::Node;
+use crate::report::metrics::Metrics;
+use crate::report::spans::Spans;
+
+mod board;
+pub(crate) use board::{Board, Latest};
+mod left;
+use left::Names;
+
+/// A note on the node's disk, and the time of its file when it was read.
+#[derive(Debug)]
+struct Noted<T> {
+    at: SystemTime,
+    note: T,
+}
+
+/// What is remembered of one sandbox between two looks.
+#[derive(Debug, Default)]
+struct Known {
+    wake: Option<Noted<WakeNote>>,
+    sleep: Option<Noted<SleepNote>>,
+    /// Time of the note of its restore.
+    restored_at: Option<SystemTime>,
+}
+
+/// Looks at the notes of all sandboxes; counts what is new in them.
+#[derive(Debug)]
+pub(crate) struct Sandboxes {
+    known: HashMap<SandboxId, Known>,
+    /// What happened before the agent began is not counted again.
+    counts: bool,
+    metrics: Arc<Metrics>,
+    board: Arc<Board>,
+    spans: Arc<Spans>,
+    /// What the manifests of images say whose Pods are gone.
+    names: HashMap<ImageId, Names>,
+}
+
+impl Sandboxes {
+    pub(crate) fn new(metrics: Arc<Metrics>, board: Arc<Board>, spans: Arc<Spans>) -> Self {
+        Self {
+            known: HashMap::new(),
+            counts: false,
+            metrics,
+            board,
+            spans,
+            names: HashMap::new(),
+        }
+    }
+
+    /// Waits until a Pod that is gone has left an image, or has left it no more.
+    pub(crate) fn board(&self) -> Arc<Board> {
+        self.board.clone()
+    }
+
+    /// One entry for each Pod that is gone and has left its memory in an image, then one for each sandbox of the node, by Pod UID. `images`: all that the store holds.
+    pub(crate) fn report(&mut self, node: &Node, images: &[Listed]) -> Vec<SandboxReport> {
+        let mut pods = node.records.pods().unwrap_or_default();
+        pods.sort_by_cached_key(|pod| {
+            let made_at = node.records.made_at(&pod.sandbox);
+            (pod.pod_uid.clone(), Reverse(made_at))
+        });
+        // A Pod whose sandbox was just made anew has two for a moment: the newest stands for it.
+        pods.dedup_by(|a, b| a.pod_uid == b.pod_uid);
+        self.known
+            .retain(|sandbox, _| pods.iter().any(|pod| pod.sandbox == *sandbox));
+        let sizes: BTreeMap<_, _> = images.iter().map(|i| (&i.id, i.size)).collect();
+        let mut held = 0_i64;
+        let mut reports = Vec::new();
+        for pod in &pods {
+            let asleep_in = asleep_in(node, pod, images);
+            self.look(node, pod);
+            let mut report = self.describe(pod);
+            if let Some(image) = asleep_in {
+                report.image_bytes = sizes.get(&image).map(|size| signed(*size));
+                report.image_id = Some(image.to_string());
+                let since = node.records.asleep_since(&pod.sandbox);
+                report.asleep_since = since
+                    .and_then(|since| Timestamp::try_from(since).ok())
+                    .map(Time);
+                held = held.saturating_add(report.memory_asleep_bytes.unwrap_or(0));
+            }
+            reports.push(report);
+        }
+        self.metrics.held_asleep.set(held);
+        let mut reasons = BTreeMap::new();
+        for told in reports.iter().flat_map(|report| &report.reasons) {
+            *reasons.entry(told.reason.clone()).or_default() += 1;
+        }
+        self.metrics.planned_for(&reasons);
+        let watched = i64::try_from(self.board.watched()).unwrap_or(i64::MAX);
+        self.metrics.watched.set(watched);
+        self.counts = true;
+        let mut all = self.report_left(node, images, &mut reports);
+        all.append(&mut reports);
+        all.truncate(MAX_REPORTED);
+        all
+    }
+
+    /// Whether the report names all memory that is in `images`: each Pod of theirs has a sandbox on the node, or was seen to be gone.
+    pub(crate) fn is_complete(&self, node: &Node, images: &[Listed]) -> bool {
+        let Ok(pods) = node.records.pods() else {
+            return false;
+        };
+        let recorded: BTreeSet<&PodUid> = pods.iter().map(|pod| &pod.pod_uid).collect();
+        let whole = images
+            .iter()
+            .filter(|image| image.state == ImageState::Committed);
+        whole
+            .map(|image| image.id.pod())
+            .all(|pod| recorded.contains(pod) || self.board.is_gone(pod))
+    }
+
+    /// The planner's reasons about a Pod.
+    pub(crate) fn reasons(&self, pod: &PodUid) -> Vec<PlanReason> {
+        self.board.of(pod)
+    }
+
+    /// Reads the notes that were written since the last look.
+    fn look(&mut self, node: &Node, pod: &PodRecord) {
+        let known = self.known.entry(pod.sandbox.clone()).or_default();
+        if let Some(at) = node.records.woke_at(&pod.sandbox)
+            && known.wake.as_ref().is_none_or(|noted| noted.at != at)
+            && let Ok(note) = node.records.wake(&pod.sandbox)
+        {
+            if self.counts {
+                let stages = stages(&note.stages_end_micros);
+                self.metrics.woke(&note, whole(&note), &stages);
+                self.spans.woke(pod, &note, at, &stages);
+            }
+            known.wake = Some(Noted { at, note });
+        }
+        if let Some(at) = node.records.restored_at(&pod.sandbox)
+            && known.restored_at != Some(at)
+            && let Ok(note) = node.records.restore(&pod.sandbox)
+        {
+            if self.counts {
+                let stages = stages(&note.stages_end_micros);
+                self.spans.restored(pod, &note, at, &stages);
+            }
+            known.restored_at = Some(at);
+        }
+        if let Some(at) = node.records.slept_at(&pod.sandbox)
+            && known.sleep.as_ref().is_none_or(|noted| noted.at != at)
+            && let Ok(note) = node.records.sleep(&pod.sandbox)
+        {
+            if self.counts {
+                self.metrics.fell_asleep(note);
+            }
+            known.sleep = Some(Noted { at, note });
+        }
+    }
+
+    fn describe(&self, pod: &PodRecord) -> SandboxReport {
+        let known = self.known.get(&pod.sandbox);
+        let sleep = known.and_then(|known| known.sleep.as_ref());
+        let wake = known.and_then(|known| known.wake.as_ref());
+        SandboxReport {
+            asleep_since: None,
+            image_bytes: None,
+            image_id: None,
+            last_wake: wake.and_then(last_wake),
+            memory_asleep_bytes: sleep.map(|noted| signed(noted.note.bytes_after)),
+            memory_awake_bytes: sleep.map(|noted| signed(noted.note.bytes_before)),
+            namespace: pod.namespace.to_string(),
+            pod_gone_since: None,
+            pod_name: pod.name.clone(),
+            pod_uid: pod.pod_uid.to_string(),
+            reasons: self.board.of(&pod.pod_uid),
+            sandbox_name: self.board.sandbox_of(&pod.pod_uid).unwrap_or_default(),
+        }
+    }
+}
+
+/// The image that holds the memory of a sandbox that sleeps: also of one that dozes, once its memory is pushed out.
+fn asleep_in(node: &Node, pod: &PodRecord, images: &[Listed]) -> Option<ImageId> {
+    let records = &node.records;
+    match records.state(&pod.sandbox).ok()? {
+        SandboxState::Hibernated { image } => Some(image),
+        SandboxState::Running if records.is_noted_paused(&pod.sandbox) => {
+            let doze = records.doze(&pod.sandbox).ok().flatten();
+            doze.filter(|doze| doze.reclaimed)?;
+            let own = images.iter().filter(|image| image.id.pod() == &pod.pod_uid);
+            let newest = own
+                .filter(|image| image.state == ImageState::Committed)
+                .max_by_key(|image| image.id.number());
+            newest.map(|image| image.id.clone())
+        }
+        SandboxState::Running | SandboxState::Restoring { .. } => None,
+    }
+}
+
+fn last_wake(noted: &Noted<WakeNote>) -> Option<LastWake> {
+    let at = Timestamp::try_from(noted.at).ok()?;
+    Some(LastWake {
+        at: Time(at),
+        cause: noted.note.cause.as_str().to_owned(),
+        from: format!("{:?}", noted.note.from),
+        duration_micros: i64::try_from(whole(&noted.note).as_micros()).unwrap_or(i64::MAX),
+    })
+}
+
+fn whole(note: &WakeNote) -> Duration {
+    let last = note.stages_end_micros.values().max();
+    Duration::from_micros(last.copied().unwrap_or(0))
+}
+
+/// How long each stage took, in their order: a stage begins where the one before it was over.
+fn stages(ends_micros: &BTreeMap<String, u64>) -> Vec<(String, Duration)> {
+    let mut ends: Vec<(u64, &String)> = ends_micros
+        .iter()
+        .map(|(stage, end)| (*end, stage))
+        .collect();
+    ends.sort_unstable();
+    let begins = std::iter::once(0).chain(ends.iter().map(|(end, _)| *end));
+    begins
+        .zip(&ends)
+        .map(|(begin, (end, stage))| ((*stage).clone(), Duration::from_micros(end - begin)))
+        .collect()
+}
+
+/// Bytes as the API has them.
+pub(crate) fn signed(bytes: u64) -> i64 {
+    i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use torpor_core::ids::{ContainerName, ImageId};
+    use torpor_core::pressure::Resource;
+    use torpor_core::queue::Urgency;
+    use torpor_core::steps::Reason;
+    use torpor_records::{Depth, WakeCause};
+
+    use super::board::told;
+    pub(crate) use super::left::tests::image_in;
+    use super::*;
+
+    /// Every reason once. The match makes sure that a new one is added here.
+    fn all() -> Vec<Reason> {
+        let image = || ImageId::parse("pod-a.1").expect("an image's name");
+        let until = Timestamp::UNIX_EPOCH;
+        let one_of_each = vec![
+            Reason::Busy,
+            Reason::LiveUnknown,
+            Reason::LedgerCorrupt,
+            Reason::Restoring,
+            Reason::SleepWanted,
+            Reason::Idle,
+            Reason::Pressure {
+                short_of: Resource::Memory,
+            },
+            Reason::Dozing,
+            Reason::AwakeWanted,
+            Reason::FreezeWanted,
+            Reason::SnapshotWanted,
+            Reason::DeletionWanted,
+            Reason::ImageAdopted,
+            Reason::Sleeping,
+            Reason::Settled,
+            Reason::AwakeUnrecorded,
+            Reason::RecordStale,
+            Reason::SaveUnfinished,
+            Reason::EndUnfinished,
+            Reason::NotCapable,
+            Reason::InUse,
+            Reason::NotReady,
+            Reason::Debugged {
+                container: ContainerName::new("debugger").expect("a name"),
+            },
+            Reason::AwaitingTurn {
+                urgency: Urgency::Asked,
+            },
+            Reason::AwaitingBandwidth,
+            Reason::Backoff { until },
+            Reason::AwaitingContainers,
+            Reason::NoSandbox,
+            Reason::ImageMissing { image: image() },
+            Reason::Garbage { image: image() },
+            Reason::Unclaimed {
+                image: image(),
+                until,
+            },
+            Reason::Asking { image: image() },
+            Reason::GivenUp {
+                image: image(),
+                disk_short: false,
+            },
+            Reason::PodTerminating,
+            Reason::PodGone,
+            Reason::NumbersExhausted,
+        ];
+        for reason in &one_of_each {
+            match reason {
+                Reason::Busy
+                | Reason::LiveUnknown
+                | Reason::LedgerCorrupt
+                | Reason::Restoring
+                | Reason::SleepWanted
+                | Reason::Idle
+                | Reason::Pressure { .. }
+                | Reason::Dozing
+                | Reason::AwakeWanted
+                | Reason::FreezeWanted
+                | Reason::SnapshotWanted
+                | Reason::DeletionWanted
+                | Reason::ImageAdopted
+                | Reason::Sleeping
+                | Reason::Settled
+                | Reason::AwakeUnrecorded
+                | Reason::RecordStale
+                | Reason::SaveUnfinished
+                | Reason::EndUnfinished
+                | Reason::NotCapable
+                | Reason::InUse
+                | Reason::NotReady
+                | Reason::Debugged { .. }
+                | Reason::AwaitingTurn { .. }
+                | Reason::AwaitingBandwidth
+                | Reason::Backoff { .. }
+                | Reason::AwaitingContainers
+                | Reason::NoSandbox
+                | Reason::ImageMissing { .. }
+                | Reason::Garbage { .. }
+                | Reason::Unclaimed { .. }
+                | Reason::Asking { .. }
+                | Reason::GivenUp { .. }
+                | Reason::PodTerminating
+                | Reason::PodGone
+                | Reason::NumbersExhausted => {}
+            }
+        }
+        one_of_each
+    }
+
+    #[test]
+    fn the_api_knows_the_planners_reasons_and_no_others() {
+        let told: Vec<String> = all().iter().map(|reason| told(reason).reason).collect();
+        assert_eq!(told, torpor_api::reasons::plan::ALL);
+    }
+
+    #[test]
+    fn the_api_knows_the_causes_of_wakes_and_no_others() {
+        let causes = WakeCause::ALL.map(WakeCause::as_str);
+        assert_eq!(causes, torpor_api::node::WAKE_CAUSES);
+    }
+
+    #[test]
+    fn what_a_reason_carries_is_told() {
+        let reason = Reason::Backoff {
+            until: Timestamp::UNIX_EPOCH,
+        };
+        assert_eq!(told(&reason).detail, "until=1970-01-01T00:00:00Z");
+        assert_eq!(told(&Reason::Busy).detail, "");
+    }
+
+    #[test]
+    fn a_stage_lasts_from_the_end_of_the_one_before() {
+        let note = WakeNote {
+            cause: WakeCause::Called,
+            from: Depth::Hibernated,
+            stages_end_micros: [("verified", 30), ("attached", 90), ("prepared", 10)]
+                .map(|(stage, end)| (stage.to_owned(), end))
+                .into(),
+        };
+        let micros = |n| Duration::from_micros(n);
+        let expected = [("prepared", 10), ("verified", 20), ("attached", 60)]
+            .map(|(stage, took)| (stage.to_owned(), micros(took)));
+        assert_eq!(stages(&note.stages_end_micros), expected);
+        assert_eq!(whole(&note), micros(90));
+    }
+}

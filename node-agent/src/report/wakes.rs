@@ -1,0 +1,142 @@
+//! What the agent tells of wakes: who wanted those that it does, and which of the others' have failed.
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use torpor_api::annotations::{NEXT_WAKEUP, WAKE_AT, parse_time};
+use torpor_core::ledger::{LedgerState, Memory};
+use torpor_core::steps::{Outcome, Step, StepKind};
+use torpor_records::WakeCause;
+
+/// Who wants a sandbox that the agent wakes, if it is woken now. A person who asks for it by a time (`kubectl torpor wake`) is no clock.
+pub(crate) fn cause(
+    pod: Option<&Pod>,
+    asleep_since: Option<Timestamp>,
+    now: Timestamp,
+) -> WakeCause {
+    let has_come = |key: &'static str| {
+        let written = pod.and_then(|pod| pod.annotations().get(key));
+        let at = written.and_then(|written| parse_time(key, written).ok());
+        let since = asleep_since.zip(at);
+        since.is_some_and(|(since, at)| since < at && at <= now)
+    };
+    match has_come(NEXT_WAKEUP) && !has_come(WAKE_AT) {
+        true => WakeCause::Clock,
+        false => WakeCause::Asked,
+    }
+}
+
+/// How much of a Pod's ledger has been looked through for wakes that failed. A keeper, an exec or a forwarded connection tells nobody else.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct FailedWakes {
+    /// None: nothing yet. What happened before the agent began is not counted.
+    seen: Option<u64>,
+}
+
+impl FailedWakes {
+    /// Why a wake has failed that this agent has not done; told once. Of several between two looks it is the last.
+    pub(crate) fn look<'a>(&mut self, ledger: &'a LedgerState) -> Option<&'a str> {
+        let seen = self.seen.replace(ledger.seq);
+        match &ledger.memory {
+            Memory::WakeFailed { reason, .. } if seen.is_some_and(|seen| seen < ledger.seq) => {
+                Some(reason.as_str())
+            }
+            _ => None,
+        }
+    }
+
+    /// A step of this agent is counted as such: its entries, that it began and that it failed, are known.
+    pub(crate) fn note(&mut self, step: &Step, outcome: &Outcome) {
+        if step.action.kind() == StepKind::Wake && matches!(outcome, Outcome::Failed { .. }) {
+            self.seen = Some(step.fence.ledger_seq.saturating_add(2));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use torpor_core::ids::ImageId;
+    use torpor_core::steps::Action;
+
+    use super::*;
+    use crate::reconcile::execute::tests::step;
+
+    fn image() -> ImageId {
+        ImageId::parse("pod-a.1").expect("an image's name")
+    }
+
+    fn failed_at(seq: u64) -> LedgerState {
+        LedgerState {
+            seq,
+            memory: Memory::WakeFailed {
+                image: image(),
+                reason: "RestoreFailed".to_owned(),
+            },
+            ..LedgerState::default()
+        }
+    }
+
+    #[test]
+    fn the_clock_wakes_who_sleeps_since_before_its_time_unless_somebody_asks_too() {
+        let time = |text: &str| text.parse::<Timestamp>().expect("a time");
+        let (since, now) = (time("2026-06-06T10:00:00Z"), time("2026-06-06T12:00:00Z"));
+        let (before, within, later) = (
+            "2026-06-06T09:00:00Z",
+            "2026-06-06T11:00:00Z",
+            "2026-06-06T13:00:00Z",
+        );
+        for (set, asked, expected) in [
+            (within, before, WakeCause::Clock),
+            (within, "soon", WakeCause::Clock),
+            (within, within, WakeCause::Asked),
+            (before, before, WakeCause::Asked),
+            (later, before, WakeCause::Asked),
+            ("soon", "soon", WakeCause::Asked),
+        ] {
+            let annotations = json!({ NEXT_WAKEUP: set, WAKE_AT: asked });
+            let pod = json!({ "metadata": { "name": "p", "annotations": annotations } });
+            let pod: Pod = serde_json::from_value(pod).expect("a Pod");
+            assert_eq!(
+                cause(Some(&pod), Some(since), now),
+                expected,
+                "{set} {asked}"
+            );
+            assert_eq!(cause(Some(&pod), None, now), WakeCause::Asked);
+        }
+        assert_eq!(cause(None, Some(since), now), WakeCause::Asked);
+    }
+
+    #[test]
+    fn a_failed_wake_of_somebody_else_is_told_once() {
+        let mut wakes = FailedWakes::default();
+        assert_eq!(wakes.look(&failed_at(5)), None, "before the agent began");
+        assert_eq!(wakes.look(&failed_at(5)), None);
+        assert_eq!(wakes.look(&failed_at(7)), Some("RestoreFailed"));
+        assert_eq!(wakes.look(&failed_at(7)), None);
+        let awake = LedgerState {
+            seq: 9,
+            ..LedgerState::default()
+        };
+        assert_eq!(wakes.look(&awake), None);
+        assert_eq!(wakes.look(&failed_at(14)), Some("RestoreFailed"));
+    }
+
+    #[test]
+    fn a_failed_wake_of_this_agent_is_a_failed_step_and_not_told_again() {
+        let mut wakes = FailedWakes::default();
+        assert_eq!(wakes.look(&LedgerState::default()), None);
+        let failed = Outcome::Failed {
+            reason: "ImageCorrupt".to_owned(),
+            message: String::new(),
+        };
+        wakes.note(&step(4, Action::Wake { image: image() }), &failed);
+        assert_eq!(wakes.look(&failed_at(6)), None);
+        // Another's, after it.
+        assert_eq!(wakes.look(&failed_at(8)), Some("RestoreFailed"));
+        // What did not fail, or was no wake, has no entry that says so.
+        wakes.note(&step(4, Action::Wake { image: image() }), &Outcome::Done);
+        wakes.note(&step(4, Action::Pause), &failed);
+        assert_eq!(wakes, FailedWakes { seen: Some(8) });
+    }
+}
