@@ -151,7 +151,7 @@ pub struct SandboxReport {
 }
 
 /// Values of [`LastWake::cause`].
-pub const WAKE_CAUSES: [&str; 9] = [
+pub const WAKE_CAUSES: [&str; 8] = [
     "Asked",
     "Clock",
     "Exec",
@@ -160,7 +160,6 @@ pub const WAKE_CAUSES: [&str; 9] = [
     "Container",
     "Typed",
     "Packet",
-    "Called",
 ];
 
 /// Wake in place, in which the Pod stays.
@@ -171,8 +170,7 @@ pub struct LastWake {
     pub at: Time,
     /// Cause of the wake: `Asked` (through the API), `Clock` (a time that was set), `Exec`,
     /// `Forward` (a port-forward), `Signal`, `Container` (one was added to the Pod), `Typed` (input
-    /// to an attach), `Packet`, or `Called` (an exec, a port-forward or a signal, as reported by
-    /// older versions).
+    /// to an attach) or `Packet`.
     #[serde(default)]
     pub cause: String,
     /// Time from the beginning of the wake until the sandbox ran, in microseconds.

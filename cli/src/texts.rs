@@ -91,7 +91,6 @@ pub fn cause_text(cause: &str) -> &'static str {
         "Typed" => "by input to an attach",
         "Packet" => "by a packet",
         // Older agents do not distinguish the three.
-        "Called" => "by an exec, a port-forward or a signal",
         _ => "by a cause that this version of kubectl-torpor does not know",
     }
 }

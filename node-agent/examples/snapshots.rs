@@ -1,16 +1,19 @@
-//! Cost of the SandboxSnapshots of one tenant for the agent of a node that has nothing to do with them.
+//! A measurement of what one tenant's SandboxSnapshots cost the agent of a node that they do not
+//! concern.
 //!
-//! `cargo run --release -p torpor-agent --example snapshots [NUMBER]` measures the agent's own index: how long it takes in a list and an event, and what a sweep and a turn of a Pod ask of
-//! it, with so many snapshots (20,000) that name unknown Pods and without. It ends with 1 when that comes to 2 % of a core.
+//! `cargo run --release -p torpor-agent --example snapshots [NUMBER]` measures the agent's index:
+//! the time to apply a list and an event, and the time of the queries that a sweep and a turn of a
+//! Pod make. It measures without snapshots and with NUMBER of them (default 20,000) that name
+//! unknown Pods. It exits with 1 if the sum reaches 2 % of a core.
 
 #![allow(clippy::print_stdout)] // a program whose output is its purpose
 
-#[allow(dead_code)] // the agent asks for more than is measured here
-#[path = "../src/reconcile/about.rs"]
-mod about;
+#[allow(dead_code)] // the agent uses more than is measured here
+#[path = "../src/reconcile/references.rs"]
+mod references;
 #[allow(dead_code)]
-#[path = "../src/reconcile/shown.rs"]
-mod shown;
+#[path = "../src/reconcile/snapshot_index.rs"]
+mod snapshot_index;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -20,17 +23,17 @@ use serde_json::json;
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::PodUid;
 
-use shown::ShownSnapshots;
+use snapshot_index::SnapshotIndex;
 
 const NODE: &str = "node-a";
 const DEFAULT_NUMBER: u32 = 20_000;
-/// Sandboxes of a full node, each looked at so often while it is awake.
+/// Sandboxes of a full node. The task of each awake sandbox has a turn every [`LOOK`].
 const SANDBOXES: u32 = 250;
 const LOOK: Duration = Duration::from_secs(5);
 const SWEEP: Duration = Duration::from_secs(10);
-/// Changes of snapshots in a second, in the whole cluster.
+/// Changes of snapshots per second in the whole cluster.
 const EVENTS: u32 = 50;
-/// Percent of a core.
+/// Limit of the sum, in percent of a core.
 const LIMIT: f64 = 2.0;
 
 /// The node that the tenant's snapshots name.
@@ -57,20 +60,20 @@ fn snapshot(number: u32, version: u32, names: Names) -> SandboxSnapshot {
     .expect("a SandboxSnapshot")
 }
 
-/// How long one of `times` takes on average.
+/// Returns the average time of one of `times` calls.
 fn each(times: u32, mut act: impl FnMut(u32)) -> Duration {
     let began = Instant::now();
     (0..times).for_each(&mut act);
     began.elapsed() / times
 }
 
-/// Percent of a core that something takes which happens every so often.
+/// Returns the share of a core, in percent, of a call that takes `takes` once in `every`.
 fn share(takes: Duration, every: Duration) -> f64 {
     100.0 * takes.as_secs_f64() / every.as_secs_f64()
 }
 
 fn measure(number: u32, names: Names) -> f64 {
-    let shown = ShownSnapshots::new(NODE.to_owned());
+    let shown = SnapshotIndex::new(NODE.to_owned());
     let listed: Vec<_> = (0..number).map(|n| snapshot(n, 1, names)).collect();
     let began = Instant::now();
     shown.take(Event::Init);
@@ -79,7 +82,7 @@ fn measure(number: u32, names: Names) -> f64 {
     }
     shown.take(Event::InitDone);
     let list = began.elapsed();
-    // What is measured first finds nothing in the processor's caches.
+    // 1000 events, because the first find nothing in the processor's caches.
     let changed: Vec<_> = (0..1000)
         .map(|n| snapshot(n % number.max(1), 2, names))
         .collect();

@@ -1,16 +1,19 @@
-//! The command line. Each option has a fallback in the environment.
+//! The command line. An option that is absent takes its value from its environment variable, if it
+//! has one.
 
 use std::net::SocketAddr;
 use std::num::{NonZeroU32, NonZeroU64};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use torpor_core::store_limit::PerNamespace;
 
+mod parse;
 mod runsc;
 
+use parse::{absolute, at_least_one, handler, seconds};
 pub(crate) use runsc::RunscArgs;
 
 /// Torpor's agent on a node: hibernates and wakes the pods of the runtime handler it installs.
@@ -53,10 +56,11 @@ pub(crate) enum LogFormat {
     Json,
 }
 
-/// Where Torpor's files lie, in the host's paths.
+/// Directories of Torpor's files and of the kubelet, as paths of the host.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct NodePaths {
-    /// Directory of the binaries and their configuration, on persistent storage that allows execution
+    /// Directory of the binaries and their configuration, on persistent storage that allows
+    /// execution
     #[arg(long, default_value = "/opt/torpor", value_parser = absolute, env = "TORPOR_INSTALL_DIR")]
     pub(crate) install_dir: PathBuf,
     /// Directory of the records of running pods, on a tmpfs
@@ -71,7 +75,7 @@ pub(crate) struct NodePaths {
 }
 
 impl NodePaths {
-    /// Directory of `torpor-oci`, its configuration and the builds of runsc.
+    /// Returns the directory of `torpor-oci`, its configuration and the builds of runsc.
     pub(crate) fn bin_dir(&self) -> PathBuf {
         self.install_dir.join("bin")
     }
@@ -87,36 +91,47 @@ pub(crate) struct RunArgs {
     /// Name of Torpor's runtime handler in containerd's configuration, as `install` wrote it
     #[arg(long, default_value = "torpor", value_parser = handler, env = "TORPOR_RUNTIME_HANDLER")]
     pub(crate) runtime_handler: String,
-    /// Export spans of steps, wakes and restores by OTLP over gRPC, as the variables OTEL_EXPORTER_OTLP_* configure it
+    /// Export spans of steps, wakes and restores by OTLP over gRPC, as the variables
+    /// OTEL_EXPORTER_OTLP_* configure it
     #[arg(long, env = "TORPOR_ENABLE_TRACING")]
     pub(crate) enable_tracing: bool,
     /// Address of /metrics
-    // Of both families, as the Pod's may be of IPv6 alone.
+    // The default serves IPv4 and IPv6: a Pod may have addresses of IPv6 alone.
     #[arg(long, default_value = "[::]:9644", env = "TORPOR_METRICS_BIND_ADDRESS")]
     pub(crate) metrics_bind_address: SocketAddr,
     /// Address of /healthz and /readyz
     #[arg(long, default_value = "[::]:9645", env = "TORPOR_HEALTH_BIND_ADDRESS")]
     pub(crate) health_bind_address: SocketAddr,
-    /// Maximum number of sandboxes that are saved at once. Default: half of the node's processors, at least 1
+    /// Maximum number of sandboxes that are saved at once. Default: half of the node's processors,
+    /// at least 1
     #[arg(long, value_parser = at_least_one, env = "TORPOR_SAVES_AT_ONCE")]
     pub(crate) saves_at_once: Option<usize>,
-    /// Average bytes a second (200Mi, 1G) that saves of idle sandboxes may write to the images' disk, or off. Saves that a user asked for count toward the average
+    /// Average bytes a second (200Mi, 1G) that saves of idle sandboxes may write to the images'
+    /// disk, or off. Saves that a user asked for count toward the average
     #[arg(long, default_value = "off", env = "TORPOR_SAVE_BANDWIDTH")]
     pub(crate) save_bandwidth: Bytes,
-    /// Percent of the images' disk that saves leave free, or off. A save that would use this reserve fails as on a full disk, before it writes anything. Default: five more than the kubelet's eviction limits, as far as the installer could read them, and at least 20
+    /// Percent of the images' disk that saves leave free, or off. A save that would use this
+    /// reserve fails as on a full disk, before it writes anything. Default: five more than the
+    /// kubelet's eviction limits, as far as the installer could read them, and at least 20
     #[arg(long, env = "TORPOR_STORE_RESERVE")]
     pub(crate) store_reserve: Option<Limit>,
-    /// Seconds for which the agent keeps the memory of a sleeping sandbox whose Pod was evicted or force-deleted, until a SandboxSnapshot names the Pod. While the images' disk has less free than half of --store-reserve, the agent removes such memory earlier, the oldest first. 0: not at all
+    /// Seconds for which the agent keeps the memory of a sleeping sandbox whose Pod was evicted or
+    /// force-deleted, until a SandboxSnapshot names the Pod. While the images' disk has less free
+    /// than half of --store-reserve, the agent removes such memory earlier, the oldest first. 0:
+    /// not at all
     #[arg(long, default_value = "600", value_parser = seconds, env = "TORPOR_UNCLAIMED_IMAGE_GRACE")]
     pub(crate) unclaimed_image_grace: Duration,
-    /// Limit of the images of one namespace on their disk: bytes (20Gi), percent of the file system (50%), or off (0). Beyond it the agent refuses hibernation in place and Manual snapshots, but not a Suspend or an eviction
+    /// Limit of the images of one namespace on their disk: bytes (20Gi), percent of the file system
+    /// (50%), or off (0). Beyond it the agent refuses hibernation in place and Manual snapshots,
+    /// but not a Suspend or an eviction
     #[arg(long, default_value = "50%", value_parser = per_namespace, env = "TORPOR_STORE_PER_NAMESPACE")]
     pub(crate) store_per_namespace: PerNamespace,
-    /// Mount point of the host's cgroups, from which the agent reads what sandboxes use and whether they may swap
+    /// Mount point of the host's cgroups, from which the agent reads what sandboxes use and whether
+    /// they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,
-    /// Mount point of the host's /proc, from which the agent reads whether a sandbox's processes run.
-    /// The default is right for an agent in the host's PID namespace
+    /// Mount point of the host's /proc, from which the agent reads whether a sandbox's processes
+    /// run. The default is right for an agent in the host's PID namespace
     #[arg(long, default_value = "/proc", value_parser = absolute, env = "TORPOR_PROC_ROOT")]
     pub(crate) proc_root: PathBuf,
     #[command(flatten)]
@@ -127,21 +142,25 @@ pub(crate) struct RunArgs {
     pub(crate) kata: KataArgs,
 }
 
-/// Limits of the swap of dozing sandboxes. An awake sandbox that would need more does not doze; it hibernates after its time for that.
+/// Limits of the swap of dozing sandboxes. An awake sandbox that would need more does not doze.
+/// Such a sandbox hibernates when it has been idle for its time until hibernation.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct SwapArgs {
     /// Maximum memory (512Mi, 2Gi) of a sandbox that dozes, or off
     #[arg(long, default_value = "off", env = "TORPOR_DOZE_SWAP_PER_SANDBOX")]
     pub(crate) doze_swap_per_sandbox: Bytes,
-    /// Maximum bytes (8Gi) of the node's swap in use, including the memory of sandboxes that are about to doze, or off
+    /// Maximum bytes (8Gi) of the node's swap in use, including the memory of sandboxes that are
+    /// about to doze, or off
     #[arg(long, default_value = "off", env = "TORPOR_DOZE_SWAP_PER_NODE")]
     pub(crate) doze_swap_per_node: Bytes,
 }
 
-/// Options for sandboxes that Kata runs. Without a handler the agent ignores them and does not connect to containerd.
+/// Options for Kata sandboxes. Without a Kata handler the agent ignores Kata sandboxes and does not
+/// connect to containerd.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct KataArgs {
-    /// Kata's runtime handlers in containerd's configuration, such as kata-qemu: their sandboxes may doze. Their runtime_type must be io.containerd.<handler>.v2
+    /// Kata's runtime handlers in containerd's configuration, such as kata-qemu: their sandboxes
+    /// may doze. Their runtime_type must be io.containerd.<handler>.v2
     #[arg(long, value_delimiter = ',', value_parser = handler, env = "TORPOR_KATA_HANDLERS")]
     pub(crate) kata_handlers: Vec<String>,
     /// Path of containerd's socket
@@ -149,10 +168,12 @@ pub(crate) struct KataArgs {
     pub(crate) kata_containerd_socket: PathBuf,
 }
 
-/// Conditions in which the sandboxes that have been idle longest sleep before their time.
+/// Limits of memory and swap. Beyond these limits the node is short, and the sandboxes that have
+/// been idle longest sleep before their time.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct PressureArgs {
-    /// Percent of the node's memory that must be available, or off. With less, idle sandboxes that may sleep do so early
+    /// Percent of the node's memory that must be available, or off. With less, idle sandboxes that
+    /// may sleep do so early
     #[arg(long, default_value = "10", env = "TORPOR_MEMORY_PRESSURE_AVAILABLE")]
     pub(crate) memory_pressure_available: Limit,
     /// Percent of time for which programs of the node may wait for memory (PSI, some avg10), or off
@@ -161,20 +182,22 @@ pub(crate) struct PressureArgs {
     /// Percent of the node's swap that must be free, or off. With less, dozing sandboxes hibernate
     #[arg(long, default_value = "10", env = "TORPOR_SWAP_PRESSURE_FREE")]
     pub(crate) swap_pressure_free: Limit,
-    /// Seconds for which a sandbox must be idle before a shortage of memory or swap puts it to sleep
+    /// Seconds for which a sandbox must be idle before a shortage of memory or swap puts it to
+    /// sleep
     #[arg(long, default_value = "30", value_parser = seconds, env = "TORPOR_PRESSURE_IDLE")]
     pub(crate) pressure_idle: Duration,
-    /// Let a shortage of memory or swap also put sandboxes to sleep that have no annotation about sleep
+    /// Let a shortage of memory or swap also put sandboxes to sleep that have no annotation about
+    /// sleep
     #[arg(long, env = "TORPOR_PRESSURE_ON_ALL")]
     pub(crate) pressure_on_all: bool,
 }
 
-/// A number of percent, or off.
+/// A limit of 1 to 99 percent, or off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limit(Option<u8>);
 
 impl Limit {
-    /// None: off.
+    /// Returns the percent, or None for off.
     pub(crate) fn percent(self) -> Option<u8> {
         self.0
     }
@@ -197,12 +220,12 @@ impl FromStr for Limit {
     }
 }
 
-/// A number of bytes, or of bytes a second; or off.
+/// A number of bytes or of bytes a second, or off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Bytes(Option<NonZeroU64>);
 
 impl Bytes {
-    /// None: off.
+    /// Returns the number, or None for off.
     pub(crate) fn bytes(self) -> Option<NonZeroU64> {
         self.0
     }
@@ -215,7 +238,7 @@ impl FromStr for Bytes {
         if text == "off" {
             return Ok(Self(None));
         }
-        // The suffixes of Kubernetes' quantities.
+        // Suffixes of Kubernetes' quantities.
         let end = text.find(|c: char| !c.is_ascii_digit());
         let (number, suffix) = text.split_at(end.unwrap_or(text.len()));
         let unit = match suffix {
@@ -236,19 +259,22 @@ impl FromStr for Bytes {
     }
 }
 
-/// The least that is left free by default: above the kubelet's own defaults, which are 10 percent (nodefs) and 15 (imagefs).
-const LEAST_RESERVE: u8 = 20;
-/// So many percent more than the kubelet's limit are left free by default.
+/// Minimum of the default reserve, in percent. It is above the kubelet's own defaults, which are 10
+/// percent (nodefs) and 15 percent (imagefs).
+const MIN_RESERVE: u8 = 20;
+/// Percent by which the default reserve exceeds the kubelet's eviction limit.
 const ABOVE_EVICTION: u8 = 5;
-/// A disk of which more is to be free takes no images at all.
-const MOST_RESERVE: u8 = 95;
+/// Maximum of the default reserve, in percent. With a greater reserve the disk would take no images
+/// at all.
+const MAX_RESERVE: u8 = 95;
 
 impl RunArgs {
-    /// Percent of the images' disk that saves leave free. `eviction`: the most that the kubelet wants free, where it is known.
+    /// Returns the percent of the images' disk that saves leave free. `eviction` is the kubelet's
+    /// highest eviction limit for disks in percent, or None if it is unknown.
     pub(crate) fn reserve(&self, eviction: Option<u8>) -> u8 {
         let default = || {
             let above = eviction.unwrap_or(0).saturating_add(ABOVE_EVICTION);
-            above.clamp(LEAST_RESERVE, MOST_RESERVE)
+            above.clamp(MIN_RESERVE, MAX_RESERVE)
         };
         self.store_reserve
             .map_or_else(default, |limit| limit.percent().unwrap_or(0))
@@ -256,10 +282,10 @@ impl RunArgs {
 }
 
 impl InstallArgs {
-    /// The kubelet's configuration file on the host; kubeadm writes it there.
+    /// Returns the path of the kubelet's configuration file on the host. The default is kubeadm's.
     pub(crate) fn kubelet_config(&self) -> PathBuf {
-        let own = self.kubelet_config.clone();
-        own.unwrap_or_else(|| self.paths.kubelet_root.join("config.yaml"))
+        let given = self.kubelet_config.clone();
+        given.unwrap_or_else(|| self.paths.kubelet_root.join("config.yaml"))
     }
 }
 
@@ -284,19 +310,15 @@ fn per_namespace(text: &str) -> Result<PerNamespace, String> {
         .map_or(PerNamespace::Unlimited, PerNamespace::Bytes))
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
-    let count = text.parse().ok().filter(|count| *count > 0);
-    count.ok_or_else(|| "allowed are whole numbers from 1 on".to_owned())
-}
-
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct InstallArgs {
     #[command(flatten)]
     pub(crate) paths: NodePaths,
     #[command(flatten)]
     pub(crate) containerd: ContainerdArgs,
-    /// Period at which containerd 2.3 and later measures what each container uses, asleep or awake: whole seconds (10s), or unchanged. A period in containerd's main configuration file is kept
-    // By itself it does so each second, ten times as often as the kubelet asks.
+    /// Period at which containerd 2.3 and later measures what each container uses, asleep or awake:
+    /// whole seconds (10s), or unchanged. A period in containerd's main configuration file is kept
+    // containerd's own default is each second, ten times as often as the kubelet requests figures.
     #[arg(long, default_value = "10s", env = "TORPOR_STATS_PERIOD")]
     pub(crate) stats_period: StatsPeriod,
     /// Mount point of the host's root directory
@@ -310,22 +332,28 @@ pub(crate) struct InstallArgs {
     /// gVisor's platform
     #[arg(long, default_value = "systrap", env = "TORPOR_RUNSC_PLATFORM")]
     pub(crate) runsc_platform: String,
-    /// Port of the kubelet's API (KubeletConfiguration's `port`). Torpor recognizes its probes of a sleeping pod by the process that listens on this port
+    /// Port of the kubelet's API (KubeletConfiguration's `port`). Torpor recognizes its probes of a
+    /// sleeping pod by the process that listens on this port
     #[arg(long, default_value = "10250", env = "TORPOR_KUBELET_PORT")]
     pub(crate) kubelet_port: u16,
-    /// Path of the kubelet's configuration file. Images leave more of the disk free than its eviction limits. Default: config.yaml in --kubelet-root
+    /// Path of the kubelet's configuration file. Images leave more of the disk free than its
+    /// eviction limits. Default: config.yaml in --kubelet-root
     #[arg(long, value_parser = absolute, env = "TORPOR_KUBELET_CONFIG")]
     pub(crate) kubelet_config: Option<PathBuf>,
-    /// Whether the kernel (of the whole node) expedites RCU grace periods during a wake and, for images of 16 MiB and more, allocates shared memory in pieces of 64 KiB. This halves the time of a wake
+    /// Expedite RCU grace periods of the whole node's kernel during a wake and, for images of
+    /// 16 MiB and more, allocate shared memory in pieces of 64 KiB. This halves the time of a wake
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) expedite_wakes: bool,
-    /// Whether a wake starts a hibernated sandbox without runsc's commands, a third faster, with the releases of gVisor for which Torpor knows how
+    /// Start a hibernated sandbox that wakes without runsc's commands, a third faster, with the
+    /// releases of gVisor for which Torpor knows how
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) begin_sandboxes: bool,
-    /// Maximum number of hibernated sandboxes that are restored at once; 0: no limit. Default: one more than the node's processors
+    /// Maximum number of hibernated sandboxes that are restored at once; 0: no limit. Default: one
+    /// more than the node's processors
     #[arg(long, env = "TORPOR_WAKES_AT_ONCE")]
     pub(crate) wakes_at_once: Option<u32>,
-    /// Swap that the installer creates for dozing sandboxes: zram:<percent>% of the node's memory, compressed in memory. Without it they use the node's own swap, if any
+    /// Swap that the installer creates for dozing sandboxes: zram:<percent>% of the node's memory,
+    /// compressed in memory. Without it they use the node's own swap, if any
     #[arg(long, value_parser = doze_swap, env = "TORPOR_DOZE_SWAP")]
     pub(crate) doze_swap: Option<ShareOfMemory>,
     /// Directory on the host for runsc's debug logs; without it runsc writes none
@@ -345,10 +373,12 @@ pub(crate) struct UninstallArgs {
     /// Remove images and ledgers too
     #[arg(long, env = "TORPOR_PURGE")]
     pub(crate) purge: bool,
-    /// Uninstall although pods of this runtime still run on the node; they can no longer be stopped cleanly
+    /// Uninstall although pods of this runtime still run on the node; they can no longer be stopped
+    /// cleanly
     #[arg(long, env = "TORPOR_FORCE")]
     pub(crate) force: bool,
-    /// Seconds for which to wait until the node's pods of this runtime are removed: the kubelet removes the rest of a pod some seconds after the apiserver has deleted it
+    /// Seconds for which to wait until the node's pods of this runtime are removed: the kubelet
+    /// removes the rest of a pod some seconds after the apiserver has deleted it
     #[arg(
         long,
         value_name = "SECONDS",
@@ -358,7 +388,7 @@ pub(crate) struct UninstallArgs {
     pub(crate) wait_for_pods: u64,
 }
 
-/// The node's containerd, in the host's paths.
+/// Options for the node's containerd. All paths are paths of the host.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct ContainerdArgs {
     /// Path of containerd's main configuration file
@@ -367,7 +397,8 @@ pub(crate) struct ContainerdArgs {
     /// Directory for the file that `install` adds to containerd's configuration
     #[arg(long, default_value = "/etc/containerd/conf.d", value_parser = absolute, env = "TORPOR_CONTAINERD_CONF_DIR")]
     pub(crate) containerd_conf_dir: PathBuf,
-    /// Way to restart containerd: systemd:<unit>, pidfile:<path> (its supervisor starts it again) or none
+    /// Way to restart containerd: systemd:<unit>, pidfile:<path> (its supervisor starts it again)
+    /// or none
     #[arg(
         long,
         default_value = "systemd:containerd",
@@ -385,10 +416,10 @@ pub(crate) struct ContainerdArgs {
     pub(crate) runtime_handler: String,
 }
 
-/// What the installer says of containerd's `stats_collect_period`.
+/// The installer's setting of containerd's `stats_collect_period`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StatsPeriod {
-    /// Nothing.
+    /// The installer does not set the period.
     Unchanged,
     Seconds(NonZeroU32),
 }
@@ -407,14 +438,15 @@ impl FromStr for StatsPeriod {
     }
 }
 
-/// How containerd is made to read its configuration again.
+/// The way to restart containerd, so that containerd reads its configuration again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ContainerdRestart {
     /// `systemctl restart <unit>` on the host.
     Systemd(String),
-    /// SIGTERM to the process that this file names; whoever watches over it starts it again and rewrites the file.
+    /// SIGTERM to the process that this file names. containerd's supervisor then starts containerd
+    /// again and rewrites the file.
     Pidfile(PathBuf),
-    /// Somebody else does it.
+    /// The installer does not restart containerd; an administrator does.
     None,
 }
 
@@ -433,17 +465,18 @@ impl FromStr for ContainerdRestart {
     }
 }
 
-/// A share of the node's memory.
+/// A share of the node's memory, in percent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ShareOfMemory(u8);
 
 impl ShareOfMemory {
-    /// From 1 to 200: what is in zram is compressed, so that it may be larger than memory, but not by much.
+    /// Makes a share of 1 to 200 percent; other shares are None. zram compresses its content, so
+    /// the content may be larger than the node's memory, but not by much.
     pub(crate) fn percent(percent: u8) -> Option<Self> {
         (1..=200).contains(&percent).then_some(Self(percent))
     }
 
-    /// That many bytes of so many, in whole pages.
+    /// Returns this share of `bytes`, rounded down to whole pages of any page size.
     pub(crate) fn of(self, bytes: u64) -> u64 {
         const LARGEST_PAGE: u64 = 64 << 10;
         bytes / 100 * u64::from(self.0) / LARGEST_PAGE * LARGEST_PAGE
@@ -459,33 +492,10 @@ fn doze_swap(text: &str) -> Result<ShareOfMemory, String> {
         .ok_or_else(|| "allowed is zram:<1 to 200>%".to_owned())
 }
 
-fn absolute(text: &str) -> Result<PathBuf, String> {
-    let path = Path::new(text);
-    if path.is_absolute() {
-        Ok(path.to_owned())
-    } else {
-        Err("not an absolute path".to_owned())
-    }
-}
-
-fn seconds(text: &str) -> Result<Duration, String> {
-    let count: u64 = text
-        .parse()
-        .map_err(|_| "not a number of seconds".to_owned())?;
-    Ok(Duration::from_secs(count))
-}
-
-/// The name stands as a bare key in containerd's configuration.
-fn handler(text: &str) -> Result<String, String> {
-    let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
-    if text.is_empty() || text.len() > 63 || !text.chars().all(allowed) {
-        return Err("allowed are 1 to 63 characters of a-z, 0-9 and -".to_owned());
-    }
-    Ok(text.to_owned())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use clap::CommandFactory;
 
     use super::*;
@@ -495,7 +505,7 @@ mod tests {
         Args::command().debug_assert();
     }
 
-    /// The kubelet asks at the Pod's first address, which may be of either family.
+    /// The kubelet probes the Pod's first address, which may be of IPv4 or IPv6.
     #[test]
     fn health_and_metrics_are_served_at_the_addresses_of_both_families() {
         let args = Args::try_parse_from(["torpor-agent", "run", "--node-name=n"]).expect("parses");
@@ -534,7 +544,7 @@ mod tests {
             }
         };
         let default = run(&[]);
-        let reserves = [None, Some(10), Some(30), Some(100)].map(|of| default.reserve(of));
+        let reserves = [None, Some(10), Some(30), Some(100)].map(|limit| default.reserve(limit));
         assert_eq!(reserves, [20, 20, 35, 95]);
         assert_eq!(run(&["--store-reserve=7"]).reserve(Some(30)), 7);
         assert_eq!(run(&["--store-reserve=off"]).reserve(Some(30)), 0);

@@ -1,13 +1,14 @@
-//! Puts Torpor on a node, and takes it away again.
+//! Installs Torpor on a node, and uninstalls it.
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`plan`] | what is to change in containerd's configuration; pure |
+//! | [`plan`] | changes to make in containerd's configuration; pure |
 //! | [`containerd`] | the text of that configuration |
-//! | [`apply`] | the order of changes on the node, and what a crash leaves |
-//! | [`runsc`] | the build of gVisor that is installed, and what is asked of a foreign one |
-//! | [`restart`] | containerd ends and comes back |
-//! | [`zram`] | swap in compressed memory, where it is asked for |
+//! | [`apply`] | the order of changes on the node, and the files that a crash leaves |
+//! | [`runsc`] | the runsc build to install, and the checks of a build of the host |
+//! | [`eviction`] | the kubelet's eviction limits for disks |
+//! | [`restart`] | the restart of containerd |
+//! | [`zram`] | swap in compressed memory, if an option requests it |
 //! | [`host`] | files below the host's root |
 
 mod apply;
@@ -25,13 +26,15 @@ pub(crate) use error::Error;
 
 use crate::args::{InstallArgs, UninstallArgs};
 
-/// Places the binaries on the node and makes its containerd know the runtime handler; restarts containerd only when its
-/// configuration changed. A second call changes nothing. Blocks, for at most the limit of a restart and some copying.
+/// Places the binaries on the node and adds the runtime handler to containerd's configuration.
+/// Restarts containerd only if its configuration changed. A second call changes nothing. Blocks for
+/// at most the time limit of a restart and the time of some copies.
 pub(crate) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
     apply::install(args)
 }
 
-/// Takes back what [`install`] did, byte for byte where nobody changed it since; refuses while pods of the runtime run.
+/// Undoes [`install`]: restores each file to the byte, unless something has changed the file since.
+/// Refuses while pods of the runtime run.
 pub(crate) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
     apply::uninstall(args)
 }

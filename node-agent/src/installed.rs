@@ -1,11 +1,14 @@
-//! What the installer has put on this node, as the agent sees it. The installer is another Pod: it
-//! may come later than the agent, and it may replace what it has installed while the agent runs.
+//! The installation on this node, as the agent reads it. The installer is another Pod. The
+//! installer may start later than the agent, and it may replace the installation while the agent
+//! runs.
 //!
-//! The agent reads the installation once, when it starts. It waits for one that is not there yet,
-//! and ends when another one has taken its place: the kubelet starts it again at once, and it reads
-//! the new one. So whichever of the two DaemonSets an upgrade rolls out first, the agent goes by
-//! what is installed: builds of runsc and keepers of the versions before are left to their Pods by
-//! each installer, and an agent of any version serves them.
+//! The agent reads the installation once, when the agent starts. If there is no installation yet,
+//! the agent waits for it. If the installation changes later, the agent exits; the kubelet starts
+//! the agent again at once, and the agent reads the new installation.
+//!
+//! An upgrade may therefore roll out either of the two DaemonSets first: the agent always follows
+//! the installation on its node. An installer leaves runsc builds and keepers of earlier versions
+//! to their Pods, and an agent of any version serves these Pods.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -17,45 +20,45 @@ use torpor_records::config::{self, Config, FILE_NAME};
 use crate::args::NodePaths;
 use crate::report::server::Readiness;
 
-/// How often the agent looks for an installation that is not there yet.
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval at which the agent looks for an installation that does not exist yet.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The installation that the agent goes by.
+/// The installation that the agent has read.
 #[derive(Debug)]
 pub(crate) struct Installed {
     path: PathBuf,
     config: Config,
 }
 
-/// What became of the installation since it was read.
+/// A change of the installation since the agent read it.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum News {
+pub(crate) enum Change {
     None,
-    /// It cannot be read at the moment, and may be the same.
-    Unread(String),
-    /// The agent has to start again to go by what is there now.
-    Other(&'static str),
+    /// The installation cannot be read at the moment and may be unchanged. Holds the error.
+    Unreadable(String),
+    /// The installation was replaced or removed: the agent must start again. Holds the reason.
+    Restart(&'static str),
 }
 
 impl Installed {
-    /// Waits until the installer has written down where its files are. Until then the agent is not
-    /// ready, and says why.
+    /// Waits until the installer has written its configuration file, and reads that file. Until
+    /// then `ready` holds the reason for which the agent is not ready.
     pub(crate) async fn found(paths: &NodePaths, ready: &Readiness) -> Self {
         let path = paths.bin_dir().join(FILE_NAME);
-        let mut told = String::new();
+        let mut logged = String::new();
         loop {
             match Config::read(&path) {
                 Ok(config) => return Self { path, config },
                 Err(error) => {
-                    let why = waits_for(&path, &error);
-                    if why != told {
+                    let why = reason_to_wait(&path, &error);
+                    if why != logged {
                         tracing::warn!(why, "waiting for the installer");
                         ready.not_yet(why.clone());
-                        told = why;
+                        logged = why;
                     }
                 }
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(SEARCH_INTERVAL).await;
         }
     }
 
@@ -63,14 +66,14 @@ impl Installed {
         &self.config
     }
 
-    /// Looks again.
-    pub(crate) fn news(&self) -> News {
-        news(&self.config, Config::read(&self.path))
+    /// Reads the installation again and returns its change.
+    pub(crate) fn change(&self) -> Change {
+        change(&self.config, Config::read(&self.path))
     }
 }
 
-/// Keeps others out of a directory that the kubelet may have made: after a reboot the agent may be
-/// there before the installer.
+/// Sets mode 0700 on a directory that the kubelet may have made: after a reboot the agent may start
+/// before the installer.
 pub(crate) fn close(dir: &Path) {
     let closed = std::fs::set_permissions(dir, Permissions::from_mode(0o700));
     if let Err(error) = closed {
@@ -78,7 +81,7 @@ pub(crate) fn close(dir: &Path) {
     }
 }
 
-fn waits_for(path: &Path, error: &config::Error) -> String {
+fn reason_to_wait(path: &Path, error: &config::Error) -> String {
     match error {
         config::Error::Read { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
             format!(
@@ -90,8 +93,8 @@ fn waits_for(path: &Path, error: &config::Error) -> String {
     }
 }
 
-fn news(own: &Config, now: Result<Config, config::Error>) -> News {
-    // Revoked builds are read anew by each report, and by torpor-oci.
+fn change(own: &Config, now: Result<Config, config::Error>) -> Change {
+    // A change of the revoked builds needs no restart: each report and torpor-oci read them anew.
     let is_same = |now: &Config| {
         let revoked_runsc = own.revoked_runsc.clone();
         *own == Config {
@@ -100,16 +103,16 @@ fn news(own: &Config, now: Result<Config, config::Error>) -> News {
         }
     };
     match now {
-        Ok(now) if is_same(&now) => News::None,
-        Ok(_) => {
-            News::Other("the installer has installed another version or other settings on the node")
-        }
+        Ok(now) if is_same(&now) => Change::None,
+        Ok(_) => Change::Restart(
+            "the installer has installed another version or other settings on the node",
+        ),
         Err(config::Error::Read { source, .. })
             if source.kind() == std::io::ErrorKind::NotFound =>
         {
-            News::Other("the runtime was uninstalled from the node")
+            Change::Restart("the runtime was uninstalled from the node")
         }
-        Err(error) => News::Unread(crate::reconcile::observe::words(&error)),
+        Err(error) => Change::Unreadable(crate::reconcile::observe::words(&error)),
     }
 }
 
@@ -139,13 +142,16 @@ mod tests {
             runsc_digest: "blake3:01".to_owned(),
             ..config()
         };
-        assert_eq!(news(&config(), Ok(config())), News::None);
-        assert!(matches!(news(&config(), Ok(other)), News::Other(_)));
+        assert_eq!(change(&config(), Ok(config())), Change::None);
+        assert!(matches!(change(&config(), Ok(other)), Change::Restart(_)));
         let gone = unread(ErrorKind::NotFound);
-        assert!(matches!(news(&config(), gone), News::Other(_)));
+        assert!(matches!(change(&config(), gone), Change::Restart(_)));
         for kind in [ErrorKind::PermissionDenied, ErrorKind::Interrupted] {
-            let seen = news(&config(), unread(kind));
-            assert!(matches!(seen, News::Unread(_)), "{kind}: {seen:?}");
+            let change = change(&config(), unread(kind));
+            assert!(
+                matches!(change, Change::Unreadable(_)),
+                "{kind}: {change:?}"
+            );
         }
     }
 
@@ -178,8 +184,8 @@ mod tests {
         fs::rename(bin.join("whole"), bin.join(FILE_NAME)).expect("moved");
         let found = found.await.expect("found");
         assert_eq!(*found.config(), config());
-        assert_eq!(found.news(), News::None);
+        assert_eq!(found.change(), Change::None);
         fs::remove_file(bin.join(FILE_NAME)).expect("removed");
-        assert!(matches!(found.news(), News::Other(_)));
+        assert!(matches!(found.change(), Change::Restart(_)));
     }
 }

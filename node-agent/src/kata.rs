@@ -1,8 +1,10 @@
-//! Sandboxes that Kata runs, for the driver's tasks: what is there of them, what is done with them, and who wakes them.
+//! The Kata sandboxes of this node, for the driver's tasks: observation, steps and wakes.
 //!
-//! They have no keeper, so the agent itself hears the packets that wake them. It hears nothing while it is not there: an agent that ends in order wakes
-//! what dozes, and one that begins wakes what it finds paused, before it lets anything doze again. What is paused is known to containerd alone;
-//! nothing is written down here.
+//! A Kata sandbox has no keeper, so the agent itself listens for the packets that wake it. While
+//! the agent does not run, no packet wakes a sandbox. Therefore an agent that ends in order resumes
+//! the dozing sandboxes. An agent that starts resumes the paused sandboxes that it finds, before it
+//! lets any doze again. Only containerd has the state of a paused sandbox; the agent
+//! writes no records.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -32,37 +34,42 @@ use crate::reconcile::node::CALL_LIMIT;
 use crate::reconcile::observe::words;
 use crate::report::metrics::Metrics;
 
-mod ear;
-mod report;
+mod history;
+mod listener;
+mod node_status;
 
-use ear::{Ear, Place};
+use history::History;
+use listener::{PacketListener, Target};
 
-/// Why there is no hibernation (Kata 4.1: docs/Limitations.md; its shims refuse Checkpoint).
+/// The reason why Kata sandboxes do not hibernate (Kata 4.1: docs/Limitations.md; its shims refuse
+/// Checkpoint).
 const NO_IMAGES: &str = "Kata cannot snapshot a running sandbox";
-/// A packet that came so short before the sandbox was paused may not have been answered.
+/// Time in which a sandbox answers a packet. A packet that came within this time before the
+/// pause may have no answer yet.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// What this agent knows of one sandbox; locked while somebody is at work on it.
+/// The state of one Pod's sandbox in this agent. Its lock is held during a step or a wake.
 #[derive(Debug, Default)]
-struct Known {
+struct KataState {
     sandbox: Option<SandboxId>,
-    /// This agent has put it to sleep, and hears who wants it.
+    /// Set if this agent has put the sandbox to sleep and listens for its packets.
     doze: Option<Doze>,
     asleep_since: Option<Timestamp>,
-    /// When somebody outside last needed it.
+    /// When a peer or a user last needed the sandbox.
     awake_since: Option<Timestamp>,
     woke_at: Option<Timestamp>,
-    ear: Option<Ear>,
-    report: report::Noted,
+    listener: Option<PacketListener>,
+    history: History,
 }
 
-/// What is needed to wake a sandbox.
+/// The entry of a Pod, with all that a wake of its sandbox needs.
 #[derive(Debug)]
 struct Entry {
     namespace: String,
     name: String,
-    known: Arc<tokio::sync::Mutex<Known>>,
-    seen: Mutex<Option<Sandbox>>,
+    state: Arc<tokio::sync::Mutex<KataState>>,
+    /// The sandbox at the last look.
+    last: Mutex<Option<Sandbox>>,
 }
 
 /// The Kata sandboxes of this node.
@@ -75,36 +82,37 @@ pub(crate) struct Kata {
     runtime: Handle,
     metrics: Arc<Metrics>,
     pods: Mutex<HashMap<PodUid, Arc<Entry>>>,
-    /// Pods whose task is to look, because a packet has woken them.
-    poke: tokio::sync::mpsc::UnboundedSender<PodUid>,
+    /// Sends the Pods that a packet has woken, so that their tasks run.
+    woken: tokio::sync::mpsc::UnboundedSender<PodUid>,
 }
 
-/// A sandbox that was looked at and that nobody else works on meanwhile.
-pub(crate) struct Held {
+/// An observed sandbox whose lock is held.
+pub(crate) struct LockedSandbox {
     kata: Arc<Kata>,
     pod: PodUid,
     sandbox: Sandbox,
-    known: OwnedMutexGuard<Known>,
+    state: OwnedMutexGuard<KataState>,
 }
 
-/// What the API says about a Pod, as far as it matters here.
-pub(crate) struct Wish<'a> {
+/// The input of an observation: a Pod of the API and what follows from it.
+pub(crate) struct PodInput<'a> {
     pub(crate) pod: &'a Pod,
     pub(crate) desired: &'a Desired,
     pub(crate) rules: &'a Rules,
     pub(crate) probes: &'a Probes,
 }
 
-/// What was seen of a Kata sandbox.
+/// An observation of a Kata sandbox.
 pub(crate) struct Looked {
     pub(crate) observed: Observed,
     pub(crate) idle: Option<Watched>,
-    /// None: somebody wakes it at this moment.
-    pub(crate) held: Option<Held>,
+    /// None if the sandbox is being woken at this moment.
+    pub(crate) locked: Option<LockedSandbox>,
 }
 
 impl Kata {
-    /// None where no handler is named. Pods to look at anew come out of the second part.
+    /// Connects to containerd. Returns none if no handler is configured. The receiver delivers
+    /// the Pods that a packet has woken.
     pub(crate) fn new(
         args: &KataArgs,
         swap: Arc<SwapRoom>,
@@ -117,10 +125,10 @@ impl Kata {
         }
         let runtime = Handle::current();
         let containerd = Containerd::at(&args.kata_containerd_socket, runtime.clone(), CALL_LIMIT);
-        // As kata-deploy writes them into containerd's configuration.
+        // kata-deploy writes these names into containerd's configuration.
         let runtimes = args.kata_handlers.iter();
         let runtimes = runtimes.map(|handler| format!("io.containerd.{handler}.v2"));
-        let (poke, poked) = tokio::sync::mpsc::unbounded_channel();
+        let (woken, receiver) = tokio::sync::mpsc::unbounded_channel();
         let kata = Self {
             driver: Driver::new(containerd, runtimes.collect(), cgroup_root)?,
             handlers: args.kata_handlers.clone(),
@@ -129,20 +137,20 @@ impl Kata {
             runtime,
             metrics,
             pods: Mutex::default(),
-            poke,
+            woken,
         };
-        Ok(Some((Arc::new(kata), poked)))
+        Ok(Some((Arc::new(kata), receiver)))
     }
 
-    /// Looks at a Pod's sandbox; none if it is none of Kata's. Called from threads that may block.
+    /// Observes a Pod's sandbox. Returns none if Kata does not run it. The call blocks.
     pub(crate) fn look(
         self: &Arc<Self>,
-        wish: &Wish<'_>,
+        input: &PodInput<'_>,
         failures: &Failures,
         idle: Option<Watched>,
         now: Timestamp,
     ) -> Option<Looked> {
-        let pod = &wish.desired.pod_uid;
+        let pod = &input.desired.pod_uid;
         let mut observed = Observed {
             capable: Err(NO_IMAGES.to_owned()),
             dozes_unsaved: true,
@@ -155,30 +163,30 @@ impl Kata {
             Ok(None) => return None,
             Err(error) => {
                 tracing::warn!(%pod, error = words(&error), "cannot determine the Pod's sandbox");
-                // Of a Pod that was never one of ours nothing is said.
+                // A Pod without an entry was never one of Kata's, and counts as such.
                 self.entries().get(pod)?;
                 observed.live = Live::Unknown;
                 return Some(Looked {
                     observed,
                     idle,
-                    held: None,
+                    locked: None,
                 });
             }
         };
-        let entry = self.entry(wish);
-        *lock(&entry.seen) = Some(seen.sandbox.clone());
+        let entry = self.entry(input);
+        *lock(&entry.last) = Some(seen.sandbox.clone());
         observed.sandbox = Some(seen.sandbox.id.clone());
         observed.live = seen.standing.live;
-        let Ok(mut known) = entry.known.clone().try_lock_owned() else {
+        let Ok(mut state) = entry.state.clone().try_lock_owned() else {
             observed.busy = true;
             return Some(Looked {
                 observed,
                 idle,
-                held: None,
+                locked: None,
             });
         };
-        self.settle(&mut known, &seen, now);
-        observed.doze = known
+        self.update(&mut state, &seen, now);
+        observed.doze = state
             .doze
             .filter(|_| seen.standing.live == Live::Paused && !seen.standing.half);
         if observed.live == Live::Running {
@@ -189,63 +197,68 @@ impl Kata {
                 .may_doze(working_set)
                 .and_then(|()| may_swap().map_err(|error| error.to_string()));
         }
-        (observed.awake_since, observed.woke_at) = (known.awake_since, known.woke_at);
-        observed.asleep_since = known.asleep_since;
-        let idle = self.watch(&mut known, wish, &seen, &mut observed, idle, now);
+        (observed.awake_since, observed.woke_at) = (state.awake_since, state.woke_at);
+        observed.asleep_since = state.asleep_since;
+        let idle = self.watch(&mut state, input, &seen, &mut observed, idle, now);
         Some(Looked {
             observed,
             idle,
-            held: Some(Held {
+            locked: Some(LockedSandbox {
                 kata: self.clone(),
                 pod: pod.clone(),
                 sandbox: seen.sandbox,
-                known,
+                state,
             }),
         })
     }
 
-    /// What was known of another sandbox of the Pod is not known of this one, and of one that is found paused nobody knows who wanted it meanwhile.
-    fn settle(&self, known: &mut Known, seen: &Seen, now: Timestamp) {
-        if known.sandbox.as_ref() != Some(&seen.sandbox.id) {
-            *known = Known {
+    /// Adapts the state to the observed sandbox.
+    ///
+    /// The state of an earlier sandbox of the Pod does not apply to a new one. A new sandbox that
+    /// is found paused counts as needed now: while it was paused, packets may have been missed.
+    fn update(&self, state: &mut KataState, seen: &Seen, now: Timestamp) {
+        if state.sandbox.as_ref() != Some(&seen.sandbox.id) {
+            *state = KataState {
                 sandbox: Some(seen.sandbox.id.clone()),
                 awake_since: (seen.standing.live == Live::Paused).then_some(now),
-                ..Known::default()
+                ..KataState::default()
             };
         }
-        if seen.standing.live == Live::Running && known.doze.take().is_some() {
-            // Somebody else has resumed it, and needs it.
-            (known.asleep_since, known.awake_since) = (None, Some(now));
+        if seen.standing.live == Live::Running && state.doze.take().is_some() {
+            // Another process has resumed the sandbox, and needs it.
+            (state.asleep_since, state.awake_since) = (None, Some(now));
         }
     }
 
-    /// Since when nobody has needed it, of one that may sleep. Its packets are listened to only while its processors rest: one that works is not
-    /// slowed down, and its time begins when the listening does.
+    /// Observes since when a sandbox that may sleep has been idle. Opens or closes its listener.
+    ///
+    /// The listener exists only while the sandbox's processors rest: a sandbox that works must
+    /// not be slowed down. The idle time begins with the listener.
     fn watch(
         &self,
-        known: &mut Known,
-        wish: &Wish<'_>,
+        state: &mut KataState,
+        input: &PodInput<'_>,
         seen: &Seen,
         observed: &mut Observed,
         idle: Option<Watched>,
         now: Timestamp,
     ) -> Option<Watched> {
-        let desired = wish.desired;
+        let desired = input.desired;
         let may_sleep = desired.sleep.first().is_some()
             || desired.power == Power::Asleep
             || desired.pressure.may;
         if !may_sleep || matches!(observed.live, Live::None | Live::Unknown) {
             if observed.live != Live::Unknown {
-                known.ear = None;
+                state.listener = None;
             }
             return None;
         }
-        if let Err(why) = answers_probes(wish.pod) {
+        if let Err(why) = answers_probes(input.pod) {
             observed.can_doze = Err(why);
             return None;
         }
         let mut watched = Watched::of(idle, &seen.sandbox.id, now);
-        let is_new = watched.is_of(now);
+        let is_new = watched.begins_at(now);
         if observed.live == Live::Running {
             let Some(cpu) = self.driver.processor_time(&seen.sandbox) else {
                 observed.idle_known = Err("its processor time cannot be read".to_owned());
@@ -257,82 +270,88 @@ impl Kata {
                 up,
                 cpu,
                 host: None,
-                // Its time begins when it is ready.
+                // The idle time begins when the sandbox is ready.
                 in_use: !desired.ready,
-                // Also one that was woken by a plan, as at its time, is idle since then.
-                last_use: known.awake_since.max(known.woke_at),
+                // The idle time also begins anew with a wake by a plan, such as a scheduled wake.
+                last_use: state.awake_since.max(state.woke_at),
             });
         }
-        let works = observed.live == Live::Running && watched.is_of(now) && !is_new;
+        let works = observed.live == Live::Running && watched.begins_at(now) && !is_new;
         if works && desired.power != Power::Asleep {
-            known.ear = None;
-        } else if known.ear.is_none() {
-            match self.listen(wish, seen, now) {
-                Ok(ear) => known.ear = Some(ear),
+            state.listener = None;
+        } else if state.listener.is_none() {
+            match self.open_listener(input, seen, now) {
+                Ok(listener) => state.listener = Some(listener),
                 Err(why) => {
                     observed.can_doze = Err(format!("packets would not wake the sandbox: {why}"));
                     return Some(watched);
                 }
             }
         }
-        if let Some(ear) = &known.ear {
-            ear.set_rules(wish.rules, wish.probes);
-            watched.used(ear.last().max(ear.began()).min(now));
+        if let Some(listener) = &state.listener {
+            listener.set_rules(input.rules, input.probes);
+            watched.used(listener.last().max(listener.began()).min(now));
         }
         observed.idle_since = Some(watched.since());
         Some(watched)
     }
 
-    fn listen(&self, wish: &Wish<'_>, seen: &Seen, now: Timestamp) -> Result<Ear, String> {
+    fn open_listener(
+        &self,
+        input: &PodInput<'_>,
+        seen: &Seen,
+        now: Timestamp,
+    ) -> Result<PacketListener, String> {
         let pid = seen.pid.ok_or("its sandbox has no process")?;
-        let status = wish.pod.status.as_ref();
+        let status = input.pod.status.as_ref();
         let addresses = status.and_then(|status| status.pod_ips.as_ref());
         let own: Vec<IpAddr> = addresses
             .into_iter()
             .flatten()
             .filter_map(|address| address.ip.parse().ok())
             .collect();
-        let place = Place {
+        let target = Target {
             namespace: PathBuf::from(format!("/proc/{pid}/ns/net")),
             own,
             kubelet_port: self.kubelet_port,
         };
-        Ear::open(&self.runtime, &place, now).map_err(|error| words(&error))
+        PacketListener::open(&self.runtime, &target, now).map_err(|error| words(&error))
     }
 
-    /// Somebody has sent it something: it runs on at once.
-    async fn rouse(self: Arc<Self>, pod: PodUid, cause: WakeCause) {
+    /// Resumes the Pod's sandbox if it dozes, then wakes the Pod's task.
+    async fn wake(self: Arc<Self>, pod: PodUid, cause: WakeCause) {
         let Some(entry) = self.entries().get(&pod).cloned() else {
             return;
         };
-        let mut known = entry.known.clone().lock_owned().await;
-        let Some(sandbox) = lock(&entry.seen).clone() else {
+        let mut state = entry.state.clone().lock_owned().await;
+        let Some(sandbox) = lock(&entry.last).clone() else {
             return;
         };
-        if known.doze.take().is_none() || known.sandbox.as_ref() != Some(&sandbox.id) {
+        if state.doze.take().is_none() || state.sandbox.as_ref() != Some(&sandbox.id) {
             return;
         }
-        // From now on a look at it plans its resume, whatever becomes of this one.
-        known.awake_since = Some(Timestamp::now());
+        // From now on the Pod's task plans a resume, even if this one fails.
+        state.awake_since = Some(Timestamp::now());
         let began = Instant::now();
         let kata = self.clone();
         let resumed = tokio::task::spawn_blocking(move || kata.driver.resume(&sandbox)).await;
         match resumed {
-            Ok(Ok(_)) => self.woke(&mut known, cause, began.elapsed()),
+            Ok(Ok(_)) => self.note_wake(&mut state, cause, began.elapsed()),
             Ok(Err(error)) => {
                 tracing::error!(%pod, error = words(&error), "cannot resume the dozing sandbox; the agent tries again");
             }
             Err(error) => tracing::error!(%pod, %error, "a resume panicked"),
         }
-        drop(known);
-        // Nobody listens any more only when the agent ends.
-        let _ = self.poke.send(pod);
+        drop(state);
+        // The receiver is gone only when the agent ends.
+        let _ = self.woken.send(pod);
     }
 
-    fn woke(&self, known: &mut Known, cause: WakeCause, took: Duration) {
+    /// Records a wake in the state, the metrics and the history.
+    fn note_wake(&self, state: &mut KataState, cause: WakeCause, took: Duration) {
         let now = Timestamp::now();
-        known.asleep_since = None;
-        known.woke_at = Some(now);
+        state.asleep_since = None;
+        state.woke_at = Some(now);
         let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         let note = WakeNote {
             cause,
@@ -341,34 +360,36 @@ impl Kata {
         };
         self.metrics
             .woke(&note, took, &[("resumed".to_owned(), took)]);
-        known.report.woke(now, &note, took);
+        state.history.woke(now, &note, took);
     }
 
-    /// Resumes what dozes: from now on nobody hears who wants it.
+    /// Resumes the dozing sandboxes when the agent ends: from then on no listener wakes them.
     pub(crate) async fn end(self: &Arc<Self>) {
         let pods: Vec<PodUid> = self.entries().keys().cloned().collect();
-        let mut rousing = tokio::task::JoinSet::new();
+        let mut wakes = tokio::task::JoinSet::new();
         for pod in pods {
-            rousing.spawn(self.clone().rouse(pod, WakeCause::Asked));
+            wakes.spawn(self.clone().wake(pod, WakeCause::Asked));
         }
-        while rousing.join_next().await.is_some() {}
+        while wakes.join_next().await.is_some() {}
     }
 
-    /// The Pod is gone.
+    /// Removes the entry of a Pod that is gone.
     pub(crate) fn forget(&self, pod: &PodUid) {
         self.entries().remove(pod);
     }
 
-    fn entry(&self, wish: &Wish<'_>) -> Arc<Entry> {
+    fn entry(&self, input: &PodInput<'_>) -> Arc<Entry> {
         let mut pods = self.entries();
-        let entry = pods.entry(wish.desired.pod_uid.clone()).or_insert_with(|| {
-            Arc::new(Entry {
-                namespace: wish.pod.namespace().unwrap_or_default(),
-                name: wish.pod.name_any(),
-                known: Arc::default(),
-                seen: Mutex::default(),
-            })
-        });
+        let entry = pods
+            .entry(input.desired.pod_uid.clone())
+            .or_insert_with(|| {
+                Arc::new(Entry {
+                    namespace: input.pod.namespace().unwrap_or_default(),
+                    name: input.pod.name_any(),
+                    state: Arc::default(),
+                    last: Mutex::default(),
+                })
+            });
         entry.clone()
     }
 
@@ -381,9 +402,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Held {
-    /// Does one step, if the sandbox is that for which it was planned. There is no ledger: no step has entries. `decided`: when the plan
-    /// was made; `cause`: who wants it, if this wakes it.
+impl LockedSandbox {
+    /// Does one step if it was planned for this sandbox. There is no ledger, so no step has
+    /// entries. `decided`: when the plan was made; `cause`: of the wake, if the step wakes the
+    /// sandbox.
     pub(crate) fn act(&mut self, step: &Step, decided: Timestamp, cause: WakeCause) -> Outcome {
         if step.fence.pod_uid != self.pod
             || step.fence.sandbox_id.as_ref() != Some(&self.sandbox.id)
@@ -392,10 +414,10 @@ impl Held {
         }
         match step.action {
             Action::Doze => self.doze(&step.action, decided),
-            // From now on nobody but who froze it lets it run.
+            // From now on only the user who froze the sandbox lets it run.
             Action::Pause | Action::Freeze => {
-                (self.known.doze, self.known.asleep_since) = (None, None);
-                self.known.disarm();
+                (self.state.doze, self.state.asleep_since) = (None, None);
+                self.state.disarm();
                 self.kata.driver.act(&self.sandbox, &step.action)
             }
             Action::Reclaim { .. } => self.reclaim(&step.action),
@@ -404,9 +426,10 @@ impl Held {
         }
     }
 
-    /// Whoever sends it something from now on has it resumed as soon as this is over.
+    /// Pauses the sandbox with an armed listener: a packet from now on causes a resume as soon as
+    /// the pause is done.
     fn doze(&mut self, action: &Action, decided: Timestamp) -> Outcome {
-        let Some(ear) = &self.known.ear else {
+        let Some(listener) = &self.state.listener else {
             return Outcome::Failed {
                 reason: NOT_WATCHED.to_owned(),
                 message: "packets would not wake the sandbox".to_owned(),
@@ -415,22 +438,22 @@ impl Held {
         let (kata, pod) = (self.kata.clone(), self.pod.clone());
         let runtime = kata.runtime.clone();
         let began = Timestamp::now();
-        ear.arm(Box::new(move || {
-            runtime.spawn(kata.clone().rouse(pod.clone(), WakeCause::Packet));
+        listener.arm(Box::new(move || {
+            runtime.spawn(kata.clone().wake(pod.clone(), WakeCause::Packet));
         }));
         let outcome = self.kata.driver.act(&self.sandbox, action);
         if !matches!(outcome, Outcome::Done | Outcome::Already) {
-            self.known.disarm();
+            self.state.disarm();
             return outcome;
         }
-        self.known.doze = Some(Doze { reclaimed: false });
-        self.known.asleep_since = Some(decided);
-        let last = self.known.ear.as_ref().map(Ear::last);
+        self.state.doze = Some(Doze { reclaimed: false });
+        self.state.asleep_since = Some(decided);
+        let last = self.state.listener.as_ref().map(PacketListener::last);
         let before = began.checked_sub(ANSWER).unwrap_or(Timestamp::MIN);
         if last.is_some_and(|last| last > before) {
             self.kata
                 .runtime
-                .spawn(self.kata.clone().rouse(self.pod.clone(), WakeCause::Packet));
+                .spawn(self.kata.clone().wake(self.pod.clone(), WakeCause::Packet));
         }
         outcome
     }
@@ -440,45 +463,46 @@ impl Held {
         let outcome = self.kata.driver.act(&self.sandbox, action);
         let after = self.working_set();
         if matches!(outcome, Outcome::Done | Outcome::Already) {
-            self.known.doze = Some(Doze { reclaimed: true });
+            self.state.doze = Some(Doze { reclaimed: true });
             if let (Some(before), Some(after)) = (before, after) {
                 let note = SleepNote::new(before, after, None);
                 self.kata.metrics.fell_asleep(note);
-                self.known.report.slept(note);
+                self.state.history.slept(note);
             }
         }
         outcome
     }
 
-    /// Of its Pod, in bytes; none where it is not counted.
+    /// Returns the working set of the sandbox's Pod in bytes; none if the kernel does not count it.
     pub(crate) fn working_set(&self) -> Option<u64> {
         self.kata.driver.working_set(&self.sandbox)
     }
 
     fn resume(&mut self, action: &Action, cause: WakeCause) -> Outcome {
-        let dozed = self.known.doze.take().is_some();
-        self.known.asleep_since = None;
-        self.known.disarm();
+        let dozed = self.state.doze.take().is_some();
+        self.state.asleep_since = None;
+        self.state.disarm();
         let began = Instant::now();
         let outcome = self.kata.driver.act(&self.sandbox, action);
         if dozed && outcome == Outcome::Done {
             self.kata
                 .clone()
-                .woke(&mut self.known, cause, began.elapsed());
+                .note_wake(&mut self.state, cause, began.elapsed());
         }
         outcome
     }
 }
 
-impl Known {
+impl KataState {
     fn disarm(&self) {
-        if let Some(ear) = &self.ear {
-            ear.disarm();
+        if let Some(listener) = &self.listener {
+            listener.disarm();
         }
     }
 }
 
-/// Whether the kubelet's probes are answered while the Pod's programs stand still: a TCP probe is, by the guest's kernel.
+/// Checks that the kubelet's probes get answers while the Pod's programs are paused. The
+/// guest's kernel answers TCP probes. `Err`: the reason.
 fn answers_probes(pod: &Pod) -> Result<(), String> {
     for (container, probe) in crate::reconcile::kubelet::each_probe(pod) {
         if probe.exec.is_some() || probe.http_get.is_some() || probe.grpc.is_some() {
@@ -491,8 +515,9 @@ fn answers_probes(pod: &Pod) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether the Pod names a runtime at all: the node's default one is none of Kata's.
-pub(crate) fn may_be_ours(pod: &Pod) -> bool {
+/// Returns whether Kata may run the Pod: it names a RuntimeClass. The node's default runtime
+/// is never Kata.
+pub(crate) fn may_be_kata(pod: &Pod) -> bool {
     let class = pod
         .spec
         .as_ref()

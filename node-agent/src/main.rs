@@ -1,5 +1,6 @@
-//! torpor-agent: one per node. It watches the Pods of its node and hibernates, wakes and keeps their sandboxes as the API
-//! asks; `install` and `uninstall` put the runtime on the host and take it away.
+//! torpor-agent, one per node. The agent watches the Pods of its node; it hibernates, wakes and
+//! keeps their sandboxes as the API requests. `install` puts the runtime on the host; `uninstall`
+//! removes it.
 
 mod args;
 mod install;
@@ -23,8 +24,8 @@ fn main() -> ExitCode {
     init_logging(args.log_format);
     let result = match args.command {
         Command::Run(run) => serve(run),
-        Command::Install(args) => installed(install::install(&args)),
-        Command::Uninstall(args) => installed(install::uninstall(&args)),
+        Command::Install(args) => log_outcome(install::install(&args)),
+        Command::Uninstall(args) => log_outcome(install::uninstall(&args)),
         Command::Wait => wait(),
     };
     match result {
@@ -36,17 +37,17 @@ fn main() -> ExitCode {
     }
 }
 
-/// Waits for the end that the kubelet asks for.
+/// Waits for SIGTERM or SIGINT. The kubelet sends SIGTERM to end the Pod.
 fn wait() -> anyhow::Result<()> {
-    let ends = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
-    ends.thread_block()?;
+    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    signals.thread_block()?;
     tracing::info!("the runtime is installed on this node");
-    ends.wait()?;
+    signals.wait()?;
     Ok(())
 }
 
-/// Says how an installation or its removal ended; the reason is stable, for logs.
-fn installed(result: Result<install::Outcome, install::Error>) -> anyhow::Result<()> {
+/// Logs the result of an install or uninstall. An error gets its stable reason as context.
+fn log_outcome(result: Result<install::Outcome, install::Error>) -> anyhow::Result<()> {
     let outcome = result.map_err(|error| {
         let reason = error.reason();
         anyhow::Error::new(error).context(reason)
@@ -65,7 +66,7 @@ fn installed(result: Result<install::Outcome, install::Error>) -> anyhow::Result
     Ok(())
 }
 
-/// Levels come from RUST_LOG; without it, info.
+/// Starts the log on standard error. RUST_LOG sets the levels; the default is info.
 fn init_logging(format: args::LogFormat) {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
@@ -78,12 +79,14 @@ fn init_logging(format: args::LogFormat) {
     }
 }
 
-/// How long a thread for blocking calls waits for the next one. The one that has waited for longest takes it: with tokio's ten seconds hundreds of
-/// sandboxes, each looked at every few seconds, would keep as many threads as were ever needed at once.
-const IDLE_THREAD: Duration = Duration::from_millis(500);
+/// Time for which an idle thread for blocking calls waits for the next call before it ends.
+/// tokio's default is ten seconds, and tokio gives a call to the thread that has waited longest.
+/// The agent observes each of hundreds of sandboxes every few seconds. With the default it would
+/// therefore keep as many threads as it ever needed at once.
+const IDLE_THREAD_LIMIT: Duration = Duration::from_millis(500);
 
 fn serve(run: args::RunArgs) -> anyhow::Result<()> {
-    // One TLS provider for the whole process, named before the first client is made.
+    // The process has one TLS provider; it must be set before the first client exists.
     if rustls::crypto::aws_lc_rs::default_provider()
         .install_default()
         .is_err()
@@ -92,7 +95,7 @@ fn serve(run: args::RunArgs) -> anyhow::Result<()> {
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
-        .thread_keep_alive(IDLE_THREAD)
+        .thread_keep_alive(IDLE_THREAD_LIMIT)
         .enable_all()
         .build()?;
     runtime.block_on(run::run(run))

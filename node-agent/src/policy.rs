@@ -1,7 +1,7 @@
-//! When a sandbox sleeps: idle times, the node's memory and swap, turns to save.
+//! The policy of sleep: idle times, the node's memory and swap, turns to save.
 
+pub(crate) mod exec_leftovers;
 pub(crate) mod idle;
-pub(crate) mod left;
 pub(crate) mod pressure;
 pub(crate) mod probe_gap;
 pub(crate) mod saves;

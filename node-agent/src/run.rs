@@ -1,14 +1,15 @@
-//! `torpor-agent run`: starts the tasks and ends them in order.
+//! `torpor-agent run`: starts the agent's tasks and ends them in order.
 //!
 //! | task | reads | writes |
 //! |---|---|---|
-//! | three watches | Pods of this node, SandboxSnapshots, RuntimeClasses | caches; pokes the driver |
+//! | 3 watches | Pods of this node, SandboxSnapshots, RuntimeClasses | caches; pokes the driver |
 //! | driver, one task per Pod | caches, node | node, Pod conditions, snapshot statuses |
 //! | node report | node | SandboxNode |
-//! | pressure | the node's memory and swap | who is to sleep for it; pokes the driver |
+//! | pressure | the node's memory and swap | sandboxes that must sleep; pokes the driver |
 //! | servers | metrics, readiness | – |
 //!
-//! Ending the agent ends no sandbox: a step that runs is waited for, and what it left is taken up at the next start.
+//! The end of the agent ends no sandbox. The agent waits for a running step before it exits. At its
+//! next start the agent continues with the result of that step.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +31,7 @@ use torpor_records::config::FILE_NAME;
 use torpor_runsc::process;
 
 use crate::args::RunArgs;
-use crate::installed::{self, Installed, News};
+use crate::installed::{self, Change, Installed};
 use crate::kata::Kata;
 use crate::policy::pressure::{self, NodePressure};
 use crate::policy::saves::Saves;
@@ -38,7 +39,7 @@ use crate::policy::sleep;
 use crate::policy::swap::SwapRoom;
 use crate::reconcile::driver::{Asked, Driver, Shared, pod_about};
 use crate::reconcile::node::{Node, StoreLimits};
-use crate::reconcile::shown::ShownSnapshots;
+use crate::reconcile::snapshot_index::SnapshotIndex;
 use crate::report::metrics::Metrics;
 use crate::report::publish::Publisher;
 use crate::report::sandboxes::{Board, Sandboxes};
@@ -46,13 +47,16 @@ use crate::report::server::Readiness;
 use crate::report::spans::{self, Spans};
 use crate::report::{sandbox_node, server};
 
-/// How often the node's disk is searched for Pods that nobody looks after: what it says comes with no event.
-const SWEEP: Duration = Duration::from_secs(10);
+/// Interval at which the agent searches the node's disk for Pods that have no task. A change of the
+/// disk comes with no event.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 
-/// How often it is looked whether another version was installed: a small file is read.
-const LOOK: Duration = Duration::from_secs(2);
+/// Interval at which the agent checks whether the installation has changed. A check reads one small
+/// file.
+const INSTALLATION_CHECK: Duration = Duration::from_secs(2);
 
-/// How many objects are read at once. Tenants make them, each may have more than a megabyte, and what is read takes several times that.
+/// Number of objects in one page of a list. Tenants make these objects. An object may have more
+/// than a megabyte, and its parsed form takes several times that.
 const PAGE: u32 = 10;
 
 /// Runs until SIGTERM or SIGINT.
@@ -69,7 +73,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     ));
     let installed = tokio::select! {
         installed = Installed::found(&args.paths, &ready) => installed,
-        ended = ends.told(&mut tasks) => return ended,
+        ended = ends.reached(&mut tasks) => return ended,
     };
     let config = installed.config().clone();
     installed::close(&config.state_dir);
@@ -164,15 +168,15 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     let watching = watch(client, &args.node_name, shared, &stop, &mut tasks);
     let driver = tokio::select! {
         driver = watching => driver?,
-        // Nothing was begun yet.
+        // The driver has begun no step yet.
         () = ends.signalled() => return Ok(()),
     };
     if let Some(mut woken) = woken {
         let driver = driver.clone();
-        // It ends with the driver, whose Kata holds the other end.
+        // The task ends with the driver: the driver's `Kata` holds the sender of the channel.
         tokio::spawn(async move {
             while let Some(pod) = woken.recv().await {
-                driver.poke_if_kept(&pod);
+                driver.wake_task(&pod);
             }
         });
     }
@@ -185,7 +189,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
     ready.reached();
     tracing::info!(node = args.node_name, "watching");
 
-    let ended = until_told(&mut ends, &installed, &mut tasks).await;
+    let ended = wait_for_end(&mut ends, &installed, &mut tasks).await;
     stop.cancel();
     driver.stopped().await;
     if let Some(kata) = &for_end {
@@ -195,22 +199,23 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         task??;
     }
     if let Some(exporter) = exporter {
-        // It waits for its own thread.
+        // `end` blocks until the exporter's own thread has ended.
         tokio::task::spawn_blocking(move || exporter.end()).await?;
     }
     ended
 }
 
-/// A save keeps about one processor busy; the other half is for those who use their sandboxes.
+/// Returns half of the node's processors. A save keeps about one processor busy; the other half
+/// remains for the sandboxes in use.
 fn default_saves() -> usize {
-    // Of the machine, not of the agent's own limits.
+    // The machine's processors, regardless of the limits of the agent's container.
     let online = nix::unistd::sysconf(nix::unistd::SysconfVar::_NPROCESSORS_ONLN);
     let online = usize::try_from(online.ok().flatten().unwrap_or(1)).unwrap_or(1);
     (online / 2).max(1)
 }
 
-/// What ends the agent. The signals are heard from the start: the first process of a PID namespace
-/// has no other way to end by them.
+/// The signals that end the agent. Their handlers exist from the start: without a handler the
+/// kernel discards these signals to the first process of a PID namespace (pid_namespaces(7)).
 struct Ends {
     terminate: Signal,
     interrupt: Signal,
@@ -225,15 +230,15 @@ impl Ends {
     }
 
     async fn signalled(&mut self) {
-        // Both arms only wait.
+        // Cancel-safe: both arms only wait.
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
         }
     }
 
-    /// A signal has come, or a task has ended that should not.
-    async fn told(
+    /// Waits until a signal comes. Fails when a task has ended too early.
+    async fn reached(
         &mut self,
         tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
     ) -> anyhow::Result<()> {
@@ -247,49 +252,48 @@ impl Ends {
     }
 }
 
-/// Whether the agent has to start again, since something else is installed now than what it goes
-/// by.
-fn is_replaced(installed: &Installed) -> bool {
-    match installed.news() {
-        News::None => false,
-        News::Unread(why) => {
+/// Reports whether the agent must start again because the installation has changed since the agent
+/// read it.
+fn must_restart(installed: &Installed) -> bool {
+    match installed.change() {
+        Change::None => false,
+        Change::Unreadable(why) => {
             tracing::warn!(
                 why,
                 "cannot read the configuration of the installed runtime"
             );
             false
         }
-        News::Other(why) => {
+        Change::Restart(why) => {
             tracing::info!(why, "the agent exits to start again");
             true
         }
     }
 }
 
-/// Waits until a signal comes, until another version is installed, or until a task ends that
-/// should not.
-async fn until_told(
+/// Waits until a signal comes or the installation changes. Fails when a task has ended too early.
+async fn wait_for_end(
     ends: &mut Ends,
     installed: &Installed,
     tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
 ) -> anyhow::Result<()> {
-    let mut look = tokio::time::interval(LOOK);
+    let mut check = tokio::time::interval(INSTALLATION_CHECK);
     loop {
-        // Both arms only wait.
+        // Cancel-safe: both arms only wait.
         tokio::select! {
-            _ = look.tick() => if is_replaced(installed) {
+            _ = check.tick() => if must_restart(installed) {
                 return Ok(());
             },
-            ended = ends.told(tasks) => return ended,
+            ended = ends.reached(tasks) => return ended,
         }
     }
 }
 
-/// Looks for Pods without a task until told to stop.
+/// Starts tasks for Pods that have none, at intervals, until `stop` is cancelled.
 async fn sweep(driver: Driver, stop: CancellationToken) -> anyhow::Result<()> {
-    let mut sweep = tokio::time::interval(SWEEP);
+    let mut sweep = tokio::time::interval(SWEEP_INTERVAL);
     loop {
-        // Both arms only wait.
+        // Cancel-safe: both arms only wait.
         tokio::select! {
             _ = sweep.tick() => {}
             () = stop.cancelled() => return Ok(()),
@@ -299,11 +303,11 @@ async fn sweep(driver: Driver, stop: CancellationToken) -> anyhow::Result<()> {
     }
 }
 
-/// Fills the caches and lets every change of them poke the driver.
+/// Fills the caches. From then on every change of a cache pokes the driver.
 async fn watch(
     client: Client,
     node_name: &str,
-    shared: impl FnOnce(Store<Pod>, Arc<ShownSnapshots>, Store<RuntimeClass>) -> Shared,
+    shared: impl FnOnce(Store<Pod>, Arc<SnapshotIndex>, Store<RuntimeClass>) -> Shared,
     stop: &CancellationToken,
     tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
 ) -> anyhow::Result<Driver> {
@@ -312,7 +316,7 @@ async fn watch(
         watcher::Config::default().fields(&format!("spec.nodeName={node_name}")),
         trim_pod,
     );
-    let snapshots = Arc::new(ShownSnapshots::new(node_name.to_owned()));
+    let snapshots = Arc::new(SnapshotIndex::new(node_name.to_owned()));
     let all = Api::<SandboxSnapshot>::all(client.clone());
     let snapshot_events = index(all, snapshots.clone());
     let (classes, class_events) = reflect(
@@ -334,23 +338,24 @@ async fn watch(
         move |changed: &Vec<Arc<SandboxSnapshot>>| {
             for snapshot in changed {
                 if let Some(uid) = pod_about(&shared, snapshot) {
-                    for_snapshots.poke_if_kept(&uid);
+                    for_snapshots.wake_task(&uid);
                 }
             }
         },
     ));
-    let (for_classes, known) = (driver.clone(), pods.clone());
+    let (for_classes, cached_pods) = (driver.clone(), pods.clone());
     tasks.spawn(pump(
         class_events,
         stop.clone(),
         move |class: &RuntimeClass| {
-            tell_of_problems(class);
-            for uid in pods_of_class(&known.state(), &class.name_any()) {
-                for_classes.poke_if_kept(&uid);
+            log_problems(class);
+            for uid in pods_of_class(&cached_pods.state(), &class.name_any()) {
+                for_classes.wake_task(&uid);
             }
         },
     ));
-    // Before the caches are full, a Pod that is merely not there yet would look gone.
+    // The driver begins when the caches are full. Otherwise a Pod that the cache does not have yet
+    // would look like a Pod that is gone.
     pods.wait_until_ready()
         .await
         .context("the watch of Pods ended")?;
@@ -363,8 +368,9 @@ async fn watch(
     Ok(driver)
 }
 
-/// The agent has no other place for it: a RuntimeClass has no status.
-fn tell_of_problems(class: &RuntimeClass) {
+/// Logs the faults of a RuntimeClass's sleep settings. The log is the only place for them: a
+/// RuntimeClass has no status.
+fn log_problems(class: &RuntimeClass) {
     for problem in sleep::problems(class) {
         let class = class.name_any();
         tracing::warn!(class, %problem, "a sleep setting of the RuntimeClass does not apply");
@@ -401,11 +407,9 @@ where
     (store, events.boxed())
 }
 
-/// What the watch of snapshots shows goes into the index, which answers what has changed.
-fn index(
-    api: Api<SandboxSnapshot>,
-    into: Arc<ShownSnapshots>,
-) -> Events<Vec<Arc<SandboxSnapshot>>> {
+/// Watches all SandboxSnapshots and puts each event into the index `into`. An item of the stream is
+/// the list of snapshots that the event has changed, as the index returns it.
+fn index(api: Api<SandboxSnapshot>, into: Arc<SnapshotIndex>) -> Events<Vec<Arc<SandboxSnapshot>>> {
     watcher(api, watcher::Config::default().page_size(PAGE))
         .modify(trim_snapshot)
         .default_backoff()
@@ -413,13 +417,14 @@ fn index(
         .boxed()
 }
 
-/// A Pod without what nobody here reads and its user may make large.
+/// Removes fields of a Pod that the agent does not read and that a user may make large.
 fn trim_pod(pod: &mut Pod) {
     pod.metadata.managed_fields = None;
     pod.metadata.labels = None;
 }
 
-/// The same of a snapshot. Every agent holds all of the cluster.
+/// Removes fields of a SandboxSnapshot that the agent does not read and that a user may make large.
+/// Each agent caches all snapshots of the cluster.
 fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
     let metadata = &mut snapshot.metadata;
     metadata.managed_fields = None;
@@ -439,7 +444,7 @@ async fn pump<K>(
     mut changed: impl FnMut(&K),
 ) -> anyhow::Result<()> {
     loop {
-        // Both arms only wait: an event that was not taken stays in the stream.
+        // Cancel-safe: both arms only wait, and an event that was not received stays in the stream.
         tokio::select! {
             event = events.next() => match event {
                 Some(Ok(object)) => changed(&object),
@@ -477,7 +482,7 @@ mod tests {
             server.create("sandboxsnapshots", large_snapshot(&format!("s{n}")));
         }
         let api = Api::<SandboxSnapshot>::all(server.client());
-        let shown = Arc::new(ShownSnapshots::new("node".to_owned()));
+        let shown = Arc::new(SnapshotIndex::new("node".to_owned()));
         let mut events = index(api, shown.clone());
         let listed = async {
             let mut all = Vec::new();

@@ -1,29 +1,32 @@
-//! The memory that a pod's processes hold, in swap or not, as the kernel counts it: what an image of the sandbox may have to hold.
+//! The memory of a pod's processes, in main memory or swap, as the kernel counts it. An image of
+//! the sandbox may have to contain all of it.
 
 use std::path::Path;
 
 use crate::{Hierarchies, MemoryGroup, counted, meminfo};
 
 impl Hierarchies {
-    /// Bytes of the cgroup, and of those below it, that no file on a disk backs. None where the kernel does not count all of them.
+    /// Returns the bytes of the cgroup and the cgroups below it that no file on a disk backs. None
+    /// if the kernel does not count all of them.
     pub fn held(&self, relative: &Path) -> Option<u64> {
         let has_swap = meminfo::read().map_or(true, |memory| memory.swap_total > 0);
         held(&self.memory(relative)?, has_swap)
     }
 }
 
-/// Where the kernel does not count swap by cgroup, a pod's memory is known only on a machine that has none.
+/// Returns the bytes that no file on a disk backs. If the kernel does not count swap per cgroup,
+/// they are known only on a machine without swap.
 fn held(group: &MemoryGroup, has_swap: bool) -> Option<u64> {
     let stat = std::fs::read_to_string(group.path().join("memory.stat")).ok()?;
-    let of = |keys: [&str; 2]| keys.iter().find_map(|key| counted(&stat, key));
-    // v1's numbers are the cgroup's own alone, unless they are the total.
+    let first = |keys: [&str; 2]| keys.iter().find_map(|key| counted(&stat, key));
+    // On v1 only the keys with `total_` include the cgroups below.
     let anonymous = match group {
-        MemoryGroup::V1(_) => of(["total_rss", "rss"]),
+        MemoryGroup::V1(_) => first(["total_rss", "rss"]),
         MemoryGroup::V2 { .. } => counted(&stat, "anon"),
     };
-    let shared = of(["total_shmem", "shmem"]);
+    let shared = first(["total_shmem", "shmem"]);
     let swapped = match group {
-        MemoryGroup::V1(_) => of(["total_swap", "swap"]),
+        MemoryGroup::V1(_) => first(["total_swap", "swap"]),
         MemoryGroup::V2 { group, .. } => {
             let text = std::fs::read_to_string(group.join("memory.swap.current"));
             text.ok().and_then(|text| text.trim().parse().ok())

@@ -1,15 +1,18 @@
-//! The cgroups of a pod, for every runtime of ours; [`reclaim`] pushes the memory of one into swap,
-//! [`swap`] tells who forbids that, [`limits`] reads the Pod's limits, [`meminfo`] what the machine
-//! has.
+//! The cgroups of a pod, for all runtimes of Torpor. [`reclaim`] pushes the memory of a cgroup into
+//! swap, [`swap`] finds the cgroups that forbid swap, [`limits`] reads the Pod's limits, [`room`]
+//! raises its limit of memory for a wake, and [`meminfo`] reads the machine's memory.
 //!
-//! runsc runs with `--ignore-cgroups`; the pod's processes are placed here instead, the same way on cgroup v1, v2 and
-//! the hybrid of both:
-//! - the sandbox (sentry, gofers, stubs) sits in `<pod cgroup>/torpor-<sandbox id>`, a leaf beside the containers'
-//!   cgroups, because the pod's limits are set one level up and on v2 the pod cgroup itself may hold no process;
-//! - every container's own cgroup holds its keeper, so that the shim, the kubelet and cAdvisor find what they look for.
+//! runsc runs with `--ignore-cgroups`. This crate places the pod's processes, in the same way on
+//! cgroup v1, v2 and the hybrid of both:
+//! - The sandbox (sentry, gofers, stubs) is in `<pod cgroup>/torpor-<sandbox id>`, a leaf beside
+//!   the containers' cgroups: the pod's limits are set one level above, and on v2 the pod's cgroup
+//!   itself may contain no process.
+//! - The cgroup of each container contains its keeper, because the shim, the kubelet and cAdvisor
+//!   expect a process there.
 //!
-//! When a v1 memory cgroup runs out of memory, the kernel tells the listeners of all its descendants: the shim that
-//! watches a container's cgroup sees the OOM kill of its sandbox.
+//! When a v1 memory cgroup runs out of memory, the kernel notifies the listeners of all its
+//! descendants. The shim watches a container's cgroup and therefore notices the OOM kill of the
+//! sandbox.
 
 use std::io::Write;
 use std::path::{Component, Path, PathBuf};
@@ -22,7 +25,7 @@ pub mod reclaim;
 pub mod room;
 pub mod swap;
 
-/// Why a cgroup could not be made, joined or removed.
+/// Error of making, joining, reading or removing a cgroup.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot read the cgroup hierarchies below {root}")]
@@ -61,11 +64,12 @@ pub enum Error {
     },
 }
 
-/// Where `linux.cgroupsPath` lies below a hierarchy's root.
+/// Returns the path of `linux.cgroupsPath` relative to a hierarchy's root.
 ///
-/// With the cgroupfs driver it is a path; with the systemd driver `slice:prefix:name` stands for
-/// `<expanded slice>/<prefix>-<name>.scope`, and a slice's name spells its parents
-/// (`kubepods-burstable-podX.slice` lies in `kubepods.slice/kubepods-burstable.slice`).
+/// With the cgroupfs driver `linux.cgroupsPath` is a path. With the systemd driver it is
+/// `slice:prefix:name` and means `<expanded slice>/<prefix>-<name>.scope`. The name of a slice
+/// contains its parents: `kubepods-burstable-podX.slice` lies in
+/// `kubepods.slice/kubepods-burstable.slice`.
 pub fn relative_path(cgroups_path: &str) -> Result<PathBuf, Error> {
     let bad = || Error::BadPath(cgroups_path.to_owned());
     let parts: Vec<&str> = cgroups_path.split(':').collect();
@@ -96,12 +100,13 @@ pub fn relative_path(cgroups_path: &str) -> Result<PathBuf, Error> {
     }
 }
 
-/// The leaf for the sandbox' own processes, from the pause container's `linux.cgroupsPath`.
+/// Returns the leaf cgroup of the sandbox's processes, from the pause container's
+/// `linux.cgroupsPath`.
 pub fn sandbox_path(pause_cgroups_path: &str, sandbox: &str) -> Result<PathBuf, Error> {
     Ok(beside(&relative_path(pause_cgroups_path)?, sandbox))
 }
 
-/// The same from the cgroup of any container of the pod.
+/// Returns the leaf cgroup of the sandbox's processes, from the cgroup of any container of the pod.
 pub fn beside(container: &Path, sandbox: &str) -> PathBuf {
     let pod = container
         .parent()
@@ -111,7 +116,7 @@ pub fn beside(container: &Path, sandbox: &str) -> PathBuf {
     pod.join(format!("{SANDBOX_PREFIX}{short}"))
 }
 
-/// What the names of sandboxes' leaves begin with.
+/// Prefix of the names of the sandboxes' leaf cgroups.
 const SANDBOX_PREFIX: &str = "torpor-";
 
 /// The cgroup hierarchies of this machine: one on v2, several on v1.
@@ -121,7 +126,7 @@ pub struct Hierarchies {
 }
 
 impl Hierarchies {
-    /// Finds what is mounted below `root` (`/sys/fs/cgroup`).
+    /// Finds the hierarchies that are mounted below `root` (`/sys/fs/cgroup`).
     pub fn find(root: &Path) -> Result<Self, Error> {
         if root.join("cgroup.controllers").exists() {
             return Ok(Self {
@@ -134,7 +139,7 @@ impl Hierarchies {
         })?;
         let mut roots: Vec<PathBuf> = entries
             .filter_map(Result::ok)
-            // On v1 `cpu` may be a link to `cpu,cpuacct`: the same hierarchy.
+            // On v1 `cpu` may be a link to `cpu,cpuacct`, which is the same hierarchy.
             .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
             .map(|entry| entry.path())
             .filter(|path| path.join("cgroup.procs").exists())
@@ -147,7 +152,8 @@ impl Hierarchies {
         }
     }
 
-    /// Makes the cgroup where its parent exists: a hierarchy that the kubelet does not use stays as it is.
+    /// Makes the cgroup in each hierarchy in which its parent exists. The kubelet does not use the
+    /// other hierarchies, and they stay unchanged.
     pub fn create(&self, relative: &Path) -> Result<(), Error> {
         for path in self.with_parent(relative) {
             if let Some(parent) = path.parent() {
@@ -163,8 +169,9 @@ impl Hierarchies {
         Ok(())
     }
 
-    /// Moves a process into the cgroup; its later children follow it. On v1 only where something is limited or counted:
-    /// each hierarchy costs a grace period of the kernel's RCU.
+    /// Moves a process into the cgroup. Children that the process starts later are in it, too. On
+    /// v1 only the hierarchies that limit or count a resource are used: each move costs a grace
+    /// period of the kernel's RCU.
     pub fn place(&self, relative: &Path, pid: u32) -> Result<(), Error> {
         let roots = self.roots.iter().filter(|root| limits_or_counts(root));
         for path in roots
@@ -176,7 +183,7 @@ impl Hierarchies {
         Ok(())
     }
 
-    /// Pids of all processes in the cgroup, over all hierarchies.
+    /// Returns the pids of all processes in the cgroup, from all hierarchies.
     pub fn pids(&self, relative: &Path) -> Result<Vec<i32>, Error> {
         let mut found = Vec::new();
         for path in self.existing(relative) {
@@ -192,7 +199,7 @@ impl Hierarchies {
         Ok(found)
     }
 
-    /// Removes the cgroup. One that is gone is a success; one that is busy an error.
+    /// Removes the cgroup. A missing cgroup is no error, a cgroup with processes is one.
     pub fn remove(&self, relative: &Path) -> Result<(), Error> {
         for path in self.existing(relative) {
             match std::fs::remove_dir(&path) {
@@ -204,7 +211,7 @@ impl Hierarchies {
         Ok(())
     }
 
-    /// Limits of processor time on the cgroup: none where there is no limit.
+    /// Returns the cgroup's limits of processor time; empty if it has none.
     pub fn quotas(&self, relative: &Path) -> Vec<Quota> {
         self.existing(relative)
             .flat_map(|path| [path.join("cpu.cfs_quota_us"), path.join("cpu.max")])
@@ -220,7 +227,8 @@ impl Hierarchies {
             .collect()
     }
 
-    /// Working set of the cgroup in bytes, as the kubelet counts it: memory in use without file cache that is idle. None where memory is not counted.
+    /// Returns the cgroup's working set in bytes, as the kubelet computes it: memory in use without
+    /// inactive file cache. None if the kernel does not count the cgroup's memory.
     pub fn working_set(&self, relative: &Path) -> Option<u64> {
         self.existing(relative).find_map(|path| {
             let used = ["memory.current", "memory.usage_in_bytes"]
@@ -232,14 +240,15 @@ impl Hierarchies {
         })
     }
 
-    /// Whether the process is in the cgroup or one below it, wherever memory is counted. In one that is not there, none is.
+    /// Reports whether the process is in the cgroup or in a cgroup below it, in the hierarchy of
+    /// the memory controller. A missing cgroup has no processes.
     pub fn holds(&self, relative: &Path, pid: u32) -> Result<bool, Error> {
         let Some(group) = self.memory(relative) else {
             return Ok(false);
         };
         let pid = pid.to_string();
-        let mut left = vec![group.path().to_owned()];
-        while let Some(path) = left.pop() {
+        let mut remaining = vec![group.path().to_owned()];
+        while let Some(path) = remaining.pop() {
             let failed = |source| Error::Read {
                 path: path.clone(),
                 source,
@@ -255,12 +264,13 @@ impl Hierarchies {
             let directories = entries
                 .filter_map(Result::ok)
                 .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-            left.extend(directories.map(|entry| entry.path()));
+            remaining.extend(directories.map(|entry| entry.path()));
         }
         Ok(false)
     }
 
-    /// Processor time that the cgroup and those below it have used since they were made. None where it is not counted.
+    /// Returns the processor time that the cgroup and the cgroups below it have used since they
+    /// were made. None if the kernel does not count it.
     pub fn processor_time(&self, relative: &Path) -> Option<Duration> {
         self.existing(relative).find_map(|path| {
             let v1 = std::fs::read_to_string(path.join("cpuacct.usage"));
@@ -275,14 +285,8 @@ impl Hierarchies {
         })
     }
 
-    /// Processor time that the cgroup may use in a second; none where it has no limit of its own.
-    pub fn processor_limit(&self, relative: &Path) -> Option<Duration> {
-        self.existing(relative)
-            .find_map(|path| limits::processors(&path, &[]))
-            .map(|limit| limit.in_a_second())
-    }
-
-    /// Where the memory of the cgroup is limited and counted; none where the kernel does neither.
+    /// Returns the cgroup in the hierarchy of the memory controller; none if the kernel neither
+    /// limits nor counts memory.
     pub(crate) fn memory(&self, relative: &Path) -> Option<MemoryGroup> {
         let group = |root: &Path| {
             let name = root.file_name().unwrap_or_default().to_string_lossy();
@@ -328,7 +332,8 @@ impl MemoryGroup {
     }
 }
 
-/// Whether a hierarchy, by the controllers that its name lists, limits or counts what a pod uses. The only one of v2 does.
+/// Reports whether a hierarchy limits or counts a pod's resources. The name of a v1 hierarchy lists
+/// its controllers; the only hierarchy of v2 has all of them.
 fn limits_or_counts(root: &Path) -> bool {
     let name = root.file_name().unwrap_or_default().to_string_lossy();
     root.join("cgroup.controllers").exists() && name != "unified"
@@ -337,7 +342,7 @@ fn limits_or_counts(root: &Path) -> bool {
         })
 }
 
-/// A limit of processor time, and how it is lifted and put back.
+/// A limit of processor time: its file, its value, and the text that means no limit.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Quota {
@@ -347,35 +352,38 @@ pub struct Quota {
 }
 
 impl Quota {
+    /// Removes the limit from the cgroup.
     pub fn lift(&self) -> Result<(), Error> {
         write(&self.path, &self.unlimited)
     }
 
-    /// Unless somebody (the kubelet) has set another limit meanwhile.
+    /// Restores the limit, unless another process (the kubelet) has set another limit meanwhile.
     pub fn put_back(&self) -> Result<(), Error> {
         match std::fs::read_to_string(&self.path) {
             Ok(now) if now.trim() == self.unlimited => write(&self.path, &self.value),
-            // Another limit, or no cgroup any more.
+            // Another limit is set, or the cgroup does not exist any more.
             _ => Ok(()),
         }
     }
 }
 
-/// Bytes of file cache that nobody used lately, of the cgroup and those below it, from `memory.stat` of v1 or v2.
+/// Returns the bytes of inactive file cache of the cgroup and the cgroups below it, from
+/// `memory.stat` of v1 or v2.
 fn idle_cache(stat: &str) -> u64 {
-    // v1's `inactive_file` is the cgroup's own alone.
+    // On v1 `inactive_file` does not include the cgroups below.
     counted(stat, "total_inactive_file")
         .or_else(|| counted(stat, "inactive_file"))
         .unwrap_or(0)
 }
 
-/// One number of `memory.stat`.
+/// Returns the number of a key in `memory.stat`.
 fn counted(stat: &str, key: &str) -> Option<u64> {
     stat.lines()
         .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.parse().ok())
 }
 
-/// How "no limit" is written in place of `value`: on v1 a number, on v2 `max` and the period.
+/// Returns the text that means "no limit" in place of `value`: on v1 a number, on v2 `max` and the
+/// period. None if `value` is no limit's text.
 fn unlimited(value: &str) -> Option<String> {
     match value.split_once(' ') {
         Some((_, period)) => Some(format!("max {period}")),
@@ -383,9 +391,13 @@ fn unlimited(value: &str) -> Option<String> {
     }
 }
 
-/// On v2 a cgroup has the controllers that the one above it hands down. The kubelet hands down none from a Pod's to its containers': that is left to the
-/// runtime. Before the sandbox has any memory, since pages stay counted where they were taken. Where the kernel refuses it the sandbox runs all the same;
-/// that its memory cannot be pushed out is told by its doze.
+/// Enables the memory controller for the cgroups below `parent` on v2.
+///
+/// On v2 a cgroup has the controllers that its parent enables for it. The kubelet enables none for
+/// the containers' cgroups in a Pod's cgroup and leaves that to the runtime. It must happen before
+/// the sandbox has memory, because pages stay counted in the cgroup in which they were allocated.
+/// If the kernel refuses it, the sandbox runs nevertheless, and its doze reports that its memory
+/// cannot be pushed out.
 fn count_memory_below(parent: &Path) {
     let controllers = std::fs::read_to_string(parent.join("cgroup.controllers"));
     let has_memory = |names: String| names.split_whitespace().any(|name| name == "memory");
@@ -394,14 +406,15 @@ fn count_memory_below(parent: &Path) {
     }
 }
 
-/// On v1 a new cpuset is empty, and an empty one takes no process.
+/// Copies the parent's cpuset to a new cgroup on v1: a new cpuset is empty, and the kernel accepts
+/// no process in an empty one.
 fn inherit_cpuset(path: &Path) -> Result<(), Error> {
     let Some(parent) = path.parent() else {
         return Ok(());
     };
     for file in ["cpuset.cpus", "cpuset.mems"] {
         let own = path.join(file);
-        // v2 has the same names, and there empty means inherited.
+        // v2 has the same file names, but an empty file means the parent's value.
         if path.join("cgroup.controllers").exists() || !own.exists() {
             continue;
         }
@@ -531,7 +544,7 @@ mod tests {
         std::fs::write(&file, "50000 100000\n").expect("written");
         quotas[0].put_back().expect("left alone");
         assert_eq!(now(), "50000 100000\n");
-        // v1 has a number in a file of another name.
+        // v1 has a number without a period in a file with another name.
         assert_eq!(unlimited("20000"), Some("-1".to_owned()));
     }
 

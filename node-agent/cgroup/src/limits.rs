@@ -1,4 +1,4 @@
-//! A Pod's limits as its cgroup has them.
+//! A Pod's limits, from its cgroup.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,16 +6,16 @@ use std::time::Duration;
 use crate::room::Room;
 use crate::{Hierarchies, Quota};
 
-/// Limits of a Pod; none where it has no limit.
+/// Limits of a Pod. None means no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes.
+    /// Limit of memory in bytes.
     pub memory: Option<u64>,
     pub processors: Option<ProcessorLimit>,
 }
 
-/// Processor time that may be used in each period, both in microseconds (the kernel's
-/// `cpu.cfs_quota_us`, or `cpu.max`).
+/// Limit of processor time: the quota in each period, both in microseconds (the kernel's
+/// `cpu.cfs_quota_us` and `cpu.cfs_period_us`, or `cpu.max`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessorLimit {
     pub quota: u64,
@@ -23,25 +23,25 @@ pub struct ProcessorLimit {
 }
 
 impl ProcessorLimit {
-    pub(crate) fn in_a_second(self) -> Duration {
+    fn in_a_second(self) -> Duration {
         let micros = self.quota.saturating_mul(1_000_000);
         Duration::from_micros(micros.checked_div(self.period).unwrap_or(u64::MAX))
     }
 
-    /// As many processors as it takes to use all of it.
+    /// Returns the number of processors that can use the whole quota.
     pub fn processors(self) -> u64 {
         self.quota.div_ceil(self.period.max(1))
     }
 }
 
 impl Hierarchies {
-    /// The cgroup's own limits. `lifted` and `rooms`: what a wake has put in their place for its
-    /// time, and left if it was killed.
+    /// Returns the cgroup's own limits. `lifted` and `rooms` are the limits that a wake has
+    /// replaced for its duration; a wake that was killed has not restored them.
     pub fn limits(&self, relative: &Path, lifted: &[Quota], rooms: &[Room]) -> Limits {
         let memory = self.rooms(relative).into_iter().map(|found| {
-            let noted = rooms.iter().find(|room| room.is_of_same(&found));
+            let recorded = rooms.iter().find(|room| room.is_of_same(&found));
             let now = found.limit();
-            noted.map_or(now, |room| room.limit_behind(now))
+            recorded.map_or(now, |room| room.own_limit(now))
         });
         let mut groups = self.existing(relative);
         Limits {
@@ -49,18 +49,26 @@ impl Hierarchies {
             processors: groups.find_map(|group| processors(&group, lifted)),
         }
     }
+
+    /// Returns the processor time that the cgroup may use in a second; none if the cgroup has no
+    /// limit of its own.
+    pub fn processor_limit(&self, relative: &Path) -> Option<Duration> {
+        self.existing(relative)
+            .find_map(|path| processors(&path, &[]))
+            .map(|limit| limit.in_a_second())
+    }
 }
 
-/// v1 has its quota and the period in two files, v2 in one. Without a limit the quota is no number,
-/// or -1.
-pub(crate) fn processors(group: &Path, lifted: &[Quota]) -> Option<ProcessorLimit> {
+/// Returns the limit of processor time of a cgroup, with the values of the `lifted` limits. v1 has
+/// quota and period in two files, v2 in one. Without a limit the quota is no number, or -1.
+fn processors(group: &Path, lifted: &[Quota]) -> Option<ProcessorLimit> {
     let read = |file: &str| {
         let path = group.join(file);
         let now = std::fs::read_to_string(&path).ok()?.trim().to_owned();
-        let behind = lifted
+        let replaced = lifted
             .iter()
             .find(|quota| quota.path == path && quota.unlimited == now);
-        Some(behind.map_or(now, |quota| quota.value.clone()))
+        Some(replaced.map_or(now, |quota| quota.value.clone()))
     };
     let text = match read("cpu.max") {
         Some(text) => text,
@@ -84,7 +92,7 @@ mod tests {
     const POD: &str = "kubepods/pod1";
     const LIMIT: u64 = 256 << 20;
 
-    /// Hierarchies with the cgroup of one Pod, which has these files.
+    /// Makes hierarchies with the cgroup of one Pod and these files in it.
     fn with_pod(files: &[(&str, &str)]) -> (tempfile::TempDir, Hierarchies) {
         let root = tempfile::tempdir().expect("a directory");
         std::fs::write(root.path().join("cgroup.controllers"), "memory cpu").expect("written");
@@ -120,7 +128,7 @@ mod tests {
         let unnoted = hierarchies.limits(pod, &[], &[]);
         assert!(unnoted.processors.is_none() && unnoted.memory > own.memory);
         assert_eq!(own.processors.map(ProcessorLimit::processors), Some(2));
-        // The kubelet has set other ones meanwhile.
+        // The kubelet has set other limits meanwhile.
         for (file, _) in files
             .iter()
             .filter(|(file, _)| !file.ends_with("period_us"))

@@ -1,4 +1,4 @@
-//! The machine's memory: proc_meminfo(5) and, of the kernel's documents, accounting/psi.rst.
+//! The machine's memory: proc_meminfo(5), and accounting/psi.rst in the kernel's documentation.
 
 use std::fs::File;
 use std::io::{self, BufReader, Read};
@@ -7,20 +7,21 @@ use std::path::Path;
 pub use procfs_core::Meminfo;
 use procfs_core::{FromBufRead, MemoryPressure, ProcError};
 
-/// Longer than either file, whose lines are known to the kernel.
+/// Most bytes that are read of a file. Both files of the kernel are shorter.
 const MAX_FILE: u64 = 64 << 10;
 
-/// The machine's memory and swap, in bytes.
+/// Reads the machine's memory and swap, in bytes.
 pub fn read() -> io::Result<Meminfo> {
     read_at(Path::new("/proc/meminfo"))
 }
 
-/// The same from a file of that form. It is an error if a line is missing that each kernel writes.
+/// Reads memory and swap from a file with the format of `/proc/meminfo`. A missing line that every
+/// kernel writes is an error.
 pub fn read_at(path: &Path) -> io::Result<Meminfo> {
     parse(path)
 }
 
-/// The percentage of the last ten seconds in which some program waited for memory. None where the
+/// Returns the percentage of the last ten seconds in which a program waited for memory. None if the
 /// kernel does not count it.
 pub fn stalled() -> Option<f64> {
     let pressure: MemoryPressure = parse(Path::new("/proc/pressure/memory")).ok()?;

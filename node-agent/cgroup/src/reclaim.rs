@@ -1,12 +1,14 @@
-//! Pushing the memory of a paused sandbox out of main memory, into swap.
+//! Pushes the memory of a paused sandbox from main memory into swap.
 //!
-//! The memory of a gVisor sandbox is one memfd, that of a virtual machine is a memfd or anonymous, charged to its cgroup; the kernel
-//! swaps either, and a sandbox that stands still brings none of it back. Nothing has to be put back at the wake: pages return as they
-//! are touched. What is in swap stays there when the cgroup may swap no more ([`swap::keep_in_memory`]).
+//! The memory of a gVisor sandbox is one memfd; the memory of a virtual machine is a memfd or
+//! anonymous. It is charged to the sandbox's cgroup, and the kernel can swap it. A paused sandbox
+//! reads none of it back. A wake needs no action: pages return when they are touched. Pages in swap
+//! stay there when the cgroup may not swap any more ([`swap::keep_in_memory`]).
 //!
-//! - cgroup v1 has no call for it. A limit of almost nothing does it: the kernel frees what it can to make room for the limit, and
-//!   then refuses it, because some memory is left. So the limit stays what it was, and no process is ever killed for it.
-//! - cgroup v2 has `memory.reclaim` (Linux 5.19). Each ancestor must let it swap.
+//! - cgroup v1 has no call for this. A limit of 4096 bytes has the same effect: the kernel first
+//!   frees all memory that it can and then refuses the limit, because some memory is left. The old
+//!   limit stays in force, and no process is killed.
+//! - cgroup v2 has `memory.reclaim` (Linux 5.19). Each ancestor of the cgroup must allow swap.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -17,55 +19,60 @@ use serde::Serialize;
 use crate::swap::{self, Forbidden};
 use crate::{self as cgroup, Hierarchies, MemoryGroup, counted, write};
 
-/// Rounds of reclaim. The kernel ends each at the first look that frees no page, which says little: such a look has often made pages old
-/// that the next one takes, 32 at a time, and where the cgroup holds a page of a file that is being written, the kernel looks at files alone.
+/// Rounds of reclaim.
+///
+/// The kernel ends a round at the first scan that frees no page. Another round may free pages
+/// nevertheless: the scan has often made 32 pages old, which the next scan frees; and while the
+/// cgroup has a page of a file that is being written, the kernel scans pages of files only.
 #[derive(Debug)]
 struct Rounds {
     left: u32,
-    patience: u32,
+    fruitless_left: u32,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Round {
     AtOnce,
-    /// Nothing can be waited for: the kernel does not tell when it has written.
+    /// After this time. The kernel does not notify when its writes are done.
     After(Duration),
     Enough,
 }
 
 impl Rounds {
     const MOST: u32 = 64;
-    const PATIENCE: u32 = 8;
-    /// Less than this is not worth a wait.
+    /// Most rounds that free few pages.
+    const MOST_FRUITLESS: u32 = 8;
+    /// Least bytes in main memory that justify another round.
     const WORTH: u64 = 1 << 20;
-    /// Of 4096 bytes; what one look makes old.
+    /// Pages of 4096 bytes that one scan makes old.
     const PAGES: u64 = 32;
 
     fn begin() -> Self {
         Self {
             left: Self::MOST,
-            patience: Self::PATIENCE,
+            fruitless_left: Self::MOST_FRUITLESS,
         }
     }
 
-    /// What follows a round that freed so many bytes; `left`: bytes that the kernel could still push out.
-    fn next(&mut self, freed: u64, left: u64) -> Round {
+    /// Returns the next round. `freed`: bytes that the last round freed; `swappable`: bytes that
+    /// the kernel could still push out.
+    fn next(&mut self, freed: u64, swappable: u64) -> Round {
         self.left -= 1;
-        if self.left == 0 || left < Self::WORTH {
+        if self.left == 0 || swappable < Self::WORTH {
             return Round::Enough;
         }
         if freed >= Self::PAGES * 4096 / 2 {
             return Round::AtOnce;
         }
-        self.patience -= 1;
-        match self.patience {
+        self.fruitless_left -= 1;
+        match self.fruitless_left {
             0 => Round::Enough,
             _ => Round::After(Duration::from_millis(5)),
         }
     }
 
-    /// Waits, if that is what follows. Whether there is another round.
-    fn go_on(&mut self, group: &Path, freed: u64) -> bool {
+    /// Waits until the next round. Returns false if there is none.
+    fn wait_for_next(&mut self, group: &Path, freed: u64) -> bool {
         match self.next(freed, swappable(group)) {
             Round::AtOnce => true,
             Round::After(pause) => {
@@ -77,14 +84,15 @@ impl Rounds {
     }
 }
 
-/// Bytes of the cgroup that are in main memory and could be in swap; nothing where the kernel does not say.
+/// Returns the bytes of the cgroup that are in main memory and could be in swap; 0 if the kernel
+/// does not count them.
 fn swappable(group: &Path) -> u64 {
     let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
     let lists = ["active_anon", "inactive_anon"];
     lists.iter().filter_map(|key| counted(&stat, key)).sum()
 }
 
-/// Why memory could not be pushed out.
+/// Error of pushing memory out.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -104,7 +112,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// CamelCase, for conditions and metrics.
+    /// Returns the reason for conditions and metrics, in CamelCase.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Forbidden(_) => "SwapForbidden",
@@ -113,7 +121,7 @@ impl Error {
     }
 }
 
-/// Bytes of main memory that the cgroup had and has.
+/// The cgroup's main memory before and after a reclaim, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Reclaimed {
@@ -121,16 +129,18 @@ pub struct Reclaimed {
     pub bytes_after: u64,
 }
 
-/// Who has made the cgroup, and so says how it is set.
+/// Owner of the cgroup's settings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Whose {
-    /// It may be set as is best for this, and is kept in memory afterwards.
+    /// Torpor made the cgroup. A reclaim may change its settings, and afterwards
+    /// [`swap::keep_in_memory`] applies.
     Ours,
-    /// What is set stays: what is changed for the moment is put back, and what forbids is obeyed.
+    /// Another program made the cgroup. A reclaim restores the settings that it changes, and obeys
+    /// a setting that forbids swap.
     Others,
 }
 
-/// Pushes out what the kernel can of the cgroup's memory. Twice does no harm.
+/// Pushes out as much of the cgroup's memory as the kernel can. The call may be repeated.
 pub fn reclaim(
     hierarchies: &Hierarchies,
     relative: &Path,
@@ -141,13 +151,14 @@ pub fn reclaim(
         MemoryGroup::V2 { group, .. } => lift_and_reclaim(hierarchies, relative, &group, whose),
     };
     if whose == Whose::Ours {
-        // Also where it failed. Of who dies before this, the next doze puts it right.
+        // The limit is set after a failure, too. If this process dies before, the next doze sets
+        // it.
         swap::keep_in_memory(hierarchies, relative)?;
     }
     done
 }
 
-/// On v2.
+/// Lifts the cgroup's limit of swap on v2 and reclaims its memory.
 fn lift_and_reclaim(
     hierarchies: &Hierarchies,
     relative: &Path,
@@ -155,7 +166,7 @@ fn lift_and_reclaim(
     whose: Whose,
 ) -> Result<Reclaimed, Error> {
     let own = group.join(swap::MAX);
-    // Those above it are not ours.
+    // Other programs made the cgroups above.
     if whose == Whose::Ours && own.exists() {
         write(&own, "max")?;
     }
@@ -163,11 +174,12 @@ fn lift_and_reclaim(
     reclaim_v2(group)
 }
 
-/// Of v1.
+/// Files of v1.
 const USAGE: &str = "memory.usage_in_bytes";
 const LIMIT: &str = "memory.limit_in_bytes";
 
-/// Asks for a limit that cannot be: the kernel pushes out what it can before it refuses. Answers how many bytes are left.
+/// Writes an impossible limit: the kernel pushes out all that it can before it refuses the limit.
+/// Returns the bytes that are left in main memory. `limited`: the cgroup's limit.
 fn push_out(group: &Path, limited: u64, bytes: u64) -> Result<u64, Error> {
     let limit = &group.join(LIMIT);
     let mut left = bytes;
@@ -175,7 +187,7 @@ fn push_out(group: &Path, limited: u64, bytes: u64) -> Result<u64, Error> {
     loop {
         match write(limit, "4096") {
             Err(error) if refused_with(&error, ErrorKind::ResourceBusy) => {}
-            // Nothing is in it.
+            // The cgroup has no memory, so that the kernel has accepted the limit.
             Ok(()) => write(limit, &limited.to_string())?,
             Err(source) => {
                 return Err(Error::Refused {
@@ -186,7 +198,7 @@ fn push_out(group: &Path, limited: u64, bytes: u64) -> Result<u64, Error> {
         }
         let before = left;
         left = number(&group.join(USAGE))?;
-        if !rounds.go_on(group, before.saturating_sub(left)) {
+        if !rounds.wait_for_next(group, before.saturating_sub(left)) {
             return Ok(left);
         }
     }
@@ -195,17 +207,17 @@ fn push_out(group: &Path, limited: u64, bytes: u64) -> Result<u64, Error> {
 fn reclaim_v1(group: &Path, whose: Whose) -> Result<Reclaimed, Error> {
     let bytes_before = number(&group.join(USAGE))?;
     let limited = number(&group.join(LIMIT))?;
-    // What it inherited may say that nothing is swapped.
+    // The inherited value may forbid swap.
     let swappiness = group.join(swap::SWAPPINESS);
-    let was = number(&swappiness)?;
+    let previous = number(&swappiness)?;
     write(&swappiness, "100")?;
-    let asked = push_out(group, limited, bytes_before);
+    let bytes_after = push_out(group, limited, bytes_before);
     if whose == Whose::Others {
-        write(&swappiness, &was.to_string())?;
+        write(&swappiness, &previous.to_string())?;
     }
     Ok(Reclaimed {
         bytes_before,
-        bytes_after: asked?,
+        bytes_after: bytes_after?,
     })
 }
 
@@ -216,16 +228,16 @@ fn reclaim_v2(group: &Path) -> Result<Reclaimed, Error> {
     let mut rounds = Rounds::begin();
     loop {
         let path = group.join("memory.reclaim");
-        let asked = write(&path, &left.to_string());
+        let written = write(&path, &left.to_string());
         let before = left;
         left = number(&usage)?;
-        match asked {
-            // Less than was asked for, as always: some memory is in use.
+        match written {
+            // The kernel freed less than requested, as always: some memory is in use.
             Err(error) if refused_with(&error, ErrorKind::WouldBlock) => {}
             Ok(()) => {}
             Err(source) => return Err(Error::Refused { path, source }),
         }
-        if !rounds.go_on(group, before.saturating_sub(left)) {
+        if !rounds.wait_for_next(group, before.saturating_sub(left)) {
             break;
         }
     }
@@ -252,13 +264,14 @@ fn number(path: &Path) -> Result<u64, Error> {
 mod tests {
     use super::*;
 
-    /// Rounds and pauses until it is enough, of bytes freed and bytes left after each round.
-    fn rounds_of(seen: impl IntoIterator<Item = (u64, u64)>) -> (usize, usize) {
+    /// Returns the number of rounds and of pauses, from the bytes freed and the bytes left after
+    /// each round.
+    fn count_rounds(results: impl IntoIterator<Item = (u64, u64)>) -> (usize, usize) {
         let mut rounds = Rounds::begin();
         let (mut done, mut pauses) = (0, 0);
-        for (freed, left) in seen {
+        for (freed, swappable) in results {
             done += 1;
-            match rounds.next(freed, left) {
+            match rounds.next(freed, swappable) {
                 Round::AtOnce => {}
                 Round::After(_) => pauses += 1,
                 Round::Enough => break,
@@ -270,16 +283,17 @@ mod tests {
     #[test]
     fn what_could_go_is_waited_for_and_not_for_ever() {
         const MIB: u64 = 1 << 20;
-        // A Python program of 28 MB that had just been saved: 32 pages at a time, then none, and a moment later all of them.
+        // Measured on a Python program of 28 MB just after its save: 32 pages per round, then none,
+        // and a moment later all of them.
         let few = (128 << 10, 5 * MIB);
-        let shown = [(20 * MIB, 6 * MIB), few, few, (0, 5 * MIB), (5 * MIB, 0)];
-        assert_eq!(rounds_of(shown), (5, 1));
-        assert_eq!(rounds_of([(0, MIB / 2)]), (1, 0), "nothing is left");
+        let measured = [(20 * MIB, 6 * MIB), few, few, (0, 5 * MIB), (5 * MIB, 0)];
+        assert_eq!(count_rounds(measured), (5, 1));
+        assert_eq!(count_rounds([(0, MIB / 2)]), (1, 0), "nothing is left");
         let stuck = std::iter::repeat((0, 9 * MIB));
-        let patience = Rounds::PATIENCE as usize;
-        assert_eq!(rounds_of(stuck), (patience, patience - 1));
+        let most = Rounds::MOST_FRUITLESS as usize;
+        assert_eq!(count_rounds(stuck), (most, most - 1));
         let endless = std::iter::repeat((MIB, 9 * MIB));
-        assert_eq!(rounds_of(endless), (Rounds::MOST as usize, 0));
+        assert_eq!(count_rounds(endless), (Rounds::MOST as usize, 0));
     }
 
     #[test]
@@ -311,7 +325,7 @@ mod tests {
     #[test]
     fn on_v2_the_sandbox_may_swap_and_all_it_has_is_asked_back() {
         let (root, hierarchies) = v2_tree();
-        // As the kernel finds it meanwhile, and as it stays when somebody kills the program.
+        // State during the reclaim. It stays like this if the process is killed.
         let relative = Path::new("kubepods/pod1/leaf");
         let group = root.path().join(relative);
         lift_and_reclaim(&hierarchies, relative, &group, Whose::Ours).expect("reclaimed");

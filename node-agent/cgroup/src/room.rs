@@ -1,23 +1,26 @@
-//! Room for a wake: what restores a sandbox (runsc's commands, the sentry's own buffers) is in its Pod's cgroup too. For that time the Pod's limit of memory is wider.
+//! Memory for a wake. A wake raises the Pod's limit of memory for its duration, because the
+//! processes that restore a sandbox (runsc's commands, the sentry's buffers) are in the Pod's
+//! cgroup, too.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::{Error, Hierarchies, counted, write};
 
-/// By so many bytes a wider limit differs from the Pod's own and whole steps, so that it is known from a limit that somebody else has set. Whole pages of
-/// 64 KiB, which no kernel rounds.
+/// Bytes by which a raised limit exceeds the Pod's own limit beside whole steps. They distinguish a
+/// raised limit from a limit that another process has set. They are whole pages of 64 KiB, which no
+/// kernel rounds.
 const MARK: u64 = 7 << 16;
-/// Wider limits are so many bytes apart.
+/// Bytes between two raised limits.
 const STEP: u64 = 1 << 20;
-/// Memory in use may grow by so many bytes while a wider limit is narrowed.
+/// Bytes by which the memory in use may grow while a raised limit is lowered.
 const SLACK: u64 = 4 << 20;
-/// How much more a Pod may have while it is woken, in bytes.
+/// Bytes that a Pod may use beyond its own limit during a wake.
 pub const ROOM: u64 = 64 * STEP + MARK;
-/// From here on v1's number means "no limit": it is the largest of a signed one, in whole pages.
+/// Least number of v1 that means "no limit": the largest signed number, in whole pages of 64 KiB.
 const NO_LIMIT: u64 = i64::MAX as u64 & !0xffff;
 
-/// A limit of memory, in bytes, and the wider one that stands in its place.
+/// A Pod's own limit of memory and the raised limit that replaces it, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Room {
@@ -27,7 +30,7 @@ pub struct Room {
 }
 
 impl Hierarchies {
-    /// The limits of memory on the cgroup: none where there is no limit.
+    /// Returns the cgroup's limits of memory; empty if it has none.
     pub fn rooms(&self, relative: &Path) -> Vec<Room> {
         self.existing(relative)
             .flat_map(|group| ["memory.limit_in_bytes", "memory.max"].map(|file| group.join(file)))
@@ -41,12 +44,13 @@ impl Hierarchies {
 }
 
 impl Room {
-    /// Puts the wider limit in its place.
+    /// Raises the limit.
     pub fn make(&self) -> Result<(), Error> {
         write(&self.path, &self.wider.to_string())
     }
 
-    /// Whether a wider limit is in its place: not once somebody (the kubelet) has set another one, or the cgroup is gone.
+    /// Reports whether a raised limit is set. False if another process (the kubelet) has set
+    /// another limit, or if the cgroup does not exist any more.
     pub fn is_made(&self) -> Result<bool, Error> {
         Ok(number(&self.path)?.is_some_and(|now| self.is_wider(now)))
     }
@@ -58,8 +62,9 @@ impl Room {
         limit <= self.wider && more.is_some_and(|more| more.is_multiple_of(STEP))
     }
 
-    /// The limit for what is used now: the Pod's own where it fits, else the narrowest wider one.
-    fn narrowest(&self, used: u64) -> u64 {
+    /// Returns the lowest limit for `used` bytes: the Pod's own limit if they fit, otherwise a
+    /// raised one.
+    fn lowest(&self, used: u64) -> u64 {
         if used <= self.limit {
             return self.limit;
         }
@@ -70,25 +75,27 @@ impl Room {
             .min(self.wider)
     }
 
-    /// The Pod's own limit, in bytes.
+    /// Returns the Pod's own limit, in bytes.
     pub(crate) fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// The Pod's own limit where this one, in bytes, is in its place.
-    pub(crate) fn limit_behind(&self, now: u64) -> u64 {
+    /// Returns the Pod's own limit if `now` is a raised limit, otherwise `now`; in bytes.
+    pub(crate) fn own_limit(&self, now: u64) -> u64 {
         match self.is_wider(now) {
             true => self.limit,
             false => now,
         }
     }
 
-    /// Whether it is the same limit's.
+    /// Reports whether both are about the limit of the same cgroup.
     pub fn is_of_same(&self, other: &Self) -> bool {
         self.path == other.path
     }
 
-    /// Puts the limit back where what is used fits, file cache aside: v1 would refuse it otherwise, and v2 would kill. Answers whether no wider limit is left.
+    /// Restores the Pod's own limit if the memory in use, without file cache, fits into it.
+    /// Otherwise v1 would refuse the limit, and v2 would kill a process. Returns whether no raised
+    /// limit is left.
     pub fn give_back(&self) -> Result<bool, Error> {
         if self.is_exceeded()? {
             return Ok(false);
@@ -96,20 +103,23 @@ impl Room {
         self.enforce()
     }
 
-    /// The same; where what is used does not fit, the wider limit is narrowed to it, and never widened again.
+    /// Restores the Pod's own limit like [`Self::give_back`]. If the memory in use does not fit, it
+    /// lowers the raised limit to the memory in use and never raises it again. Returns whether no
+    /// raised limit is left.
     pub fn narrow(&self) -> Result<bool, Error> {
         let Some(now) = number(&self.path)?.filter(|now| self.is_wider(*now)) else {
             return Ok(true);
         };
-        let limit = self.narrowest(self.used()?);
+        let limit = self.lowest(self.used()?);
         if limit >= now {
             return Ok(false);
         }
         Ok(self.limit_to(limit)? && limit == self.limit)
     }
 
-    /// Puts the limit back whatever is used. The kernel takes back what it can; then v2's ends a process of the cgroup, and v1's refuses.
-    /// Answers whether no wider limit is left.
+    /// Restores the Pod's own limit regardless of the memory in use. The kernel reclaims memory; if
+    /// too little becomes free, v2 kills a process of the cgroup, and v1 refuses the limit. Returns
+    /// whether no raised limit is left.
     pub fn enforce(&self) -> Result<bool, Error> {
         if !self.is_made()? {
             return Ok(true);
@@ -117,12 +127,14 @@ impl Room {
         self.limit_to(self.limit)
     }
 
-    /// Whether more is used than the Pod's own limit, file cache aside.
+    /// Reports whether a raised limit is set and the memory in use, without file cache, exceeds the
+    /// Pod's own limit.
     pub fn is_exceeded(&self) -> Result<bool, Error> {
         Ok(self.is_made()? && self.used()? > self.limit)
     }
 
-    /// False: v1 refuses a limit below what cannot be taken back.
+    /// Sets the limit. Returns false if v1 refuses the limit because too little memory can be
+    /// reclaimed.
     fn limit_to(&self, limit: u64) -> Result<bool, Error> {
         match write(&self.path, &limit.to_string()) {
             Err(Error::Write { source, .. }) if source.kind() == ErrorKind::ResourceBusy => {
@@ -132,7 +144,7 @@ impl Room {
         }
     }
 
-    /// Bytes in use without file cache, which the kernel takes back by itself.
+    /// Returns the bytes in use without file cache, which the kernel reclaims by itself.
     fn used(&self) -> Result<u64, Error> {
         let group = self.path.parent().unwrap_or(&self.path);
         let mut used = None;
@@ -140,7 +152,7 @@ impl Room {
             used = used.or(number(&group.join(file))?);
         }
         let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
-        // v1's are the cgroup's own alone, unless they are the total.
+        // On v1 only the keys with `total_` include the cgroups below.
         let cache = |key: &str| {
             counted(&stat, &format!("total_{key}"))
                 .or_else(|| counted(&stat, key))
@@ -151,7 +163,7 @@ impl Room {
     }
 }
 
-/// The number in a file; none where there is no such file, or no number in it.
+/// Reads the number in a file; none if the file does not exist or contains no number.
 fn number(path: &Path) -> Result<Option<u64>, Error> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(text.trim().parse().ok()),
@@ -163,7 +175,8 @@ fn number(path: &Path) -> Result<Option<u64>, Error> {
     }
 }
 
-/// A cgroup that is being removed has its files, and says ENODEV.
+/// Reports whether the error means that the cgroup does not exist any more. The files of a cgroup
+/// that is being removed still exist, and reading them returns ENODEV (19).
 fn is_gone(error: &std::io::Error) -> bool {
     error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(19)
 }
@@ -179,7 +192,7 @@ mod tests {
     const POD: &str = "kubepods/pod1";
     const LIMIT: u64 = 256 << 20;
 
-    /// A pod with these files, on a hierarchy that is v2's or v1's.
+    /// Makes hierarchies with the cgroup of one pod and these files of v1 or v2 in it.
     fn pod(files: &[(&str, &str)]) -> (tempfile::TempDir, Hierarchies) {
         let root = tempfile::tempdir().expect("a directory");
         std::fs::write(root.path().join("cgroup.controllers"), "memory\n").expect("written");
@@ -197,7 +210,7 @@ mod tests {
     fn room_is_made_and_given_back_once_what_is_used_fits(
         #[case] limit: &str,
         #[case] usage: &str,
-        #[case] whole: &str,
+        #[case] prefix: &str,
     ) {
         let (root, hierarchies) = pod(&[(limit, "268435456\n"), (usage, "250000000\n")]);
         let path = |file: &str| root.path().join(POD).join(file);
@@ -220,7 +233,7 @@ mod tests {
         room.make().expect("made again");
         set(
             "memory.stat",
-            &format!("{whole}inactive_file 1024\n{whole}active_file 3072\n"),
+            &format!("{prefix}inactive_file 1024\n{prefix}active_file 3072\n"),
         );
         assert!(room.give_back().expect("given back"), "the rest is cache");
         assert_eq!(now(), LIMIT.to_string());
@@ -284,7 +297,7 @@ mod tests {
         let room = rooms.first().expect("a limit");
         room.make().expect("made");
 
-        // tail keeps what it reads until the end of its input.
+        // `tail` keeps its input in memory until the input ends.
         let mut holder = std::process::Command::new("sh")
             .args(["-c", "echo $$ >\"$0\" && exec tail -c 64M"])
             .arg(file("cgroup.procs"))

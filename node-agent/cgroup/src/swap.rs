@@ -1,36 +1,44 @@
-//! Whether cgroups let their memory be swapped, and how much of a sandbox' may be while it is awake: what the kubelet gives its containers, which is nothing by
-//! default. Else one that needs more than its limit would fill the swap that others doze in. [`crate::reclaim`] lifts that while it pushes memory out; what
-//! is in swap then stays there.
+//! Limits of swap: cgroups that forbid swap, and the limit of an awake sandbox.
 //!
-//! - cgroup v2: a `memory.swap.max` of 0 lets nothing be swapped of the cgroup and of those below it.
-//! - cgroup v1 has nothing by which a cgroup forbids that to those below it. `memory.memsw.limit_in_bytes` limits memory and swap together, and
-//!   what goes from one to the other leaves their sum as it was, also where the limit equals `memory.limit_in_bytes`. Of `memory.swappiness` the
-//!   kernel goes by that of the cgroup whose pages it looks at, and [`crate::reclaim`] sets it.
+//! An awake sandbox may use as much swap as the kubelet gives its containers, which is none by
+//! default. Otherwise a sandbox that needs more memory than its limit would fill the swap that
+//! dozing sandboxes need. [`crate::reclaim`] lifts the limit while it pushes memory out. Pages in
+//! swap stay there afterwards.
+//!
+//! - cgroup v2: `memory.swap.max` of 0 forbids swap to the cgroup and all cgroups below it.
+//! - cgroup v1: a cgroup cannot forbid swap to the cgroups below it. `memory.memsw.limit_in_bytes`
+//!   limits the sum of memory and swap, which stays the same when a page is swapped, even if the
+//!   limit equals `memory.limit_in_bytes`. `memory.swappiness` applies to the pages of its own
+//!   cgroup, and [`crate::reclaim`] sets it.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use crate::{Error, Hierarchies, MemoryGroup, SANDBOX_PREFIX, write};
 
-/// What every cgroup of v2 has but the machine's root.
+/// v2's file with the limit of swap. Every cgroup but the machine's root has one.
 pub(crate) const MAX: &str = "memory.swap.max";
 
-/// Of v1: 0 lets no memory of the cgroup be swapped for its limits' sake, and for the node's only when nothing else is left.
+/// v1's file for the use of swap. With 0 the kernel swaps no memory because of the cgroup's limits,
+/// and because of the node's shortage only as a last resort.
 pub(crate) const SWAPPINESS: &str = "memory.swappiness";
 
-/// So deep may lie what a kubelet makes for its Pods (its `--cgroup-root` two deep) to be found.
+/// Levels that are searched for a kubelet's cgroup for Pods: its `--cgroup-root` may be two levels
+/// deep.
 const DEPTH: usize = 3;
 
-/// A cgroup that forbids swap to itself and all below it, by its path below the hierarchy's root.
+/// Error: this cgroup forbids swap to itself and all cgroups below it. The path is relative to the
+/// hierarchy's root.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "memory.swap.max of the cgroup /{0} is 0, which forbids swap: lift it (systemd: MemorySwapMax=infinity; kubelet: memorySwap.swapBehavior: LimitedSwap)"
 )]
 pub struct Forbidden(PathBuf);
 
-/// Whether neither the cgroup nor one above it forbids swap. The hierarchy's root counts: in a container that is a node, it is not the machine's.
+/// Returns an error if the cgroup or a cgroup above it forbids swap. The hierarchy's root is
+/// checked, too: if the node is a container, that root is not the machine's.
 pub fn allowed(hierarchies: &Hierarchies, relative: &Path) -> Result<(), Forbidden> {
-    // Where cgroups do not limit memory, none forbids anything.
+    // Without v2's memory controller no cgroup forbids swap.
     let Some(MemoryGroup::V2 { root, .. }) = hierarchies.memory(relative) else {
         return Ok(());
     };
@@ -44,38 +52,42 @@ pub fn allowed(hierarchies: &Hierarchies, relative: &Path) -> Result<(), Forbidd
     }
 }
 
-/// Whether this machine's Pods may be swapped, as far as that is the same for all of them. Several kubelets have a cgroup each for their Pods; who
-/// asks does not know which of them is its own, so it is forbidden only where all of them forbid it.
+/// Returns an error if swap is forbidden to all of this machine's Pods. Each kubelet on the machine
+/// has its own cgroup for its Pods, and the caller cannot tell which one belongs to its node. Swap
+/// is therefore forbidden only if all of these cgroups forbid it.
 pub fn allowed_to_pods(hierarchies: &Hierarchies) -> Result<(), Forbidden> {
     let Some(MemoryGroup::V2 { root, .. }) = hierarchies.memory(Path::new("")) else {
         return Ok(());
     };
     let groups = above_pods(&root);
-    let told = groups.iter().map(|group| allowed(hierarchies, group));
-    told.reduce(Result::or).unwrap_or(Ok(()))
+    let results = groups.iter().map(|group| allowed(hierarchies, group));
+    results.reduce(Result::or).unwrap_or(Ok(()))
 }
 
-/// Sets how many bytes of a container's own cgroup may be in swap, as its spec writes it (v2).
+/// Sets the limit of swap of a container's own cgroup (v2). `bytes` is the limit's text in the
+/// spec.
 pub fn limit(hierarchies: &Hierarchies, container: &Path, bytes: &str) -> Result<(), Error> {
     match hierarchies.memory(container) {
-        Some(MemoryGroup::V2 { group, .. }) => write_where(&group.join(MAX), bytes),
+        Some(MemoryGroup::V2 { group, .. }) => write_if_there(&group.join(MAX), bytes),
         _ => Ok(()),
     }
 }
 
-/// Lets no more of a sandbox' leaf be swapped than the containers beside it may have together. Called when either is made, and after a reclaim.
+/// Limits the swap of a sandbox's leaf cgroup to the sum of its containers' limits. The caller does
+/// this when it makes the leaf or a container's cgroup, and after a reclaim.
 pub fn keep_in_memory(hierarchies: &Hierarchies, leaf: &Path) -> Result<(), Error> {
     match hierarchies.memory(leaf) {
-        Some(MemoryGroup::V1(group)) => write_where(&group.join(SWAPPINESS), "0"),
+        Some(MemoryGroup::V1(group)) => write_if_there(&group.join(SWAPPINESS), "0"),
         Some(MemoryGroup::V2 { group, .. }) => {
-            write_where(&group.join(MAX), &of_containers(&group).to_string())
+            write_if_there(&group.join(MAX), &containers_limit(&group).to_string())
         }
         None => Ok(()),
     }
 }
 
-/// Bytes of swap that the containers' cgroups beside this one may have; nothing for those of which it is not said.
-fn of_containers(leaf: &Path) -> u64 {
+/// Returns the sum of the limits of swap of the containers' cgroups beside the leaf, in bytes. A
+/// cgroup without a number as its limit counts 0.
+fn containers_limit(leaf: &Path) -> u64 {
     let entries = leaf.parent().map(std::fs::read_dir);
     let beside = entries.into_iter().flatten().flatten();
     let limits = beside.filter_map(Result::ok).filter_map(|entry| {
@@ -89,15 +101,16 @@ fn of_containers(leaf: &Path) -> u64 {
     limits.fold(0, u64::saturating_add)
 }
 
-/// The machine's root, and a cgroup without the controller, have no such file.
-fn write_where(file: &Path, text: &str) -> Result<(), Error> {
+/// Writes the file if it exists. The machine's root and a cgroup without the memory controller have
+/// no such file.
+fn write_if_there(file: &Path, text: &str) -> Result<(), Error> {
     match file.exists() {
         true => write(file, text),
         false => Ok(()),
     }
 }
 
-/// The cgroups that kubelets make for all their Pods, in the order of their paths.
+/// Returns the cgroups that kubelets make for all their Pods, sorted by path.
 fn above_pods(root: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut level = vec![PathBuf::new()];
@@ -112,13 +125,14 @@ fn above_pods(root: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The cgroups directly below. None below that of a program that systemd runs: no kubelet puts its Pods there, but another machine in a container may.
+/// Returns the cgroups directly below `group`; none below a service or scope of systemd. No kubelet
+/// makes its Pods there, but a kubelet of another machine in a container may.
 fn below(root: &Path, group: &Path) -> Vec<PathBuf> {
     let kind = group.extension().and_then(OsStr::to_str);
     if matches!(kind, Some("service" | "scope")) {
         return Vec::new();
     }
-    // One that is gone by now has none.
+    // A cgroup that does not exist any more has no cgroups below.
     let entries = std::fs::read_dir(root.join(group)).into_iter().flatten();
     entries
         .filter_map(Result::ok)
@@ -127,7 +141,8 @@ fn below(root: &Path, group: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// `kubepods`; with the systemd driver `kubepods.slice`, and below a root of the kubelet's own `<root>-kubepods.slice`.
+/// Reports whether a kubelet made the cgroup for its Pods: `kubepods`; with the systemd driver
+/// `kubepods.slice`, or `<root>-kubepods.slice` below a `--cgroup-root`.
 fn is_above_pods(group: &Path) -> bool {
     let name = group.file_name().unwrap_or_default().to_string_lossy();
     name == "kubepods" || name == "kubepods.slice" || name.ends_with("-kubepods.slice")
@@ -137,7 +152,7 @@ fn is_above_pods(group: &Path) -> bool {
 mod tests {
     use super::*;
 
-    /// Cgroups of v2, each with its limit of swap.
+    /// Makes cgroups of v2, each with its limit of swap.
     fn v2_tree(limits: &[(&str, &str)]) -> (tempfile::TempDir, Hierarchies) {
         let root = tempfile::tempdir().expect("a directory");
         std::fs::write(root.path().join("cgroup.controllers"), "memory").expect("written");
@@ -154,10 +169,10 @@ mod tests {
         std::fs::write(group.join(file), format!("{text}\n")).expect("written");
     }
 
-    fn told(limits: &[(&str, &str)]) -> Option<String> {
+    fn refusal(limits: &[(&str, &str)]) -> Option<String> {
         let (_root, hierarchies) = v2_tree(limits);
-        let told = allowed_to_pods(&hierarchies);
-        told.err().map(|error| error.to_string())
+        let result = allowed_to_pods(&hierarchies);
+        result.err().map(|error| error.to_string())
     }
 
     #[test]
@@ -168,22 +183,22 @@ mod tests {
                 ("kubelet.slice/kubelet-kubepods.slice", pods),
             ]
         };
-        assert_eq!(told(&slices("max", "1048576")), None);
-        let words = told(&slices("max", "0")).expect("forbidden");
+        assert_eq!(refusal(&slices("max", "1048576")), None);
+        let words = refusal(&slices("max", "0")).expect("forbidden");
         let named = "memory.swap.max of the cgroup /kubelet.slice/kubelet-kubepods.slice is 0";
         assert!(words.starts_with(named), "{words}");
         assert!(
             words.contains("memorySwap.swapBehavior: LimitedSwap"),
             "{words}"
         );
-        let words = told(&slices("0", "max")).expect("forbidden");
+        let words = refusal(&slices("0", "max")).expect("forbidden");
         assert!(words.contains("cgroup /kubelet.slice is 0"), "{words}");
         for pods in ["kubepods", "kubepods.slice", "nodes/node-0/kubepods"] {
-            let words = told(&[(pods, "0")]).expect("forbidden");
+            let words = refusal(&[(pods, "0")]).expect("forbidden");
             assert!(words.contains(&format!("cgroup /{pods} is 0")), "{words}");
         }
-        // The node is a container, and its root a cgroup like any other.
-        let words = told(&[("", "0"), ("kubepods", "max")]).expect("forbidden");
+        // The node is a container, and its root is an ordinary cgroup.
+        let words = refusal(&[("", "0"), ("kubepods", "max")]).expect("forbidden");
         assert!(words.contains("cgroup / is 0"), "{words}");
     }
 
@@ -193,20 +208,20 @@ mod tests {
             &[("kubepods.slice", "max"), ("system.slice", "0")][..],
             &[("kubepods", "max"), ("kubepods/besteffort", "0")],
             &[("kubepods", "max"), ("kubepods/pod1/kubepods", "0")],
-            // Of another machine, in a container.
+            // The kubelet of another machine in a container.
             &[
                 ("a.slice/b.scope", "max"),
                 ("a.slice/b.scope/kubepods", "0"),
             ],
-            // Of another kubelet, which forbids it to its own Pods.
+            // Another kubelet that forbids swap to its own Pods.
             &[("node-0/kubepods", "0"), ("node-1/kubepods", "max")],
             &[("user.slice", "0")],
             &[],
         ] {
-            assert_eq!(told(limits), None, "{limits:?}");
+            assert_eq!(refusal(limits), None, "{limits:?}");
         }
         let each = [("node-0/kubepods", "0"), ("node-1/kubepods", "0")];
-        assert!(told(&each).is_some());
+        assert!(refusal(&each).is_some());
     }
 
     #[test]
@@ -238,7 +253,7 @@ mod tests {
             ("kubepods/pod1/pause", "max"),
             ("kubepods/pod1/a", "max"),
             ("kubepods/pod1/b", "max"),
-            // Of the sandbox that was there before.
+            // The leaf of the Pod's previous sandbox.
             ("kubepods/pod1/torpor-0", "4096"),
             ("kubepods/pod2/a", "4096"),
         ];
@@ -282,9 +297,9 @@ mod tests {
         let hierarchies = Hierarchies::find(root.path()).expect("found");
         keep_in_memory(&hierarchies, Path::new("pod1/torpor-1")).expect("written");
         limit(&hierarchies, Path::new("pod1/a"), "0").expect("nothing to do");
-        let told = ["memory/pod1/torpor-1", "memory/pod1/a"];
-        let told = told.map(|group| limit_of(root.path(), group, SWAPPINESS));
-        assert_eq!(told, ["0", "60"]);
+        let groups = ["memory/pod1/torpor-1", "memory/pod1/a"];
+        let values = groups.map(|group| limit_of(root.path(), group, SWAPPINESS));
+        assert_eq!(values, ["0", "60"]);
     }
 
     #[test]
@@ -299,7 +314,7 @@ mod tests {
         ] {
             set(root.path(), "memory/kubepods", file, text);
         }
-        // The hybrid's own hierarchy of v2 has no memory controller.
+        // In a hybrid the hierarchy of v2 has no memory controller.
         set(root.path(), "unified", "cgroup.controllers", "");
         set(root.path(), "unified", "cgroup.procs", "");
         set(root.path(), "unified/kubepods", MAX, "0");

@@ -1,10 +1,15 @@
-//! How much of the disk's time saves take, on average: a leaky bucket that says when the next save may begin.
+//! The share of the disk's time that saves take, on average: a leaky bucket that gives the earliest
+//! begin of the next save.
 //!
-//! An image is written as fast as the disk takes it, because its sandbox stands still meanwhile; what is measured out is when the next
-//! one begins: not before the bytes of all images that were begun are paid for, at so many bytes a second. So of those that wait,
-//! never more is written in any time than the rate allows, but for one image. What does not wait (somebody asked for it) is paid for
-//! too, and the others make up for it. So that these come to their turn at all while such come without end, one that has waited for
-//! as long as its patience may also begin once the bytes of its like are paid for at a tenth of the rate.
+//! An image is written as fast as the disk takes it, because its sandbox is paused meanwhile. The
+//! account therefore limits only the begin of an image: a *paced* image begins once the bytes of
+//! all images that have begun are paid for, at a rate of bytes per second. In any time, the paced
+//! images then write at most what the rate allows, plus one image.
+//!
+//! An image that a user requested is not paced: it begins at once and is paid for, too, so that the
+//! paced images wait for longer. Such images may come without end. A paced image that has waited
+//! for as long as its patience (an *overdue* image) therefore begins also once the paced images
+//! before it are paid for at a tenth of the rate.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
@@ -12,52 +17,53 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use crate::state::later;
+use crate::time::later;
 
-/// So many times slower are images paid for where only the overdue are considered.
+/// Divisor of the rate at which paced images are paid for, where the next image is overdue.
 const OVERDUE_SHARE: u32 = 10;
 
-/// An image, from [`Bandwidth::begin`] to [`Bandwidth::end`].
+/// The handle of an image from [`Bandwidth::begin`] to [`Bandwidth::end`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Charge(u64);
 
-/// The account of one node's disk.
+/// The account of a node's disk.
 #[derive(Debug, Clone)]
 pub struct Bandwidth {
     /// Bytes a second.
     rate: NonZeroU64,
-    /// Of those that have ended, and began before all that have not.
+    /// Time at which the images are paid for that have ended and began before every image that has
+    /// not.
     ended: Paid,
-    /// The others, in the order in which they began.
+    /// The other images, in the order in which they began.
     images: VecDeque<Image>,
     charges: u64,
 }
 
-/// When all is paid for.
+/// The time at which images are paid for.
 #[derive(Debug, Clone, Copy)]
 struct Paid {
+    /// All images, at the rate.
     at: Timestamp,
-    /// Only those that waited, at the share of the overdue.
-    slowly_at: Timestamp,
+    /// Only the paced images, at the rate divided by [`OVERDUE_SHARE`].
+    paced_at: Timestamp,
 }
 
 #[derive(Debug, Clone)]
 struct Image {
     charge: Charge,
     began: Timestamp,
-    /// None: it is being written and nobody knows.
+    /// `None`: the image is being written and its size is not known.
     bytes: Option<u64>,
-    /// Whether it waits for others.
-    waits: bool,
+    paced: bool,
     ended: bool,
 }
 
 impl Bandwidth {
-    /// `rate`: bytes a second.
+    /// Makes an account without debts. `rate`: bytes a second.
     pub fn new(rate: NonZeroU64) -> Self {
         let never = Paid {
             at: Timestamp::MIN,
-            slowly_at: Timestamp::MIN,
+            paced_at: Timestamp::MIN,
         };
         Self {
             rate,
@@ -67,21 +73,23 @@ impl Bandwidth {
         }
     }
 
-    /// An image begins. `bytes`: as far as known. `waits`: whether it is one that waits for the others to be paid for.
-    pub fn begin(&mut self, bytes: Option<u64>, waits: bool, now: Timestamp) -> Charge {
+    /// Records that an image begins. `bytes`: its size, if known. `paced`: the image waited until
+    /// the images before it were paid for.
+    pub fn begin(&mut self, bytes: Option<u64>, paced: bool, now: Timestamp) -> Charge {
         self.charges += 1;
         let charge = Charge(self.charges);
         self.images.push_back(Image {
             charge,
             began: now,
             bytes,
-            waits,
+            paced,
             ended: false,
         });
         charge
     }
 
-    /// It has been written, or given up. From now on it is as if `bytes` had been known from its beginning.
+    /// Records that an image has been written or given up. From now on the account is as if `bytes`
+    /// had been known from its beginning.
     pub fn end(&mut self, charge: Charge, bytes: u64) {
         if let Some(image) = self.images.iter_mut().find(|image| image.charge == charge) {
             image.bytes = Some(bytes);
@@ -92,7 +100,8 @@ impl Bandwidth {
         }
     }
 
-    /// When one that waits may begin, as things are. None: when it is known how much is being written.
+    /// Returns the earliest begin of the next paced image. `overdue`: that image is overdue.
+    /// `None`: the size of an image that is being written is not known yet.
     pub fn free_at(&self, overdue: bool) -> Option<Timestamp> {
         if self.images.iter().any(|image| image.bytes.is_none()) {
             return None;
@@ -100,11 +109,12 @@ impl Bandwidth {
         let images = self.images.iter();
         let paid = images.fold(self.ended, |paid, image| self.paid(paid, image));
         Some(match overdue {
-            true => paid.at.min(paid.slowly_at),
+            true => paid.at.min(paid.paced_at),
             false => paid.at,
         })
     }
 
+    /// Returns the time at which `image` is paid for, after the images before it.
     fn paid(&self, before: Paid, image: &Image) -> Paid {
         let nanos = u128::from(image.bytes.unwrap_or(0)) * 1_000_000_000;
         let nanos = nanos.div_ceil(self.rate.get().into());
@@ -112,9 +122,9 @@ impl Bandwidth {
         let after = |at: Timestamp, takes| later(at.max(image.began), takes);
         Paid {
             at: after(before.at, takes),
-            slowly_at: match image.waits {
-                true => after(before.slowly_at, takes.saturating_mul(OVERDUE_SHARE)),
-                false => before.slowly_at,
+            paced_at: match image.paced {
+                true => after(before.paced_at, takes.saturating_mul(OVERDUE_SHARE)),
+                false => before.paced_at,
             },
         }
     }
@@ -128,7 +138,7 @@ mod tests {
         Timestamp::from_second(second).unwrap()
     }
 
-    /// Ten bytes a second.
+    /// An account of ten bytes a second.
     fn account() -> Bandwidth {
         Bandwidth::new(NonZeroU64::new(10).unwrap())
     }
@@ -141,7 +151,7 @@ mod tests {
         assert_eq!(disk.free_at(false), Some(at(5)));
         disk.end(first, 50);
         assert_eq!(disk.free_at(false), Some(at(5)));
-        // What was not used is not saved up.
+        // Unused bandwidth is not saved up.
         disk.begin(Some(20), true, at(100));
         assert_eq!(disk.free_at(false), Some(at(102)));
     }
@@ -154,7 +164,8 @@ mod tests {
         assert_eq!(disk.free_at(false), Some(at(102)));
         disk.end(asked, 30);
         disk.end(first, 10);
-        // The first was paid for after a second, so that the other began when nothing was owed.
+        // The first image was paid for after a second, so that nothing was owed when the other
+        // image began.
         assert_eq!(disk.free_at(false), Some(at(8)));
         let given_up = disk.begin(Some(u64::MAX), true, at(8));
         assert_eq!(disk.free_at(false), Some(Timestamp::MAX));

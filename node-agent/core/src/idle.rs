@@ -1,107 +1,121 @@
-//! Since when a sandbox has been idle. Pure: looks in, a time out.
+//! The time since which a sandbox has been idle. Pure: observations in, a time out.
 //!
-//! A sandbox is idle while nobody works in it (no exec, copy or forwarded connection is open), its processor time stays below a
-//! floor, no packet but the kubelet's probes comes or goes, and its program has not marked itself as busy.
+//! A sandbox is idle while all of this holds:
+//! - no exec, copy or forwarded connection is open
+//! - its processor time stays below a floor
+//! - no packet but those of the kubelet's probes comes or goes
+//! - its program has not marked itself as busy
 //!
-//! The first two are cheap and are looked at every few seconds ([`Look`]). The other two cost a process on the host, so they are
-//! asked for ([`Inquiry`]) only when a sandbox would fall asleep by the first two, and the answer counts from the moment of the last
-//! packet on. A sandbox that sees a packet every minute, and is to sleep after half an hour, is asked once in half an hour.
+//! The first two are cheap and are observed every few seconds ([`Look`]). The other two cost a
+//! process on the host. The agent therefore observes the other two ([`Inquiry`]) only when the
+//! first two would let the sandbox fall asleep, and the idle time then counts from the last packet
+//! on. A sandbox that receives a packet every minute and is to sleep after half an hour has
+//! one inquiry in half an hour.
 
 use std::time::Duration;
 
 use jiff::Timestamp;
 
-use crate::state::later;
+use crate::time::later;
 
-/// What counts as idle processor time, on average between two looks: a hundredth of one processor. An idle gVisor with an idle
-/// Python or Node.js in it needs a tenth of that.
+/// Processor time that counts as idle, on average between two looks: a hundredth of one processor.
+/// An idle gVisor with an idle Python or Node.js in it needs a tenth of that.
 pub const CPU_FLOOR: f64 = 0.01;
 
-/// gVisor counts in ticks: one more than the average allows says nothing, when two looks follow closely.
+/// gVisor counts processor time in ticks. Between two close looks, one tick above the average
+/// proves nothing.
 const TICK: Duration = Duration::from_millis(10);
 
-/// One cheap look at a running sandbox.
+/// A cheap observation of a running sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Look {
     pub at: Timestamp,
-    /// The same moment by a clock that nobody sets, and that stands still while the machine sleeps.
+    /// The moment of the look by a clock that is never set and that stands still while the machine
+    /// sleeps.
     pub up: Duration,
-    /// Processor time that the programs of the sandbox have used since it started or was woken, as gVisor counts it: a program that
-    /// the host lets wait for its processors counts as one that works.
+    /// Processor time that the programs of the sandbox have used since it started or was woken, by
+    /// gVisor's count. gVisor counts a program as working while that program waits for the host's
+    /// processors.
     pub cpu: Duration,
-    /// The same as the host counts it, where it is known: with gVisor's own part and that of probes.
+    /// Processor time by the host's count, where that count is known. The host's count includes
+    /// gVisor's own part and that of probes.
     pub host: Option<HostTime>,
     /// An exec or a forwarded connection is open.
     pub in_use: bool,
-    /// When an exec last began or ended, or when somebody else last needed the sandbox.
+    /// Time at which an exec last began or ended, or another caller last used the sandbox.
     pub last_use: Option<Timestamp>,
 }
 
-/// Processor time of a sandbox' cgroup since it was made.
+/// Processor time of a sandbox's cgroup since the cgroup was made.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct HostTime {
     pub used: Duration,
     pub probes: ProbeTime,
-    /// What its Pod may use in a second; none: no limit.
+    /// Processor time that the Pod may use in a second; `None`: no limit.
     pub limit: Option<Duration>,
 }
 
-/// What exec probes that are over have taken, all together.
+/// Sums over all exec probes that have ended.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ProbeTime {
-    /// Processor time of the sandbox while they ran.
+    /// Processor time of the sandbox while the probes ran.
     pub used: Duration,
-    /// How long they ran.
+    /// Time for which the probes ran.
     pub took: Duration,
 }
 
-/// What is asked only before a sandbox falls asleep.
+/// An expensive observation, made only before a sandbox falls asleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Inquiry {
     pub at: Timestamp,
-    /// The last packet that was no probe; none since the sandbox was made.
+    /// Time of the last packet that was not a probe's; `None`: there was none since the sandbox was
+    /// made.
     pub last_packet: Option<Timestamp>,
-    /// The program asks not to be put to sleep.
+    /// The program has marked itself as busy.
     pub busy: bool,
 }
 
-/// What is remembered of one sandbox from look to look.
+/// The state that is kept of a sandbox between its looks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdleWatch {
     since: Timestamp,
-    seen: Option<Look>,
+    last_look: Option<Look>,
 }
 
 impl IdleWatch {
-    /// A sandbox that has just been started or woken, or that nobody has watched before: whatever it did, it counts from now on.
+    /// Makes the state of a sandbox that has just been started or woken, or has not been observed
+    /// before. The idle time begins now, whatever the sandbox did before.
     pub fn new(now: Timestamp) -> Self {
         Self {
             since: now,
-            seen: None,
+            last_look: None,
         }
     }
 
-    /// Takes note of a look.
+    /// Records a look.
     pub fn look(&mut self, look: &Look) {
-        let worked = self.seen.is_some_and(|before| has_worked(&before, look));
-        self.seen = Some(*look);
+        let worked = self
+            .last_look
+            .is_some_and(|before| has_worked(&before, look));
+        self.last_look = Some(*look);
         if look.in_use || worked {
             self.used(look.at);
         }
         if let Some(last) = look.last_use {
-            // Of files' times only the past is believed.
+            // The time comes from a file: a time in the future is replaced by now.
             self.used(last.min(look.at));
         }
     }
 
-    /// It was seen to stand still, after so much time of the machine: what it does once it runs is not measured by the time in which it could do nothing.
+    /// Records that the sandbox was paused at `at`, when the machine had run for `up`. The next
+    /// look is then measured from here: a pause does not count as time for work.
     pub fn stood_still(&mut self, at: Timestamp, up: Duration) {
-        if let Some(seen) = &mut self.seen {
-            (seen.at, seen.up) = (at, up);
+        if let Some(last_look) = &mut self.last_look {
+            (last_look.at, last_look.up) = (at, up);
         }
     }
 
-    /// Takes note of what was asked.
+    /// Records an inquiry.
     pub fn inquired(&mut self, inquiry: &Inquiry) {
         if inquiry.busy {
             self.used(inquiry.at);
@@ -115,19 +129,23 @@ impl IdleWatch {
         self.since = self.since.max(at);
     }
 
-    /// Since when, by all that is known.
+    /// Returns the time since which the sandbox has been idle, by all observations.
     pub fn since(&self) -> Timestamp {
         self.since
     }
 
-    /// Whether it has been idle for so long, so that it is worth asking.
+    /// Returns whether the sandbox has been idle for `after`, so that an inquiry is worth its cost.
     pub fn is_due(&self, after: Duration, now: Timestamp) -> bool {
         later(self.since, after) <= now
     }
 }
 
-/// Work is what both counts show. A clock that was set back, or processor time that went back (another sandbox), counts as work. What a sandbox did is
-/// measured by the time in which the machine ran: where that slept, or its clock was set forward, nobody has worked less for it.
+/// Returns whether the sandbox worked between two looks: both counts of processor time have to show
+/// work.
+///
+/// A clock that was set back counts as work, and so does processor time that went back (another
+/// sandbox). The work is measured against the time in which the machine ran. A sleep of the
+/// machine, or a clock that was set forward, therefore does not make the sandbox appear less busy.
 fn has_worked(before: &Look, now: &Look) -> bool {
     let passed = (now.up.checked_sub(before.up)).filter(|_| now.at >= before.at);
     let Some(passed) = passed else {
@@ -139,7 +157,8 @@ fn has_worked(before: &Look, now: &Look) -> bool {
         && on_host.is_none_or(|(before, now)| works_on_host(&before, &now, passed))
 }
 
-/// Counts what is not a probe's. Where probes take most of the time, a program could hide behind them: then all counts.
+/// Returns whether the host's count shows work beside that of probes. If probes took most of the
+/// time, a program could hide behind them: then all processor time counts.
 fn works_on_host(before: &HostTime, now: &HostTime, passed: Duration) -> bool {
     let Some(used) = now.used.checked_sub(before.used) else {
         return true;
@@ -148,18 +167,19 @@ fn works_on_host(before: &HostTime, now: &HostTime, passed: Duration) -> bool {
     if probing > passed / 2 {
         return used > floor_on_host(now.limit, passed);
     }
-    let of_probes = now.probes.used.saturating_sub(before.probes.used);
-    used.saturating_sub(of_probes) > floor_on_host(now.limit, passed - probing)
+    let probes_used = now.probes.used.saturating_sub(before.probes.used);
+    used.saturating_sub(probes_used) > floor_on_host(now.limit, passed - probing)
 }
 
 fn floor(passed: Duration) -> Duration {
     passed.mul_f64(CPU_FLOOR) + TICK
 }
 
-/// Who uses more than half of what it may works, however little that is.
+/// Returns the processor time that counts as idle on the host: at most half of the Pod's limit,
+/// however small that limit is.
 fn floor_on_host(limit: Option<Duration>, passed: Duration) -> Duration {
     let half = |limit: Duration| {
-        // More than one processor is far above the floor, and would only make large numbers larger.
+        // A limit above one processor is far above the floor and would only enlarge the numbers.
         let share = limit.as_secs_f64().min(1.0);
         passed.mul_f64(share / 2.0)
     };
@@ -206,9 +226,9 @@ mod tests {
             ..look(second, 0)
         };
         for (looks, since) in [
-            // The first look shows no work: there is nothing to compare it with.
+            // The first look shows no work: there is no earlier look to compare it with.
             (vec![look(10, 9_000)], 0),
-            // A hundredth of a processor and a tick are idle, more is work.
+            // A hundredth of a processor and one tick are idle; more is work.
             (vec![look(10, 0), look(20, 110)], 0),
             (vec![look(10, 0), look(20, 111)], 20),
             (vec![look(10, 0), look(20, 500), look(30, 500)], 20),
@@ -233,7 +253,7 @@ mod tests {
         watch.look(&worked);
         assert_eq!(watch.since(), worked.at);
         assert_eq!(watched(&[look(10, 0), worked]).since(), at(0));
-        // Nothing was seen before, and nothing is to be compared.
+        // Without an earlier look there is nothing to compare with.
         let mut watch = IdleWatch::new(at(0));
         watch.stood_still(at(5), Duration::from_secs(5));
         watch.look(&worked);
@@ -243,7 +263,8 @@ mod tests {
     #[test]
     fn work_is_what_gvisor_and_the_host_count_less_what_probes_took() {
         let ms = Duration::from_millis;
-        // Ten seconds of which gVisor counts so much as worked; idle since when.
+        // Returns the begin of the idle time after ten seconds with `in_gvisor` ms of work by
+        // gVisor's count.
         let since = |before, now, in_gvisor| {
             let host = |host, look| Look {
                 host: Some(host),
@@ -251,7 +272,7 @@ mod tests {
             };
             watched(&[host(before, look(10, 0)), host(now, look(20, in_gvisor))]).since()
         };
-        let worked = |used: u64, of_probes: u64, probing: u64| {
+        let worked = |used: u64, probes_used: u64, probing: u64| {
             let before = HostTime {
                 used: ms(70),
                 probes: ProbeTime {
@@ -263,7 +284,7 @@ mod tests {
             let now = HostTime {
                 used: before.used + ms(used),
                 probes: ProbeTime {
-                    used: before.probes.used + ms(of_probes),
+                    used: before.probes.used + ms(probes_used),
                     took: before.probes.took + ms(probing),
                 },
                 limit: None,
@@ -276,7 +297,7 @@ mod tests {
         assert!(worked(1_000, 500, 2_000), "beside probes");
         assert!(worked(1_000, 1_000, 6_000), "behind probes");
         assert!(!worked(110, 110, 6_000));
-        // Two containers' probes at once are counted twice.
+        // Probes of two containers that run at once are counted twice.
         assert!(!worked(500, 800, 1_000));
         let host = |used| HostTime {
             used: ms(used),
@@ -286,7 +307,8 @@ mod tests {
         assert_eq!(since(host(0), host(9_000), 100), at(0), "gVisor's own work");
     }
 
-    /// What the host gave, and gVisor found, in that many seconds, with a probe that took so long; in milliseconds.
+    /// A look at `seconds`: `host` and `in_gvisor` ms of work, a probe of `probing` ms, `limit` ms
+    /// a second.
     fn given(seconds: i64, host: u64, in_gvisor: u64, probing: u64, limit: Option<u64>) -> Look {
         let ms = Duration::from_millis;
         Look {
@@ -311,19 +333,19 @@ mod tests {
             ];
             watched(&looks).since() == at(15)
         };
-        // A hundredth of a processor is all that it may use: 50 ms in five seconds.
+        // The limit is a hundredth of a processor: 50 ms in five seconds.
         assert!(worked(48, 500, Some(10)));
         assert!(!worked(48, 500, None), "without a limit it is next to none");
         assert!(!worked(25, 500, Some(10)), "half of it");
         assert!(!worked(48, 60, Some(10)), "gVisor's own work");
-        // A larger limit lets nobody do more unseen.
+        // A larger limit does not raise the floor.
         assert!(worked(61, 500, Some(2_000)) && !worked(60, 500, Some(2_000)));
         assert!(worked(61, 500, Some(u64::MAX)));
     }
 
     #[test]
     fn who_works_around_a_sleep_of_the_machine_or_a_clock_that_is_set_forward_is_not_idle() {
-        // Five seconds, in which an hour has gone by on the clock.
+        // Five seconds of the machine, in which the clock went on by an hour.
         let after_it = |cpu_ms| Look {
             up: Duration::from_secs(15),
             ..look(3_615, cpu_ms)
@@ -354,16 +376,16 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is seen in whatever order, nothing makes a sandbox idle for longer, and a sign of life is never forgotten.
+        /// No sequence of looks makes the idle time begin earlier, and no use is forgotten.
         #[test]
         fn idle_time_never_begins_earlier(looks in proptest::collection::vec((0_i64..100, 0_u64..1000, any::<bool>(), proptest::option::of(0_i64..100)), 0..20)) {
             let mut watch = IdleWatch::new(at(0));
             for (second, cpu, in_use, last) in looks {
                 let before = watch.since();
-                let seen = Look { in_use, last_use: last.map(at), ..look(second, cpu) };
-                watch.look(&seen);
+                let next = Look { in_use, last_use: last.map(at), ..look(second, cpu) };
+                watch.look(&next);
                 prop_assert!(watch.since() >= before);
-                prop_assert!(!in_use || watch.since() >= seen.at);
+                prop_assert!(!in_use || watch.since() >= next.at);
             }
         }
     }

@@ -1,56 +1,56 @@
-//! Identifiers, checked where they are made.
+//! Identifiers, checked when they are made.
 //!
-//! Each of these becomes a path component or an argument of a command somewhere on the node, and most of them come from API
-//! objects that a tenant wrote. A value of these types is therefore proof that the text is harmless: short, lower case, no
-//! separators, nothing that a path could climb with.
+//! Each identifier becomes a path component or an argument of a command somewhere on the node.
+//! Most identifiers come from API objects that a tenant wrote. A value of these types therefore
+//! proves that its text is harmless: short, lower case, without separators, without a part that
+//! climbs in a path.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Longest identifier of any kind that becomes a file name, in bytes.
+/// Length of the longest identifier that becomes a file name, in bytes.
 pub const MAX_ID_LEN: usize = 63;
-/// Longest pod or snapshot UID, in bytes: leaves room for `.` and ten digits within [`MAX_ID_LEN`].
+/// Length of the longest pod or snapshot UID, in bytes. A `.` and ten digits still fit into
+/// [`MAX_ID_LEN`].
 pub const MAX_UID_LEN: usize = 52;
 /// Length of a containerd container id, in hexadecimal digits.
 pub const CONTAINER_ID_LEN: usize = 64;
 
-/// Why a text is not an identifier of the wanted kind.
+/// The error of a text that is not an identifier of the wanted kind.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not a {kind}: {fault}")]
 pub struct InvalidId {
-    /// What it should have been, in words.
+    /// Kind of the wanted identifier, in words.
     pub kind: &'static str,
-    /// The offending text, cut to 80 characters.
+    /// The refused text, cut to 80 characters.
     pub text: String,
-    /// What is wrong with it.
     pub fault: Fault,
 }
 
-/// What is wrong with an identifier.
+/// The fault of a text that is not an identifier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    /// Empty text.
     #[error("it is empty")]
     Empty,
-    /// More bytes than the kind allows.
+    /// The text has more bytes than its kind allows.
     #[error("it is longer than {0} characters")]
     TooLong(usize),
-    /// Another length than the only one allowed.
+    /// The text has another length than the only one that its kind allows.
     #[error("it is not {0} characters long")]
     WrongLength(usize),
-    /// A character outside the kind's alphabet.
+    /// The text has a character outside the alphabet of its kind.
     #[error("the character {0:?} is not allowed")]
     Character(char),
     /// The first or last character is punctuation.
     #[error("it must begin and end with a letter or digit")]
     Edge,
-    /// An image id without `.<number>` at its end, or with a number that is 0, padded or too large.
+    /// The image id does not end in `.<number>`, or its number is 0, padded or too large.
     #[error("it does not end in a dot and a number from 1 to 4294967295")]
     Number,
 }
 
-/// The length rule of one kind of identifier.
+/// The length rule of a kind of identifier, in bytes.
 #[derive(Clone, Copy)]
 enum Length {
     UpTo(usize),
@@ -100,7 +100,7 @@ macro_rules! text_id {
         pub struct $name(String);
 
         impl $name {
-            /// Checks `text`; see the type for what is allowed.
+            /// Checks `text` by the rules of the type.
             pub fn new(text: impl Into<String>) -> Result<Self, InvalidId> {
                 let text = text.into();
                 match check(&text, $length, $allowed) {
@@ -109,7 +109,7 @@ macro_rules! text_id {
                 }
             }
 
-            /// The text.
+            /// Returns the text.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -152,14 +152,15 @@ macro_rules! text_id {
 }
 
 text_id!(
-    /// A Pod's `metadata.uid`: lower-case letters, digits and `-`, at most [`MAX_UID_LEN`] (a UUID has 36, a static Pod's hash 32).
+    /// A Pod's `metadata.uid`: lower-case letters, digits and `-`, at most [`MAX_UID_LEN`] bytes. A
+    /// UUID has 36 bytes, a static Pod's hash 32.
     PodUid,
     "pod UID",
     Length::UpTo(MAX_UID_LEN),
     label_char
 );
 text_id!(
-    /// A SandboxSnapshot's `metadata.uid`, same shape as [`PodUid`].
+    /// A SandboxSnapshot's `metadata.uid`, in the shape of a [`PodUid`].
     SnapshotUid,
     "snapshot UID",
     Length::UpTo(MAX_UID_LEN),
@@ -187,7 +188,8 @@ text_id!(
     hex_char
 );
 text_id!(
-    /// The container id of a Pod's sandbox (its pause container), same shape as [`ContainerId`]. New with each sandbox of the Pod.
+    /// The container id of a Pod's sandbox (its pause container), in the shape of a
+    /// [`ContainerId`]. Each new sandbox of the Pod has another id.
     SandboxId,
     "sandbox id",
     Length::Exactly(CONTAINER_ID_LEN),
@@ -200,9 +202,10 @@ impl From<SandboxId> for ContainerId {
     }
 }
 
-/// The name of one image: `<UID of the Pod that was saved>.<number>`, numbers from 1, never used twice for one Pod.
+/// The name of an image: `<UID of the Pod that was saved>.<number>`. Numbers begin at 1 and are
+/// never used twice for one Pod.
 ///
-/// Ordered by Pod, then by number.
+/// Image names are ordered by Pod, then by number.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ImageId {
@@ -213,7 +216,7 @@ pub struct ImageId {
 const IMAGE_ID: &str = "image id (<pod UID>.<number>)";
 
 impl ImageId {
-    /// The image `number` of a Pod; numbers start at 1.
+    /// Makes the name of image `number` of a Pod. Errors: `number` is 0.
     pub fn new(pod: PodUid, number: u32) -> Result<Self, InvalidId> {
         if number == 0 {
             return Err(invalid(IMAGE_ID, &format!("{pod}.0"), Fault::Number));
@@ -221,7 +224,8 @@ impl ImageId {
         Ok(Self { pod, number })
     }
 
-    /// Reads `<pod UID>.<number>`. The number has no sign and no leading zero, so that one image has one spelling.
+    /// Parses `<pod UID>.<number>`. The number has no sign and no leading zero, so that an image
+    /// has exactly one spelling.
     pub fn parse(text: &str) -> Result<Self, InvalidId> {
         if text.len() > MAX_ID_LEN {
             return Err(invalid(IMAGE_ID, text, Fault::TooLong(MAX_ID_LEN)));
@@ -241,17 +245,17 @@ impl ImageId {
         }
     }
 
-    /// The Pod whose memory it holds.
+    /// Returns the Pod whose memory the image holds.
     pub fn pod(&self) -> &PodUid {
         &self.pod
     }
 
-    /// Its number, from 1.
+    /// Returns the number of the image; the first image has number 1.
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// The next image of the same Pod; `None` after 4,294,967,295 of them.
+    /// Returns the next image name of the same Pod; `None` after image 4,294,967,295.
     pub fn next(&self) -> Option<Self> {
         Some(Self {
             pod: self.pod.clone(),

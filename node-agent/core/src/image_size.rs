@@ -1,36 +1,41 @@
-//! How large an image of a sandbox may become. The sandbox writes the image and is hostile: the kernel's count of its Pod's memory
-//! decides what is expected, and at which size the save is stopped.
+//! The largest size of an image. The sandbox writes its image and is hostile. The kernel's count of
+//! its Pod's memory therefore gives the expected size, and the size at which a save is stopped.
 
 const MIB: u64 = 1 << 20;
-/// An image has the sandbox' state beside its memory: this much more than was counted, or a quarter, is no sign of a fault.
+/// Bytes by which an image may be larger than the count, if a quarter of the count is less. An
+/// image contains the sandbox's state beside its memory, so that a small excess is no fault.
 const LEAST_MARGIN: u64 = 64 * MIB;
 
-/// Sizes of a sandbox before it is saved, in bytes.
+/// Sizes of a sandbox before its save, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Figures {
-    /// The sandbox' own word. It counts only where the kernel does not count the memory of cgroups.
-    pub told: Option<u64>,
-    /// Memory of the sandbox' Pod, in swap or not, as the kernel counts it.
+    /// Memory by the sandbox's own count. This count is used only where the kernel does not count
+    /// the memory of cgroups.
+    pub by_sandbox: Option<u64>,
+    /// Memory of the sandbox's Pod, in swap or not, by the kernel's count.
     pub counted: Option<u64>,
-    /// Files on the node's disk in which gVisor keeps what the containers write. An image contains them.
+    /// Files on the node's disk in which gVisor keeps the writes of the containers. An image
+    /// contains them.
     pub filestores: Option<u64>,
 }
 
 impl Figures {
-    /// Size that decides whether there is room, how long the save may take, and how long others wait for it.
+    /// Returns the expected size. The size decides whether there is room, how long the save may
+    /// take, and how long others wait for it.
     pub fn expected(&self) -> Option<u64> {
-        let memory = self.counted.or(self.told)?;
+        let memory = self.counted.or(self.by_sandbox)?;
         Some(memory.saturating_add(self.filestores.unwrap_or(0)))
     }
 
-    /// Size at which the save is stopped; none where a part of the image cannot be counted from outside the sandbox.
+    /// Returns the size at which the save is stopped; `None`: a part of the image cannot be counted
+    /// from outside the sandbox.
     pub fn cap(&self) -> Option<u64> {
         let whole = self.counted?.saturating_add(self.filestores?);
         Some(whole.saturating_add(LEAST_MARGIN.max(whole / 4)))
     }
 }
 
-/// Why a save is stopped while the sandbox writes.
+/// The cause that stops a save while the sandbox writes its image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Stop {
     #[error(
@@ -46,7 +51,7 @@ pub enum Stop {
 }
 
 impl Stop {
-    /// CamelCase, for conditions and metrics.
+    /// Returns a CamelCase reason for conditions and metrics.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::TooLarge { .. } => "ImageTooLarge",
@@ -55,7 +60,8 @@ impl Stop {
     }
 }
 
-/// Whether a save of which `written` bytes are in its files is stopped. `free`: bytes left on the disk; `least`: half of the reserve.
+/// Returns the cause that stops a save, if there is one. `written`: bytes in the files of the save;
+/// `free`: bytes left on the disk; `least`: half of the reserve.
 pub fn stop(written: u64, cap: Option<u64>, free: Option<u64>, least: u64) -> Option<Stop> {
     if let Some(cap) = cap.filter(|cap| written > *cap) {
         return Some(Stop::TooLarge { written, cap });
@@ -74,7 +80,7 @@ mod tests {
     fn the_kernels_count_decides_and_not_the_sandboxs_word() {
         for told in [None, Some(0), Some(GIB), Some(u64::MAX)] {
             let figures = Figures {
-                told,
+                by_sandbox: told,
                 counted: Some(GIB),
                 filestores: Some(MIB),
             };
@@ -87,7 +93,7 @@ mod tests {
     fn what_cannot_be_counted_gives_no_cap_and_the_best_figure_there_is() {
         let told = Some(GIB);
         let not_counted = Figures {
-            told,
+            by_sandbox: told,
             ..Figures::default()
         };
         assert_eq!((not_counted.expected(), not_counted.cap()), (told, None));

@@ -1,6 +1,6 @@
-//! The ledger of one sandbox: what was begun and what was done with its memory, append-only.
+//! The ledger of a sandbox: the append-only record of the actions begun and done with its memory.
 //!
-//! This module holds the bytes' meaning; files are read and written by `torpor-snapshots`.
+//! This module gives the bytes their meaning; `torpor-snapshots` reads and writes the files.
 //!
 //! ```text
 //! "TORPORL1"  8 bytes   magic
@@ -11,18 +11,23 @@
 //!   JSON      len bytes one object: Entry
 //! ```
 //!
-//! A record is written by one append and is durable before what it announces happens. So the only damage that a crash can leave
-//! is at the end: a record cut short, or zero bytes (the file grew, the data did not follow). That tail is dropped. Everything
-//! else (a wrong checksum, an unknown version, a record that no longer fits) is corruption, and then nothing is restored or
-//! removed on the ledger's word.
+//! One append writes a record, and the record is durable before the action that it announces
+//! begins. A crash can therefore damage only the end: a record is cut short, or bytes are zero (the
+//! file grew, the data did not follow). This tail is dropped. Any other damage (an impossible
+//! length, a wrong checksum, an unknown version or entry) is corruption. On the basis of a corrupt
+//! ledger nothing is restored or removed.
 //!
-//! # Which image may be restored without being asked for by name
-//! The one that [`Memory`] names: from [`Entry::Committed`] (the sandbox has been paused since before its memory was read) until
-//! [`Entry::Awake`], which is written before a sandbox is resumed, or after it was restored. From then on the image is stale. (Where the sandbox
-//! ended with the word to run on unread, [`Entry::Committed`] follows, and the image is its memory as before.)
-//! [`Entry::Waking`] without an outcome means that a restore was begun and may have got anywhere. If the sandbox runs, it is
-//! awake. If it does not, nothing of it ran to its end that anybody waited for (every caller of a wake waits for
-//! [`Entry::Awake`]), and the same image may be restored once more.
+//! # The image that may be restored without a request by name
+//! [`Memory`] names the image. The image is the sandbox's memory from [`Entry::Committed`] on,
+//! because the sandbox has been paused since before its memory was read. The last record of this
+//! state is [`Entry::Awake`], written before a sandbox is resumed, or after it was restored. From
+//! then on the image is stale. (If the sandbox ended before it read the request to resume,
+//! [`Entry::Committed`] follows and the image is its memory again.)
+//!
+//! [`Entry::Waking`] without an outcome means that a restore began and may have reached any point.
+//! If the sandbox runs, it is awake. If it does not run, no caller has received a result from it,
+//! because every caller of a wake waits for [`Entry::Awake`]. The same image may then be restored
+//! once more.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,7 +37,7 @@ use crate::ids::{ImageId, SnapshotUid};
 
 /// The first eight bytes of every ledger.
 pub const MAGIC: &[u8; 8] = b"TORPORL1";
-/// The version written; the only one read so far.
+/// The version that is written, and the only one that is read so far.
 pub const VERSION: u32 = 1;
 /// Bytes before the first record.
 pub const HEADER_LEN: usize = 12;
@@ -40,28 +45,30 @@ pub const HEADER_LEN: usize = 12;
 pub const MAX_RECORD: usize = 64 * 1024;
 const RECORD_HEAD: usize = 8;
 
-/// One record.
+/// A record of a ledger.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "entry", deny_unknown_fields)]
 pub enum Entry {
-    /// The sandbox is paused and its memory is about to be read into `image`, on behalf of `snapshots` (may be none).
+    /// The sandbox is paused and its memory is about to be written to `image`, on behalf of
+    /// `snapshots` (may be empty).
     Saving {
         image: ImageId,
         #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
         snapshots: BTreeSet<SnapshotUid>,
     },
-    /// `image` is complete, durable and in its final place; the sandbox is still paused. Written again after [`Entry::Awake`] when the sandbox ended before it
-    /// was resumed.
+    /// `image` is complete, durable and in its final place; the sandbox is still paused. The entry
+    /// is written again after [`Entry::Awake`] if the sandbox ended before it was resumed.
     Committed { image: ImageId },
-    /// `image`, committed before, is also the image of these snapshots.
+    /// `image`, committed before, becomes the image of these snapshots, too.
     Adopted {
         image: ImageId,
         snapshots: BTreeSet<SnapshotUid>,
     },
-    /// The sandbox's processes are being ended; its memory is `image`. Written again when only `by_itself` changes.
+    /// The sandbox's processes are being ended; its memory is in `image`. The entry is written
+    /// again if only `by_itself` changes.
     Asleep {
         image: ImageId,
-        /// Nobody asked for it: it was idle.
+        /// The sandbox sleeps because it was idle, without a request.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         by_itself: bool,
     },
@@ -73,20 +80,22 @@ pub enum Entry {
     WakeFailed { image: ImageId, reason: String },
     /// The bytes of `image` are gone.
     Discarded { image: ImageId },
-    /// All earlier records, folded: the first record of a ledger that was rewritten because it had grown long.
+    /// The sum of all earlier records: the first record of a ledger that was rewritten because it
+    /// had grown long.
     Folded { state: LedgerState },
 }
 
-/// What follows the last good record.
+/// The bytes that follow the last good record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tail {
-    /// Nothing.
+    /// There are no further bytes.
     Clean,
-    /// `len` bytes from `offset` on belong to a record that never became whole; drop them before appending.
+    /// `len` bytes from `offset` on belong to a record that is not whole. The next append must drop
+    /// these bytes first.
     Torn { offset: u64, len: u64 },
 }
 
-/// Why bytes are not a ledger. Offsets count from the start of the file.
+/// The error of bytes that are not a ledger. Offsets count from the start of the file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("the ledger does not begin with {MAGIC:?}")]
@@ -99,7 +108,7 @@ pub enum Error {
     TooLarge { len: usize },
 }
 
-/// What is wrong with a record.
+/// The fault of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     #[error("a record length of {0} is not possible")]
@@ -111,13 +120,13 @@ pub enum Fault {
 }
 
 impl Error {
-    /// Stable name for conditions and metrics.
+    /// Returns a stable name for conditions and metrics.
     pub fn reason(&self) -> &'static str {
         "LedgerCorrupt"
     }
 }
 
-/// The header of a new ledger.
+/// Returns the header of a new ledger.
 pub fn encode_header() -> [u8; HEADER_LEN] {
     let mut header = [0; HEADER_LEN];
     header[..MAGIC.len()].copy_from_slice(MAGIC);
@@ -125,7 +134,8 @@ pub fn encode_header() -> [u8; HEADER_LEN] {
     header
 }
 
-/// One record, ready to be appended by a single write.
+/// Returns the bytes of a record, ready for one append. Errors: the record is larger than
+/// [`MAX_RECORD`].
 pub fn encode(entry: &Entry) -> Result<Vec<u8>, Error> {
     let json = serde_json::to_vec(entry)
         .expect("an entry holds only strings, numbers and maps with string keys");
@@ -140,7 +150,8 @@ pub fn encode(entry: &Entry) -> Result<Vec<u8>, Error> {
     Ok(record)
 }
 
-/// Reads a whole ledger. Bytes shorter than the header that are its beginning (a crash at creation) are an empty torn ledger.
+/// Reads a whole ledger. Bytes shorter than the header that are its beginning, or zero (a crash at
+/// creation), are an empty ledger with a torn tail.
 pub fn decode(bytes: &[u8]) -> Result<(Vec<Entry>, Tail), Error> {
     if bytes.len() < HEADER_LEN {
         let torn = encode_header().starts_with(bytes) || bytes.iter().all(|b| *b == 0);
@@ -210,7 +221,8 @@ fn record_at(bytes: &[u8], offset: usize) -> Result<Found, Error> {
     };
     let body = &rest[RECORD_HEAD..];
     if body.len() < body_len {
-        // Cut short, or the length itself was damaged? The beginning of one JSON object never holds a whole one.
+        // The record was cut short, or its length is damaged. The beginning of a JSON object never
+        // contains a whole value, so a whole value proves a damaged length.
         return match holds_whole_value(body) {
             true => corrupt(Fault::Length(len)),
             false => Ok(Found::End),
@@ -232,32 +244,32 @@ fn holds_whole_value(bytes: &[u8]) -> bool {
     matches!(values.next(), Some(Ok(_)))
 }
 
-/// Where the newest memory of the sandbox is, as far as the ledger knows.
+/// The place of the sandbox's newest memory, by the ledger.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(tag = "in", deny_unknown_fields)]
 pub enum Memory {
-    /// In the sandbox, if there is one. Every image is stale.
+    /// The memory is in the sandbox, if there is one. Every image is stale.
     #[default]
     Live,
-    /// In the paused sandbox; `image` may or may not have become whole.
+    /// The memory is in the paused sandbox; `image` may or may not be whole.
     Saving { image: ImageId },
-    /// In the paused sandbox and, the same, in `image`.
+    /// The memory is in the paused sandbox, and the same memory is in `image`.
     Committed { image: ImageId },
-    /// In `image`.
+    /// The memory is in `image`.
     Asleep {
         image: ImageId,
-        /// Nobody asked for it: it sleeps until somebody needs it.
+        /// The sandbox sleeps without a request, until a caller needs it.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         by_itself: bool,
     },
-    /// In `image`, unless the sandbox turns out to run.
+    /// The memory is in `image`, unless the sandbox turns out to run.
     Waking { image: ImageId },
-    /// In `image`; the last restore ended without a sandbox.
+    /// The memory is in `image`; the last restore ended without a sandbox.
     WakeFailed { image: ImageId, reason: String },
 }
 
 impl Memory {
-    /// The image named by this state.
+    /// Returns the image that this state names.
     pub fn image(&self) -> Option<&ImageId> {
         match self {
             Memory::Live => None,
@@ -270,35 +282,38 @@ impl Memory {
     }
 }
 
-/// What the ledger knows about one image.
+/// The state of an image, by the ledger.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImageRecord {
-    /// It became whole.
+    /// The image became whole.
     pub committed: bool,
-    /// The sandbox ran on after it, or is about to: who restores it goes back in time.
+    /// The sandbox ran on after the image was made, or is about to. A restore of the image goes
+    /// back in time.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left: bool,
-    /// The snapshots it was made for or adopted by.
+    /// The snapshots that the image was made for, and those that adopted it.
     pub snapshots: BTreeSet<SnapshotUid>,
 }
 
-/// A ledger, folded.
+/// The sum of a ledger's records.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LedgerState {
-    /// Records so far, those of a rewritten ledger included. 0: there is no ledger. Plans are fenced by it.
+    /// Number of records so far, those before a rewrite of the ledger included; 0: there is no
+    /// ledger. The number is part of a plan's fence.
     pub seq: u64,
-    /// Highest image number ever named; never goes back, so that a number is used once.
+    /// Highest image number that any record named. The number never decreases, so that a number is
+    /// used once.
     pub last_number: u32,
-    /// Where the newest memory is.
+    /// The place of the newest memory.
     pub memory: Memory,
-    /// Images named and not discarded.
+    /// Images that were named and not discarded.
     pub images: BTreeMap<ImageId, ImageRecord>,
 }
 
 impl LedgerState {
-    /// Folds entries in order.
+    /// Returns the sum of `entries`, in their order.
     pub fn fold<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
         let mut state = Self::default();
         for entry in entries {
@@ -327,7 +342,7 @@ impl LedgerState {
                 self.last_number = self.last_number.max(image.number());
                 let record = self.images.entry(image.clone()).or_default();
                 record.committed = true;
-                // Again after Awake: it ended before it ran.
+                // A second Committed after Awake: the sandbox ended before it ran.
                 record.left = false;
                 self.memory = Memory::Committed {
                     image: image.clone(),
@@ -335,15 +350,18 @@ impl LedgerState {
             }
             Entry::Adopted { image, snapshots } => {
                 let record = self.images.entry(image.clone()).or_default();
+                record.committed = true;
                 record.snapshots.extend(snapshots.iter().cloned());
             }
             Entry::Asleep { image, by_itself } => {
+                self.note_whole(image);
                 self.memory = Memory::Asleep {
                     image: image.clone(),
                     by_itself: *by_itself,
                 }
             }
             Entry::Waking { image } => {
+                self.note_whole(image);
                 self.memory = Memory::Waking {
                     image: image.clone(),
                 }
@@ -371,31 +389,42 @@ impl LedgerState {
         }
     }
 
-    /// The image that may be restored without being asked for by name, given which images lie whole in the store (`held`).
+    /// The image became whole, also where the crash came before [`Entry::Committed`]: a sandbox
+    /// sleeps in, and wakes from, whole images only.
+    fn note_whole(&mut self, image: &ImageId) {
+        if let Some(record) = self.images.get_mut(image) {
+            record.committed = true;
+        }
+    }
+
+    /// Returns the image that may be restored without a request by name. `held` returns whether an
+    /// image lies whole in the store. The caller must have made sure that the sandbox does not run.
     ///
-    /// [`Memory::Saving`] counts when the image is held: it was moved to its place, and the crash came before the ledger said so.
-    /// A caller must know that the sandbox does not run.
+    /// The image of [`Memory::Saving`] counts if `held` is true for the image: the image was moved
+    /// to its place, and the crash came before the ledger recorded that.
     pub fn restorable(&self, held: impl Fn(&ImageId) -> bool) -> Option<&ImageId> {
         self.memory.image().filter(|image| held(image))
     }
 
-    /// Whether the sandbox ran on after `image` was made: restore it only when asked for by name.
+    /// Returns whether the sandbox ran on after `image` was made. A stale image is restored only by
+    /// name.
     pub fn is_stale(&self, image: &ImageId) -> bool {
         self.memory.image() != Some(image)
     }
 
-    /// Whether the sandbox ran on after `image`, also when it was asked for by name since and is its memory again.
+    /// Returns whether the sandbox ever ran on after `image` was made. Unlike [`Self::is_stale`]
+    /// this holds also after a restore by name made the image the sandbox's memory again.
     pub fn was_left(&self, image: &ImageId) -> bool {
         self.images.get(image).is_some_and(|record| record.left)
     }
 
-    /// The newest committed image made for, or adopted by, a snapshot.
+    /// Returns the newest committed image that was made for the snapshot or adopted by it.
     pub fn image_of(&self, snapshot: &SnapshotUid) -> Option<&ImageId> {
-        let mine = |record: &ImageRecord| record.committed && record.snapshots.contains(snapshot);
+        let is_its = |record: &ImageRecord| record.committed && record.snapshots.contains(snapshot);
         self.images
             .iter()
             .rev()
-            .find(|(_, record)| mine(record))
+            .find(|(_, record)| is_its(record))
             .map(|(image, _)| image)
     }
 }

@@ -1,23 +1,26 @@
-//! What to do with one sandbox next: the pure half of the node agent.
+//! The decisions about one sandbox: the pure half of the node agent.
 //!
-//! The agent looks at the node ([`Observed`]) and at the API ([`Desired`]), asks [`plan`] what follows, and does it step by step.
-//! Nothing here reads a clock, a file or the network, so a plan depends on its arguments alone and years of bad luck can be
-//! simulated in seconds (`tests/sim.rs`).
+//! The agent observes the node ([`Observed`]) and reads the API ([`Desired`]). [`plan`] returns the
+//! steps that follow, and the agent executes the steps one by one. Nothing in this crate reads a
+//! clock, a file or the network. A plan therefore depends on its arguments alone, and a test
+//! simulates years of faults in seconds (`tests/sim`).
 //!
-//! - [`bandwidth`]: how much of the disk's time saves take
+//! - [`bandwidth`]: the share of the disk's time that saves take
 //! - [`ids`]: names that become path components, checked when they are made
-//! - [`idle`]: since when a sandbox has been idle
-//! - [`image_size`]: how large an image may become, and when a save is stopped
-//! - [`pressure`]: which sandbox sleeps when the node is short of memory or swap
-//! - [`queue`]: which sandbox saves next when more want to than may at once
-//! - [`ledger`]: the append-only record of what was begun and done with a sandbox's memory
-//! - [`state`]: what is wanted, what is there, what is allowed
-//! - [`store_limit`]: how much of the images' disk one namespace may take
-//! - [`steps`]: plans, their steps, and what became of a step
-//! - [`status`]: what users are told
+//! - [`idle`]: the time since which a sandbox has been idle
+//! - [`image_size`]: the largest size of an image, and when a save is stopped
+//! - [`pressure`]: the choice of the sandbox that sleeps when the node is short of memory or swap
+//! - [`queue`]: the order of saves when more sandboxes want to save than may at once
+//! - [`ledger`]: the append-only record of the actions begun and done with a sandbox's memory
+//! - [`state`]: the input of the planner: request, observation, policy
+//! - [`store_limit`]: the share of the images' disk that one namespace may take
+//! - [`steps`]: plans, their steps, and the outcome of a step
+//! - [`status`]: conditions and snapshot states for users
 //! - [`planner`]: the decisions
-//! - [`wake_line`]: which sandbox is restored next when more are to wake than may at once
-//! - [`wake_on`]: which packets wake a sandbox
+//! - [`transition`]: waking, running on, staying in an image: once, for torpor-oci, agent and
+//!   simulation
+//! - [`wake_line`]: the order of restores when more sandboxes are to wake than may at once
+//! - [`wake_on`]: the packets that wake a sandbox
 
 pub mod bandwidth;
 pub mod idle;
@@ -27,10 +30,13 @@ pub mod ledger;
 pub mod planner;
 pub mod pressure;
 pub mod queue;
+mod shortage;
 pub mod state;
 pub mod status;
 pub mod steps;
 pub mod store_limit;
+mod time;
+pub mod transition;
 pub mod wake_line;
 pub mod wake_on;
 

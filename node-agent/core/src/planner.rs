@@ -1,35 +1,46 @@
-//! The decisions.
+//! The decisions about one sandbox.
 //!
-//! | sandbox | memory, by the ledger | wanted | steps |
-//! |---|---|---|---|
-//! | running | in it | sleep | pause, checkpoint, commit, end |
-//! | running | in it | nothing, and it has been idle for long enough | as for sleep; it then sleeps until somebody needs it |
-//! | running | in it | nothing, and it has been idle for long enough to doze | doze: paused; then, each in a plan of its own so that whoever needs it comes between: checkpoint and commit, reclaim |
-//! | running | in it | snapshot | pause, checkpoint, commit, resume |
-//! | running | in it | freeze | freeze |
-//! | running | anything else | - | record that it is awake: from now on its image is stale |
-//! | paused | in it | sleep or snapshot | as above, without the pause; while waiting after a failure: resume |
-//! | paused | in it | run | resume |
-//! | paused, and dozes | in it, and maybe in an image | freeze | pause: the note goes that whoever needs it resumes it |
-//! | paused | in it and in an image | sleep | end (a snapshot adopts the image) |
-//! | paused | in it and in an image | run | record, resume |
-//! | running | in it, and the runtime makes no images | sleep, or it has been idle for long enough | doze; then reclaim, in a plan of its own |
-//! | paused | in it, and the runtime makes no images | run, or the Pod is being deleted | resume |
-//! | none | in an image, keepers wait | run, or the image is to be deleted, or a time has come at which it is to be awake | wake |
-//! | none | in an image, no keepers | - | nothing: the containers come back, torpor-oci restores the image |
+//! The steps follow from the state of the sandbox, the place of its memory by the ledger, and the
+//! request:
 //!
-//! Rubbish goes in the same plan: partial images at once (a failed save may have filled the disk), images that nothing refers to
-//! when they are stale. The memory of a Pod that is gone goes by rules of its own (gone.rs). What is refused: anything while somebody else is at work, while the state is unknown, while a new Pod is
-//! being restored; saves and wakes while the ledger cannot be trusted.
+//! - Running, memory in the sandbox
+//!   - sleep: pause, checkpoint, commit, end
+//!   - idle for the time to hibernate: as for sleep; the sandbox sleeps until a caller needs it
+//!   - idle for the time to doze: doze (a pause); then checkpoint and commit; then reclaim. Each of
+//!     the three has a plan of its own, so that a caller can resume the sandbox in between
+//!   - snapshot: pause, checkpoint, commit, resume
+//!   - freeze: freeze
+//!   - sleep or idle, and the runtime makes no images: doze; then reclaim, in a plan of its own
+//! - Running, memory elsewhere: record that the sandbox is awake; from now on its image is stale
+//! - Paused, memory in the sandbox
+//!   - sleep or snapshot: as for a running sandbox, without the pause; while the next attempt
+//!     after a failure waits: resume
+//!   - run: resume
+//!   - freeze of a dozing sandbox, whether an image holds its memory or not: pause. The pause
+//!     removes the note by which a caller may resume the sandbox
+//!   - run, or the Pod is being deleted, and the runtime makes no images: resume
+//! - Paused, memory in the sandbox and in an image
+//!   - sleep: end (a snapshot adopts the image)
+//!   - run: record, resume
+//! - No sandbox, memory in an image, keepers wait
+//!   - run, or the image is to be deleted, or a time of `wake_up` has come: wake
+//! - No sandbox, memory in an image, no keepers
+//!   - nothing: the kubelet starts the containers again, and torpor-oci restores the image
+//!
+//! The same plan removes rubbish: partial images at once (a failed save may have filled the disk),
+//! and stale images that nothing refers to. The memory of a Pod that is gone has rules of its own
+//! (gone.rs).
+//!
+//! Some states permit only another observation: another process acts, the state is unknown, or a
+//! new Pod is being restored. While the ledger cannot be trusted, nothing is saved or woken.
 
 use jiff::Timestamp;
 
 use crate::ids::ImageId;
 use crate::ledger::{Entry, Memory};
-use crate::state::{
-    Desired, Doze, Failure, Live, Observed, PodPresence, Policy, Power, Restore, later,
-};
+use crate::state::{Desired, Doze, Failure, Live, Observed, PodPresence, Policy, Power, Restore};
 use crate::steps::{Action, Fence, Plan, Reason, Step};
+use crate::time::later;
 
 mod gone;
 mod rubbish;
@@ -39,7 +50,8 @@ mod view;
 
 use view::View;
 
-/// What to do next with one sandbox. Synchronous, total and deterministic: same arguments, same plan.
+/// Returns the next steps for one sandbox. The function is synchronous, total and deterministic:
+/// the same arguments give the same plan.
 pub fn plan(desired: &Desired, observed: &Observed, policy: &Policy, now: Timestamp) -> Plan {
     let view = View::new(desired, observed, policy, now);
     let mut planning = Planning::new(&view, policy, now);
@@ -61,7 +73,19 @@ pub fn plan(desired: &Desired, observed: &Observed, policy: &Policy, now: Timest
     }
 }
 
-/// A plan being made.
+impl Plan {
+    /// Returns the step for which a running sandbox is about to stop, if that is for an image: the
+    /// checkpoint, or the doze whose image a plan of its own makes. If there is no room for the
+    /// image, the caller fails this step before any step begins.
+    pub fn stops_for(&self, observed: &Observed) -> Option<&Step> {
+        let runs = observed.live == Live::Running && observed.capable.is_ok();
+        let needs_room =
+            |step: &&Step| matches!(step.action, Action::Checkpoint { .. } | Action::Doze);
+        self.steps.iter().find(needs_room).filter(|_| runs)
+    }
+}
+
+/// A plan that is being made.
 struct Planning<'a> {
     view: &'a View<'a>,
     policy: &'a Policy,
@@ -111,7 +135,8 @@ impl<'a> Planning<'a> {
         }
     }
 
-    /// Somebody else acts, or nobody knows: look again later.
+    /// Returns whether the only plan is another observation later: another process acts, or the
+    /// state is unknown.
     fn must_only_look(&mut self) -> bool {
         let observed = self.view.observed;
         if observed.busy {
@@ -133,7 +158,8 @@ impl<'a> Planning<'a> {
             self.why.push(Reason::LedgerCorrupt);
             return;
         }
-        // Whoever let it run did not get to say so. Until the ledger knows, a reboot would bring the image back.
+        // The process that let the sandbox run did not record that. Until the ledger has it, a
+        // reboot would bring the image back.
         if view.ledger.memory != Memory::Live {
             self.why.push(Reason::AwakeUnrecorded);
             self.upkeep(Action::Record, Some(Entry::Awake), None);
@@ -169,7 +195,8 @@ impl<'a> Planning<'a> {
         }
     }
 
-    /// It runs, as it is to. If it could fall asleep by itself: what keeps it from that.
+    /// Adds the reason of a sandbox that runs as requested. If the sandbox may fall asleep by
+    /// itself, the reason is the cause that prevents that.
     fn push_settled(&mut self) {
         let view = self.view;
         let reason = match view.unwatched_until {
@@ -184,7 +211,7 @@ impl<'a> Planning<'a> {
         self.why.push(reason);
     }
 
-    /// Nothing but time makes it fall asleep by itself.
+    /// Sets the time of the next plan to the time at which the sandbox falls asleep by itself.
     fn look_when_idle(&mut self) {
         let at = view::idle_until(self.view.desired, self.view.observed, self.now);
         let stays = matches!(self.view.target, Power::Awake | Power::Dozing);
@@ -204,19 +231,19 @@ impl<'a> Planning<'a> {
             return;
         }
         if let Some(image) = self.end_begun() {
-            // Some of its processes may be gone. Its memory is the image's.
+            // Some processes of the sandbox may be gone; its memory is in the image.
             self.why.push(Reason::EndUnfinished);
             self.push_end(&image);
             return;
         }
         if let Memory::Waking { .. } | Memory::WakeFailed { .. } = view.ledger.memory {
-            // A restored sandbox that stands still: awake, as far as its image is concerned.
+            // A restored sandbox that is paused counts as awake: its image is stale.
             self.why.push(Reason::AwakeUnrecorded);
             self.upkeep(Action::Record, Some(Entry::Awake), None);
             return;
         }
         if view.observed.doze.is_some() && frozen {
-            // From now on nobody but who froze it lets it run.
+            // From now on only the end of the freeze resumes the sandbox.
             self.why.push(Reason::FreezeWanted);
             self.upkeep(Action::Pause, None, None);
         }
@@ -226,18 +253,19 @@ impl<'a> Planning<'a> {
         }
     }
 
-    /// The image that the sandbox hibernates in, if its end was begun: the note in /run is written
-    /// before the first of its processes is killed.
+    /// Returns the image that the sandbox hibernates in, if its end has begun: the note in /run is
+    /// written before the first of its processes is killed.
     fn end_begun(&self) -> Option<ImageId> {
         let image = &self.view.observed.record.as_ref()?.image;
         let is_memory = self.view.ledger.memory.image() == Some(image);
         (is_memory && self.view.held(image)).then(|| image.clone())
     }
 
-    /// Its memory is in the sandbox and, the same, in `image`.
+    /// Plans for a paused sandbox whose memory is also in `image`.
     fn plan_paused_and_saved(&mut self, image: &ImageId) {
         let view = self.view;
-        // A save that was not finished may be finished also while saves wait after a failure: it is one step.
+        // An unfinished save needs only its commit. While saves wait after a failure, the sandbox
+        // is resumed without it.
         if matches!(view.ledger.memory, Memory::Saving { .. }) {
             self.why.push(Reason::SaveUnfinished);
             if !self.may_try_save_steps() {
@@ -271,7 +299,7 @@ impl<'a> Planning<'a> {
         }
     }
 
-    /// Paused, and its memory is in `image`.
+    /// Plans for a paused sandbox that is to doze, and whose memory is in `image`.
     fn plan_dozing(&mut self, image: &ImageId) {
         self.why.push(Reason::Dozing);
         self.look_when_idle();
@@ -299,7 +327,7 @@ impl<'a> Planning<'a> {
 
     fn resume_unless_frozen(&mut self, image: &ImageId) {
         if self.view.target != Power::Frozen {
-            // The image lies there whole: it must be known as stale before the sandbox runs on.
+            // The image is whole. The ledger must record it as stale before the sandbox runs on.
             let awake = self.view.held(image).then_some(Entry::Awake);
             self.upkeep(Action::Resume, awake, None);
         }
@@ -318,15 +346,17 @@ impl<'a> Planning<'a> {
         } else if frozen {
             self.why.push(Reason::Settled);
         } else if self.view.observed.doze.is_some() && self.awaits_turn() {
-            // It dozes until it is its turn to be saved, or somebody needs it.
+            // The sandbox dozes until it has its turn to be saved, or a caller needs it.
             self.why.push(Reason::Dozing);
         } else {
-            // No image can be mistaken for its memory, so nothing needs to be recorded: this works on a full disk.
+            // No image can be mistaken for the memory, so there is nothing to record: this step
+            // works on a full disk.
             self.upkeep(Action::Resume, None, None);
         }
     }
 
-    /// Paused, and its memory is nowhere else. A doze that was not begun to its end is taken up, or ended.
+    /// Plans for a paused sandbox whose memory is in no image. An incomplete doze is continued or
+    /// ended.
     fn plan_dozing_unsaved(&mut self) {
         let settled = match self.view.observed.doze {
             _ if !self.view.is_present() => {
@@ -335,7 +365,7 @@ impl<'a> Planning<'a> {
             }
             Some(doze) => {
                 self.why.push(Reason::Dozing);
-                if self.view.asks_for_image() {
+                if self.view.wants_image() {
                     self.why.push(Reason::NotCapable);
                 }
                 self.look_when_idle();
@@ -380,7 +410,7 @@ impl<'a> Planning<'a> {
         }
     }
 
-    /// Its memory is in `image`, its keepers hold the containers open.
+    /// Plans for a sandbox that hibernates in `image`: its keepers hold the containers open.
     fn plan_hibernated(&mut self, image: &ImageId) {
         let view = self.view;
         if !view.held(image) {
@@ -390,14 +420,14 @@ impl<'a> Planning<'a> {
             return;
         }
         self.adopt(image);
-        let to_run = view.target == Power::Awake;
-        let to_delete = view.deletion_asked(image);
-        if !view.is_present() || !(to_run || to_delete) {
+        let is_to_run = view.target == Power::Awake;
+        let is_to_delete = view.wants_deletion_of(image);
+        if !view.is_present() || !(is_to_run || is_to_delete) {
             self.why.push(Reason::Sleeping);
-            self.push_asked_for(image);
+            self.push_requested_sleep(image);
             return;
         }
-        self.why.push(if to_delete {
+        self.why.push(if is_to_delete {
             Reason::DeletionWanted
         } else {
             Reason::AwakeWanted
@@ -417,8 +447,9 @@ impl<'a> Planning<'a> {
         }
     }
 
-    /// Asked to sleep, it fell asleep by itself before: when nobody asks any more, it is to be woken.
-    fn push_asked_for(&mut self, image: &ImageId) {
+    /// Records that a sandbox that fell asleep by itself is now requested to sleep. Once the
+    /// request ends, the sandbox is to be woken.
+    fn push_requested_sleep(&mut self, image: &ImageId) {
         let was_idle = matches!(
             self.view.ledger.memory,
             Memory::Asleep {
@@ -450,7 +481,7 @@ impl<'a> Planning<'a> {
         self.has_waited(self.view.observed.failures.removal.as_ref(), min, max)
     }
 
-    /// Whether the wait after a failure is over.
+    /// Returns whether the wait after a failure is over; else adds the wait to the plan.
     fn has_waited(
         &mut self,
         failure: Option<&Failure>,
@@ -475,14 +506,15 @@ impl<'a> Planning<'a> {
         self.wake_at = Some(self.wake_at.map_or(at, |sooner| sooner.min(at)));
     }
 
-    /// A step that removes something, unless such a one failed a moment ago.
+    /// Adds a step that removes something, unless such a step failed a moment ago.
     fn removal(&mut self, action: Action, after: Option<Entry>) {
         if self.may_try_removal() {
             self.step(action, None, after);
         }
     }
 
-    /// A step that is neither saving nor waking nor a removal, unless such a one failed a moment ago.
+    /// Adds a step that is neither a save nor a wake nor a removal, unless such a step failed a
+    /// moment ago.
     fn upkeep(&mut self, action: Action, before: Option<Entry>, after: Option<Entry>) {
         if self.may_try_upkeep() {
             self.step(action, before, after);

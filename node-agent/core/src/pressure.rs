@@ -1,102 +1,72 @@
-//! Which sandbox sleeps when the node is short of memory or swap.
+//! The choice of the sandbox that sleeps when the node is short of memory or swap.
 //!
-//! The longest idle one, one at a time: it is asked ([`Ask`]), it sleeps or turns out to be in use, and after a moment in which the
-//! node's figures can follow, the next. To be asked means no more than a shorter idle time ([`Ask::shorten`]): the planner finds out
-//! as ever whether anybody uses the sandbox, so that work in progress is not cut off.
+//! One sandbox at a time is requested to sleep ([`Ask`]): the one that has been idle longest. It
+//! falls asleep, or turns out to be in use. After a pause in which the node's figures can follow,
+//! the next sandbox is chosen. A request only shortens the idle time of the sandbox
+//! ([`Ask::shorten`]): the planner determines as ever whether the sandbox is in use, so that work
+//! in progress is not cut off.
 //!
-//! Short of memory: who is awake dozes where it may and there is swap left, else hibernates; when nobody awake is left to ask, who
-//! dozes hibernates (its pages may be in compressed memory). Short of swap: who dozes hibernates.
+//! Node short of memory: an awake sandbox dozes where it may and while there is swap left; else it
+//! hibernates. If no awake sandbox is left to choose, a dozing sandbox hibernates, because its
+//! pages may be in compressed memory. Node short of swap: a dozing sandbox hibernates.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
 
 use crate::ids::PodUid;
-use crate::state::{Desired, Live, Observed, PodPresence, Power, SleepAfter, later};
+pub use crate::shortage::{Pressure, Resource};
+use crate::state::{Desired, Live, Observed, PodPresence, Power, SleepAfter};
+use crate::time::later;
 
-/// What a node can be short of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Resource {
-    Memory,
-    Swap,
-}
-
-impl fmt::Display for Resource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Resource::Memory => "memory",
-            Resource::Swap => "swap",
-        })
-    }
-}
-
-/// What pressure has to do with one sandbox: a part of [`Desired`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Pressure {
-    /// It may be put to sleep for the node's sake.
-    pub may: bool,
-    /// It is said that it does not doze by itself: so it does not for the node's sake either.
-    pub never_dozes: bool,
-    /// The same of hibernation.
-    pub never_hibernates: bool,
-    /// It is asked to, because of this.
-    pub short_of: Option<Resource>,
-}
-
-impl Pressure {
-    /// Whether it may be hibernated for the node's sake.
-    pub fn may_hibernate(&self) -> bool {
-        self.may && !self.never_hibernates
-    }
-}
-
-/// The node's figures.
+/// Figures of the node's memory and swap.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Readings {
     /// Bytes.
     pub memory_total: u64,
-    /// Bytes that programs could have without anything being pushed out.
+    /// Bytes that programs could receive without other memory being pushed out.
     pub memory_available: u64,
     /// Bytes; 0: the node has no swap.
     pub swap_total: u64,
     /// Bytes.
     pub swap_free: u64,
-    /// Percent of the last ten seconds in which some program waited for memory (pressure stall information), where the kernel tells.
+    /// Percent of the last ten seconds in which some program waited for memory (pressure stall
+    /// information); `None`: the kernel has no such figure.
     pub stalled: Option<f64>,
 }
 
-/// When a node is short of something, in percent; none: that is not looked at.
+/// The limits at which a node is short, in percent, and the times of the requests. `None`: that
+/// figure is not checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Of memory available, less is short.
+    /// The node is short while less memory than this is available.
     pub available: Option<u8>,
-    /// Of time stalled, more is short.
+    /// The node is short while more of the time than this is stalled.
     pub stalled: Option<u8>,
-    /// Of swap free, less is short.
+    /// The node is short while less swap than this is free.
     pub swap_free: Option<u8>,
-    /// Who has been idle for less is not asked.
+    /// Shortest idle time of a sandbox that is requested to sleep.
     pub idle: Duration,
-    /// Between two that are asked.
+    /// Pause between two requests.
     pub settle: Duration,
-    /// How long one that was asked has to fall asleep; then the next is asked, and this one after ten times as long.
+    /// Time that a sandbox has to fall asleep. Afterwards the next sandbox is requested, and this
+    /// one again after ten times as long.
     pub answer: Duration,
 }
 
-/// What one sandbox is asked for.
+/// A request to one sandbox to sleep.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ask {
     pub pod: PodUid,
     pub short_of: Resource,
-    /// To doze; else to hibernate.
+    /// The sandbox is to doze; else to hibernate.
     pub doze: bool,
     at: Timestamp,
 }
 
 impl Ask {
-    /// What is wanted of a sandbox that is asked: to sleep once it has been idle for `idle`.
+    /// Returns `desired` with this request: the sandbox sleeps once it has been idle for `idle`.
     pub fn shorten(&self, desired: Desired, idle: Duration) -> Desired {
         let earlier = |own: Option<Duration>| Some(own.map_or(idle, |own| own.min(idle)));
         let SleepAfter { doze, hibernate } = desired.sleep;
@@ -130,15 +100,15 @@ pub struct Candidate {
     pub pod: PodUid,
     pub idle_since: Timestamp,
     pub dozes: bool,
-    /// It may doze and the node can.
+    /// The sandbox may doze and the node can push memory out.
     pub may_doze: bool,
-    /// Nobody has said that it does not hibernate.
+    /// No annotation switches hibernation off for the sandbox.
     pub may_hibernate: bool,
 }
 
-/// Whether this one could, by what its task has seen.
+/// Returns the sandbox as a candidate for sleep, if its request and its observation allow it.
 pub fn candidate(desired: &Desired, observed: &Observed) -> Option<Candidate> {
-    let asked_for_nothing = desired.pod == PodPresence::Present && desired.target() == Power::Awake;
+    let is_to_run = desired.pod == PodPresence::Present && desired.target() == Power::Awake;
     let unsaved = observed.dozes_unsaved && observed.capable.is_err();
     let able = (observed.capable.is_ok() || unsaved && observed.can_doze.is_ok())
         && observed.ledger.is_ok()
@@ -149,12 +119,12 @@ pub fn candidate(desired: &Desired, observed: &Observed) -> Option<Candidate> {
     let may_doze = (desired.sleep.doze.is_some() || unsaved && !desired.pressure.never_dozes)
         && observed.can_doze.is_ok();
     let may_hibernate = desired.pressure.may_hibernate();
-    // One that dozes as deep as its runtime or its user lets it has given what it has.
+    // A sandbox that dozes as deep as its runtime or its annotations permit can free no more.
     let gives = match dozes {
         true => may_hibernate && !unsaved,
         false => (may_doze || may_hibernate) && observed.live == Live::Running && desired.ready,
     };
-    let fits = desired.pressure.may && asked_for_nothing && able && gives;
+    let fits = desired.pressure.may && is_to_run && able && gives;
     fits.then_some(Candidate {
         pod: desired.pod_uid.clone(),
         idle_since: observed.idle_since?,
@@ -164,20 +134,22 @@ pub fn candidate(desired: &Desired, observed: &Observed) -> Option<Candidate> {
     })
 }
 
-/// What is remembered from reading to reading.
+/// The state that is kept between the readings.
 #[derive(Debug, Clone, Default)]
 pub struct Watch {
-    /// What the node is short of and how it was when that began, in words.
+    /// The resources that the node is short of, each with the figures of the moment in which the
+    /// shortage began, in words.
     short: BTreeMap<Resource, String>,
     asked: Option<Ask>,
-    /// When the last one that was asked slept, or was let go.
+    /// Time at which the last request ended: its sandbox slept, or was given up.
     settled: Option<Timestamp>,
-    /// Who was asked in vain, and when.
+    /// Sandboxes that did not fall asleep when requested, with the end of their request.
     refused: BTreeMap<PodUid, Timestamp>,
 }
 
 impl Watch {
-    /// Takes note of the node's figures. Short is short until there is half as much again as the limit (half as much time stalled).
+    /// Records the node's figures. A shortage lasts until there is half as much again as the limit,
+    /// or until half as much time is stalled.
     pub fn read(&mut self, readings: &Readings, limits: &Limits) {
         let available = percent(readings.memory_available, readings.memory_total);
         let free = percent(readings.swap_free, readings.swap_total);
@@ -210,23 +182,24 @@ impl Watch {
 
     fn set(&mut self, resource: Resource, words: Option<String>) {
         match words {
-            // The figures of the moment in which it began are told for as long as it lasts.
+            // The first figures stay for as long as the shortage lasts.
             Some(words) => drop(self.short.entry(resource).or_insert(words)),
             None => drop(self.short.remove(&resource)),
         }
     }
 
-    /// What the node is short of, in words.
+    /// Returns the resources that the node is short of, each with its figures in words.
     pub fn short(&self) -> &BTreeMap<Resource, String> {
         &self.short
     }
 
-    /// Who is asked to sleep.
+    /// Returns the current request.
     pub fn asked(&self) -> Option<&Ask> {
         self.asked.as_ref()
     }
 
-    /// Decides who is asked from now on. `candidates`: all there are, each once.
+    /// Chooses the sandbox that is requested to sleep from now on. `candidates`: all candidates,
+    /// each once.
     pub fn choose(&mut self, candidates: &[Candidate], limits: &Limits, now: Timestamp) {
         self.refused
             .retain(|_, at| later(*at, limits.answer.saturating_mul(10)) > now);
@@ -268,8 +241,8 @@ impl Watch {
         );
         let to_doze = |candidate: &Candidate| candidate.may_doze && !candidate.dozes && !swap;
         let longest = |dozes: bool| {
-            let of = candidates.iter().filter(idle);
-            of.filter(|candidate| candidate.dozes == dozes)
+            let idle = candidates.iter().filter(idle);
+            idle.filter(|candidate| candidate.dozes == dozes)
                 .filter(|candidate| candidate.may_hibernate || to_doze(candidate))
                 .min_by_key(|candidate| (candidate.idle_since, &candidate.pod))
         };

@@ -1,15 +1,18 @@
-//! Who saves next, when more sandboxes of a node want to than may at once.
+//! The order of saves when more sandboxes of a node want to save than may at once.
 //!
-//! What somebody asked for (a suspension, a snapshot) comes before what a sandbox does because it is idle, namespaces take turns,
-//! and who has waited for as long as its patience comes before everybody, so that nobody starves. What nobody asked for also waits
-//! while somebody outside waits for a sandbox to wake: both need the same processors and the same disk.
+//! A requested save (a suspension, a snapshot) comes before the save of a sandbox that is idle.
+//! Namespaces take turns. A save that has waited for as long as its patience comes first, so that
+//! no save starves. A save without a request also waits while a caller waits for a sandbox to wake:
+//! a wake and a save need the same processors and the same disk.
 //!
-//! Where the disk's bandwidth is limited, what nobody needs at once also waits until the images before it are paid for
-//! ([`crate::bandwidth`]). What somebody asked for does not, and neither does what sleeps because the node is short: whoever waits for
-//! memory would wait for the disk.
+//! The bandwidth of the disk may be limited. A save by idleness then waits until the images before
+//! it are paid for ([`crate::bandwidth`]). A requested save does not wait for bandwidth. Neither
+//! does a save because the node is short: programs that wait for memory would then wait for the
+//! disk.
 //!
-//! Wakes are not queued here: the processes that do them need no agent ([`crate::wake_line`]). A save that waits for its turn
-//! holds nothing: no lock, no paused sandbox that nobody may resume. So no wake ever waits for a save that waits.
+//! Wakes are not queued here: the processes that wake sandboxes need no agent
+//! ([`crate::wake_line`]). A save that waits for its turn holds neither a lock nor a paused sandbox
+//! that cannot be resumed. No wake therefore waits for a save that waits.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -20,12 +23,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::bandwidth::{Bandwidth, Charge};
 use crate::ids::Namespace;
-use crate::state::later;
+use crate::time::later;
 
-/// Why a save is wanted; the more urgent first.
+/// The urgency of a save; the most urgent comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Urgency {
-    /// Somebody asked for it.
+    /// The API requests the save.
     Asked,
     /// The sandbox is idle, and the node is short of memory or swap.
     Pressed,
@@ -36,34 +39,36 @@ pub enum Urgency {
 impl Urgency {
     pub const ALL: [Self; 3] = [Self::Asked, Self::Pressed, Self::ByItself];
 
-    /// Whether it waits for bandwidth.
+    /// Returns whether such a save waits for bandwidth.
     fn is_paced(self) -> bool {
         self == Self::ByItself
     }
 }
 
-/// How many at once, and how long one waits before it comes first.
+/// The limits of a node for its saves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
-    /// At least 1.
+    /// Number of saves at once; at least 1.
     pub at_once: usize,
+    /// Time after which a waiting save comes first.
     pub patience: Duration,
-    /// A save that lasts longer is counted no more: one that hangs does not keep the others from theirs.
+    /// A save that lasts longer does not count any more: a save that hangs does not take the turns
+    /// of others.
     pub longest: Duration,
-    /// Bytes a second that images take of the disk, on average; none: no limit.
+    /// Bytes a second that images write, on average; `None`: no limit.
     pub bandwidth: Option<NonZeroU64>,
 }
 
-/// One that wants to save.
+/// The request of a sandbox for a turn to save.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wish {
     pub urgency: Urgency,
     pub namespace: Namespace,
-    /// Bytes of its image, as far as known.
+    /// Bytes of the image, if known.
     pub size: Option<u64>,
 }
 
-/// One that wants to save, from [`Queue::join`] to [`Queue::leave`].
+/// The handle of a save from [`Queue::join`] to [`Queue::leave`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(u64);
 
@@ -72,7 +77,7 @@ struct Waiting {
     ticket: Ticket,
     wish: Wish,
     since: Timestamp,
-    /// Since when it has waited for bandwidth.
+    /// Time since which the save has waited for bandwidth.
     held_back: Option<Timestamp>,
 }
 
@@ -81,19 +86,19 @@ struct UnderWay {
     ticket: Ticket,
     since: Timestamp,
     charge: Option<Charge>,
-    /// How long it waited from when it first did so for bandwidth.
+    /// Time from the first wait for bandwidth to the turn.
     held_back: Duration,
 }
 
-/// The queue of one node.
+/// The queue of a node.
 #[derive(Debug, Clone)]
 pub struct Queue {
     capacity: Capacity,
-    /// In the order in which they came.
+    /// The waiting saves, in the order in which they came.
     waiting: Vec<Waiting>,
     under_way: Vec<UnderWay>,
     bandwidth: Option<Bandwidth>,
-    /// When each namespace last had a turn, counted in turns; forgotten when nobody waits.
+    /// Number of the last turn of each namespace; cleared when no save waits.
     served: BTreeMap<Namespace, u64>,
     turns: u64,
     tickets: u64,
@@ -112,7 +117,7 @@ impl Queue {
         }
     }
 
-    /// Somebody wants to save.
+    /// Adds a save to the queue.
     pub fn join(&mut self, wish: Wish, now: Timestamp) -> Ticket {
         self.tickets += 1;
         let ticket = Ticket(self.tickets);
@@ -125,11 +130,11 @@ impl Queue {
         ticket
     }
 
-    /// It has saved, or does not want to any more. `written`: bytes.
+    /// Removes a save that has ended or is not wanted any more. `written`: bytes of its image.
     pub fn leave(&mut self, ticket: Ticket, written: u64) {
         self.waiting.retain(|waiting| waiting.ticket != ticket);
-        let of_ticket = |held: &mut UnderWay| held.ticket == ticket;
-        for ended in self.under_way.extract_if(.., of_ticket) {
+        let is_ended = |held: &mut UnderWay| held.ticket == ticket;
+        for ended in self.under_way.extract_if(.., is_ended) {
             if let Some((disk, charge)) = self.bandwidth.as_mut().zip(ended.charge) {
                 disk.end(charge, written);
             }
@@ -139,13 +144,14 @@ impl Queue {
         }
     }
 
-    /// Gives the next turn, if there is one to give. `called`: somebody waits for a sandbox of this node to wake.
-    pub fn admit(&mut self, called: bool, now: Timestamp) -> Option<Ticket> {
+    /// Gives the next turn, if one is free. `wake_awaited`: a caller waits for a sandbox of this
+    /// node to wake.
+    pub fn admit(&mut self, wake_awaited: bool, now: Timestamp) -> Option<Ticket> {
         let counts = |held: &&UnderWay| later(held.since, self.capacity.longest) > now;
         if self.under_way.iter().filter(counts).count() >= self.capacity.at_once {
             return None;
         }
-        let next = self.next(called, now)?;
+        let next = self.next(wake_awaited, now)?;
         let Waiting {
             ticket,
             wish,
@@ -166,8 +172,9 @@ impl Queue {
         Some(ticket)
     }
 
-    /// Who comes next, by its place. Those who are passed over for want of bandwidth are marked.
-    fn next(&mut self, called: bool, now: Timestamp) -> Option<usize> {
+    /// Returns the index of the save that comes next. Saves that are passed over for want of
+    /// bandwidth are marked.
+    fn next(&mut self, wake_awaited: bool, now: Timestamp) -> Option<usize> {
         let is_free = |disk: &Bandwidth, overdue| disk.free_at(overdue).is_some_and(|at| at <= now);
         let disk = self.bandwidth.as_ref();
         let [free, free_to_overdue] =
@@ -176,7 +183,7 @@ impl Queue {
         for (place, waiting) in self.waiting.iter_mut().enumerate() {
             let overdue = later(waiting.since, self.capacity.patience) <= now;
             let urgency = waiting.wish.urgency;
-            if called && !overdue && urgency != Urgency::Asked {
+            if wake_awaited && !overdue && urgency != Urgency::Asked {
                 continue;
             }
             let free = if overdue { free_to_overdue } else { free };
@@ -196,41 +203,41 @@ impl Queue {
         first.map(|(_, place)| place)
     }
 
-    /// Whether it is its turn.
+    /// Returns whether the save has its turn.
     pub fn is_admitted(&self, ticket: Ticket) -> bool {
         self.under_way.iter().any(|held| held.ticket == ticket)
     }
 
-    /// Whether it waits for bandwidth.
+    /// Returns whether the save waits for bandwidth.
     pub fn is_held_back(&self, ticket: Ticket) -> bool {
         let mut waiting = self.waiting.iter();
         waiting.any(|waiting| waiting.ticket == ticket && waiting.held_back.is_some())
     }
 
-    /// For how long one whose turn it is waited from when it first did so for bandwidth.
+    /// Returns the time from the first wait for bandwidth to the turn, of a save that has its turn.
     pub fn was_held_back(&self, ticket: Ticket) -> Duration {
         let mut under_way = self.under_way.iter();
         let held = under_way.find(|held| held.ticket == ticket);
         held.map_or(Duration::ZERO, |held| held.held_back)
     }
 
-    /// When there is bandwidth again for those that wait, if that is known.
+    /// Returns the time at which there is bandwidth for the waiting saves again, if known.
     pub fn free_at(&self) -> Option<Timestamp> {
         self.bandwidth.as_ref()?.free_at(false)
     }
 
-    /// Whether anybody waits, so that there may be a turn to give although nobody has left.
+    /// Returns whether a save waits. Then a turn may become free although no save has left.
     pub fn is_waited_for(&self) -> bool {
         !self.waiting.is_empty()
     }
 
-    /// How many wait, by why.
+    /// Returns the number of waiting saves of an urgency.
     pub fn waiting(&self, urgency: Urgency) -> usize {
-        let of = |waiting: &&Waiting| waiting.wish.urgency == urgency;
-        self.waiting.iter().filter(of).count()
+        let is_such = |waiting: &&Waiting| waiting.wish.urgency == urgency;
+        self.waiting.iter().filter(is_such).count()
     }
 
-    /// How many have their turn.
+    /// Returns the number of saves that have their turn.
     pub fn under_way(&self) -> usize {
         self.under_way.len()
     }
@@ -265,10 +272,10 @@ mod tests {
         }
     }
 
-    /// Turns given one after the other, each ended before the next.
-    fn order(queue: &mut Queue, called: bool, now: i64) -> Vec<Ticket> {
+    /// Gives turns one after the other, each ended before the next.
+    fn order(queue: &mut Queue, wake_awaited: bool, now: i64) -> Vec<Ticket> {
         std::iter::from_fn(|| {
-            let ticket = queue.admit(called, at(now))?;
+            let ticket = queue.admit(wake_awaited, at(now))?;
             queue.leave(ticket, 0);
             Some(ticket)
         })
@@ -402,8 +409,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever comes while others keep coming: never more at once than may, and once its patience is over nobody who came later
-        /// goes before it.
+        /// While other saves keep coming, no more saves than allowed have their turn at once. No
+        /// later save goes before a save that has waited for as long as its patience.
         #[test]
         fn nobody_starves(
             at_once in 1..4_usize,
@@ -433,7 +440,7 @@ mod tests {
                 prop_assert!(queue.under_way() <= at_once);
                 prop_assert_eq!(queue.under_way(), held.len());
             }
-            // Nobody else comes: all have their turn, whoever waits for a wake.
+            // No other save comes: all waiting saves have their turn, although a wake is awaited.
             now += 60;
             for ticket in held.drain(..) {
                 queue.leave(ticket, 0);
@@ -441,8 +448,9 @@ mod tests {
             prop_assert_eq!(order(&mut queue, true, now).len(), since.len());
         }
 
-        /// Whatever comes, ten bytes a second: of those that wait, never more is begun in any time than the rate allows, but for one
-        /// image; and one that is not overdue begins when all before it is paid for, asked for or not.
+        /// In any time, the paced saves that begin write at most what the rate of ten bytes a
+        /// second allows, plus one image. A paced save that is not overdue begins when all images
+        /// before it are paid for, requested or not.
         #[test]
         fn the_rate_holds(
             at_once in 1..4_usize,
@@ -457,7 +465,7 @@ mod tests {
                 match what {
                     0 | 1 => {
                         let urgency = Urgency::ALL[urgency];
-                        // Not known, right, or more than it will be.
+                        // The size is not known, right, or larger than the image will be.
                         let size = guess.checked_sub(1).map(|over| bytes + 100 * u64::from(over));
                         let wish = Wish { size, ..wish(urgency, "a") };
                         images.insert(queue.join(wish, at(now)), (urgency, bytes, now));
@@ -474,9 +482,9 @@ mod tests {
                         if urgency == Urgency::ByItself {
                             for (n, (began, _, _)) in begun.iter().enumerate() {
                                 let allowed = u64::try_from(10 * (now - began)).unwrap();
-                                let of = |alike: bool| begun[n..].iter().filter(|(_, other, _)| !alike || *other == urgency).map(|(_, _, bytes)| bytes).sum::<u64>();
-                                prop_assert!(of(true) <= allowed, "at {now}: {begun:?}");
-                                prop_assert!(of(false) <= allowed || came + 30 <= now, "at {now}: {begun:?}");
+                                let sum = |alike: bool| begun[n..].iter().filter(|(_, other, _)| !alike || *other == urgency).map(|(_, _, bytes)| bytes).sum::<u64>();
+                                prop_assert!(sum(true) <= allowed, "at {now}: {begun:?}");
+                                prop_assert!(sum(false) <= allowed || came + 30 <= now, "at {now}: {begun:?}");
                             }
                         }
                         begun.push((now, urgency, bytes));
@@ -485,7 +493,8 @@ mod tests {
             }
         }
 
-        /// While others ask without end for more than the disk takes, those that wait have a tenth of it, in their order.
+        /// While requested saves without end need more than the disk can write, the paced saves
+        /// have a tenth of its bandwidth, in their order.
         #[test]
         fn who_waits_for_bandwidth_has_its_turn(sizes in proptest::collection::vec(0..200_u64, 1..8)) {
             let mut queue = Queue::new(Capacity { bandwidth: NonZeroU64::new(10), ..CAPACITY });

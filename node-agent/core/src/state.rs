@@ -1,4 +1,4 @@
-//! What is wanted, what is there, what is allowed.
+//! The input of the planner: request ([`Desired`]), observation ([`Observed`]), times ([`Policy`]).
 //!
 //! ```text
 //!              pause                checkpoint, commit             end
@@ -7,11 +7,14 @@
 //!      │ ◄─────────────────────────────────────────────────┘ resume            │ wake
 //!      └◄──────────────────────────── Waking ◄─────────────────────────────────┘
 //! ```
-//! Dozing is the middle of it: paused for idleness, committed, its memory reclaimed; a resume is its wake, an end its deeper sleep.
+//! Dozing is the state in the middle: the sandbox is paused for idleness, its image is committed,
+//! its memory is reclaimed. A resume wakes a dozing sandbox; an end makes it hibernate.
 //!
-//! Beside each: `Absent` (the kubelet has not made the sandbox, or it died), `Restoring` (a new Pod is being filled from an older
-//! Pod's image) and `Failed`. The names are those of [`crate::status::Phase`]; the planner itself keeps no state: it derives
-//! everything from [`Observed`], so that after a crash it goes on where the world is, not where it thought it was.
+//! Three states stand beside these: `Absent` (the kubelet has not made the sandbox, or the sandbox
+//! died), `Restoring` (a new Pod is being restored from an older Pod's image) and `Failed`. The
+//! names are those of [`crate::status::Phase`]. The planner keeps no state of its own: it derives
+//! every plan from [`Observed`]. After a crash of the agent the planner therefore continues from
+//! the real state of the node.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -21,43 +24,47 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{ContainerName, ImageId, PodUid, SandboxId, SnapshotUid};
 use crate::ledger::LedgerState;
-use crate::pressure::Pressure;
+use crate::shortage::Pressure;
 use crate::steps::{Action, Outcome, StepKind};
+use crate::time::later;
 
-/// How much the sandbox shall run.
+/// The wanted depth of a sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Power {
-    /// Run.
+    /// The sandbox runs.
     Awake,
-    /// Memory in an image, no processes.
+    /// The memory is in an image; there are no processes.
     Asleep,
-    /// Paused, memory where it is. A sandbox that sleeps already is left asleep: that is at least as still.
+    /// The sandbox is paused and its memory stays in place. A sandbox that sleeps already stays
+    /// asleep: sleep is at least as still.
     Frozen,
-    /// Paused, memory in an image, and pushed out of main memory. Nobody asks for it: an idle sandbox does it by itself. Of a runtime
-    /// that makes no images (see [`Observed::dozes_unsaved`]) it is as deep as sleep goes, and there is no image.
+    /// The sandbox is paused; its memory is in an image and pushed out of main memory. The API has
+    /// no such request: the sandbox dozes because it is idle. For a runtime that makes no images
+    /// (see [`Observed::dozes_unsaved`]) this is the deepest sleep, and there is no image.
     Dozing,
 }
 
-/// Whether the Pod is there, by the API.
+/// The presence of the Pod in the API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PodPresence {
     Present,
-    /// `deletionTimestamp` is set, or the kubelet has ended it for good: it is taken down; nothing new is begun with it.
+    /// `deletionTimestamp` is set, or the kubelet has ended the Pod for good. The Pod is being
+    /// taken down; no new work begins with it.
     Terminating,
-    /// No Pod of this UID. Say so only with a synced cache.
+    /// The API has no Pod of this UID. Only a synced cache proves that.
     Gone,
 }
 
-/// Why a snapshot is taken.
+/// The purpose of a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SnapshotReason {
-    /// The Pod is about to be deleted: the sandbox must be asleep in this image, and not run on.
+    /// The Pod is about to be deleted: its sandbox must sleep in this image and not run on.
     Suspend,
-    /// A point in time; the sandbox goes on as it was.
+    /// The snapshot keeps a point in time; the sandbox continues as before.
     Manual,
 }
 
-/// What is wanted of a snapshot.
+/// The wish for a snapshot: keep or delete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SnapshotWish {
     Keep,
@@ -65,91 +72,105 @@ pub enum SnapshotWish {
     Delete,
 }
 
-/// One SandboxSnapshot of this Pod. Hand in only those that carry our finalizer (no byte is written for others).
+/// A SandboxSnapshot of this Pod. The caller passes only snapshots that carry Torpor's finalizer:
+/// no byte is written for others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotIntent {
     pub uid: SnapshotUid,
     /// `namespace/name`, for messages.
     pub name: String,
-    /// The Pod whose memory it is (spec.podUID, or the Pod that spec.sandboxName stood for when it was accepted).
+    /// The Pod whose memory the snapshot holds: spec.podUID, or the Pod that spec.sandboxName stood
+    /// for when the snapshot was accepted.
     pub pod_uid: PodUid,
     pub reason: SnapshotReason,
-    /// `status.imageID` with condition Committed=True, as far as the cache knows.
+    /// `status.imageID`, if condition Committed is True, by the cache.
     pub image: Option<ImageId>,
     pub wish: SnapshotWish,
 }
 
-/// How a Pod went that the API has no more, and what becomes of the images that it left.
+/// The end of a Pod that the API does not have any more, for the decisions about its images.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Departure {
-    /// When the agent found the Pod gone.
+    /// Time at which the agent found the Pod gone.
     pub since: Timestamp,
-    /// When the agent last saw the Pod, somebody had deleted it to be rid of it: it was neither evicted nor ended by its kubelet. There is no grace time then.
+    /// By the agent's last observation, a user had deleted the Pod to get rid of it: the Pod was
+    /// neither evicted nor ended by its kubelet. Such a Pod has no grace time.
     pub by_user: bool,
-    /// The images' disk is short of room, and these images are the oldest that nobody claims: the grace time is over.
+    /// The images' disk is short of room, and these images are the oldest that no snapshot claims.
+    /// This ends the grace time.
     pub disk_short: bool,
-    /// The apiserver's answer, asked for this plan ([`crate::Plan::asks`]). The watches may be behind it.
+    /// The apiserver's own answer, requested for this plan ([`crate::Plan::asks`]). The watches may
+    /// be behind it.
     pub answer: Option<Answer>,
 }
 
-/// The apiserver's own answer about a Pod that the watch shows no more.
+/// The apiserver's own answer about a Pod that the watch does not show any more.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
-    /// It has the Pod.
+    /// The apiserver has the Pod.
     pub has_pod: bool,
     /// Snapshots of this node that name the Pod and are not being deleted.
     pub snapshots: BTreeSet<SnapshotUid>,
-    /// Those that are being deleted.
+    /// Snapshots of this node that name the Pod and are being deleted.
     pub deleting: BTreeSet<SnapshotUid>,
 }
 
-/// What the API asks for, for one Pod UID.
+/// The request of the API for one Pod UID.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Desired {
     pub pod_uid: PodUid,
     pub pod: PodPresence,
-    /// How it went, of a Pod that is [`PodPresence::Gone`]. Without it nothing of the Pod's memory is removed.
+    /// The end of the Pod, if the Pod is [`PodPresence::Gone`]. Without it the memory of the Pod is
+    /// never removed.
     pub departure: Option<Departure>,
-    /// From the Pod's annotations. A Suspend snapshot of a present Pod makes it [`Power::Asleep`] whatever this says.
+    /// The request of the Pod's annotations. A Suspend snapshot of a present Pod overrides it with
+    /// [`Power::Asleep`].
     pub power: Power,
-    /// When it may fall asleep by itself, while [`Power::Awake`] is wanted.
+    /// Idle times after which the sandbox falls asleep by itself while [`Power::Awake`] is wanted.
     pub sleep: SleepAfter,
-    /// Whether it may sleep for the node's sake, and is asked to.
+    /// The permission, and the request, to sleep for the node's sake.
     pub pressure: Pressure,
-    /// Its Pod is being taken away for the node's sake (a drain, a taint, a preemption): another one is to go on with its memory.
+    /// The Pod is being evicted for the node's sake (a drain, a taint, a preemption). Another Pod
+    /// is to continue with its memory.
     pub evicted: bool,
-    /// When it crashes while it is awake it goes on from its last image, which is kept for that.
+    /// The last image is kept. A sandbox that crashes while it is awake continues from that image.
     pub keep_last_image: bool,
-    /// Times at which it is to be awake, whatever made it sleep, unless it is frozen or being suspended.
+    /// Times at which the sandbox is to be awake, whatever the reason of its sleep is. These times
+    /// do not apply to a sandbox that is frozen or being suspended.
     pub wake_up: BTreeSet<Timestamp>,
     pub snapshots: Vec<SnapshotIntent>,
-    /// Whether its Pod has a word about its sleep already, which may be that of an agent that died right after it: it is kept true.
-    pub told: bool,
-    /// Its containers but for those that have ended for good: an image without one of them would have no place for it.
+    /// The Pod has a condition about its sleep already. An agent that ended right afterwards may
+    /// have written it; this agent keeps it up to date.
+    pub has_sleep_condition: bool,
+    /// The containers of the Pod, without the containers that have ended for good. An image that
+    /// lacks one of them could not restore it.
     pub containers: BTreeSet<ContainerName>,
-    /// By the kubelet's startup and readiness probes, where it has any, they have started and are ready. While it sleeps its probes are
-    /// answered for it: one that is not ready would pass for ready, and one that hangs would not be restarted. It does not fall asleep by itself.
+    /// By the kubelet's startup and readiness probes, where the containers have any, the containers
+    /// have started and are ready. While the sandbox sleeps, its probes are answered for it. A
+    /// sandbox that is not ready would therefore pass for ready, and one that hangs would not
+    /// be restarted. A sandbox that is not ready does not fall asleep by itself.
     pub ready: bool,
 }
 
-/// Idle times after which a sandbox falls asleep by itself.
+/// Idle times after which a sandbox falls asleep by itself; `None`: never.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct SleepAfter {
-    /// Then it is paused, its memory goes into an image and is pushed into swap.
+    /// Time until the doze: the sandbox is paused, its memory goes into an image and is pushed into
+    /// swap.
     pub doze: Option<Duration>,
-    /// Then its memory goes into an image and its processes end.
+    /// Time until the hibernation: the memory goes into an image and the processes end.
     pub hibernate: Option<Duration>,
 }
 
 impl SleepAfter {
-    /// The shortest of them: when it is worth finding out whether the sandbox is idle.
+    /// Returns the shorter time: from then on the agent needs to know whether the sandbox is idle.
     pub fn first(&self) -> Option<Duration> {
         self.doze.into_iter().chain(self.hibernate).min()
     }
 }
 
 impl Desired {
-    /// What the sandbox shall do, Suspend snapshots considered; not what it does by itself.
+    /// Returns the requested depth, Suspend snapshots considered and idleness not considered.
     pub fn target(&self) -> Power {
         match self.suspending() {
             true => Power::Asleep,
@@ -157,18 +178,18 @@ impl Desired {
         }
     }
 
-    /// When it was last to be awake.
-    pub(crate) fn called_at(&self, now: Timestamp) -> Option<Timestamp> {
+    /// Returns the latest time of `wake_up` that has come.
+    pub(crate) fn due_wake_up(&self, now: Timestamp) -> Option<Timestamp> {
         self.wake_up.range(..=now).next_back().copied()
     }
 
-    /// Whether a Suspend snapshot of this Pod is wanted.
+    /// Returns whether a Suspend snapshot of this Pod is wanted.
     pub fn suspending(&self) -> bool {
         self.kept_snapshots()
             .any(|s| s.reason == SnapshotReason::Suspend)
     }
 
-    /// Snapshots of this Pod that are not being deleted.
+    /// Returns the snapshots of this Pod that are not being deleted.
     pub fn kept_snapshots(&self) -> impl Iterator<Item = &SnapshotIntent> {
         let of_pod = |s: &&SnapshotIntent| s.pod_uid == self.pod_uid;
         self.snapshots
@@ -178,130 +199,140 @@ impl Desired {
     }
 }
 
-/// The sandbox's processes.
+/// The state of the sandbox's processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Live {
-    /// None. A sandbox that was created but not restored yet counts as none: [`Action::Wake`] removes it first.
+    /// There are no processes. A sandbox that was created but not restored yet counts as none:
+    /// [`Action::Wake`] removes it first.
     None,
     Running,
     Paused,
-    /// Could not be found out (a call timed out): only look again.
+    /// The state could not be determined (a call timed out). The only plan is another observation.
     Unknown,
 }
 
-/// The runtime's note under /run that the sandbox sleeps in place: its keepers hold the containers open.
+/// The runtime's note under /run that the sandbox sleeps in place. Keepers hold its containers
+/// open.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub image: ImageId,
 }
 
-/// The runtime's note under /run that the sandbox is paused because it was idle: whoever needs it resumes it.
+/// The runtime's note under /run that the sandbox is paused because it was idle. A caller that
+/// needs the sandbox resumes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Doze {
-    /// Its memory was pushed out.
+    /// The memory was pushed out of main memory.
     pub reclaimed: bool,
 }
 
-/// How far an image in the store is.
+/// The state of an image in the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ImageState {
-    /// Whole, durable, with a manifest.
+    /// The image is whole and durable and has a manifest.
     Committed,
-    /// Being written, or left over from a crash (while saving or while being removed).
+    /// The image is being written, or is left over from a crash during a save or a removal.
     Partial,
 }
 
-/// One image of this Pod in the store.
+/// An image of this Pod in the store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageObserved {
     pub id: ImageId,
     pub state: ImageState,
-    /// The Pod that was restored from it.
+    /// The Pod that was restored from the image.
     pub consumed_by: Option<PodUid>,
-    /// A Pod of this node is being restored from it at this moment.
+    /// A Pod of this node is being restored from the image at this moment.
     pub being_restored: bool,
 }
 
-/// A sandbox crashed while it was awake and went back to its last image, as its user wishes.
+/// A roll back: the sandbox crashed while it was awake and went back to its last image, as its user
+/// requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RolledBack {
-    /// When the image was made.
+    /// Time at which the image was made.
     pub made: Timestamp,
-    /// How old it was when the sandbox went back to it.
+    /// Age of the image when the sandbox went back to it.
     pub age: Duration,
 }
 
-/// What torpor-oci made of the `restore-image` annotation of this Pod, or of a crash.
+/// The result of the Pod's `restore-image` annotation, or of a crash, in torpor-oci.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Restore {
     /// The Pod has no such annotation.
     NotAsked,
-    /// Not all containers are there yet.
+    /// Some containers are not restored yet.
     InProgress,
-    /// The Pod goes on from the image.
+    /// The Pod continues from the image.
     Done {
         image: ImageId,
-        /// It had left that image behind.
+        /// The sandbox had run on after that image was made.
         rolled_back: Option<RolledBack>,
     },
-    /// The Pod was started without the memory, as its policy allows; `message` says why.
+    /// The Pod was started without the memory, as its policy allows; `message` has the cause.
     ColdStarted { message: String },
     /// The Pod has no memory and was not started; `reason` is CamelCase.
     Failed { reason: String, message: String },
 }
 
-/// What is on the node, for one Pod UID.
+/// The state of the node for one Pod UID.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Observed {
-    /// The current sandbox of the Pod, if the runtime knows one.
+    /// The current sandbox of the Pod, if the runtime has one.
     pub sandbox: Option<SandboxId>,
     pub live: Live,
-    /// The containers that were started in the sandbox, unless it dozes.
+    /// The containers that were started in the sandbox; not read while it dozes.
     pub containers: BTreeSet<ContainerName>,
-    /// One of those that are there that the Pod's spec does not have (`kubectl debug` adds such). Whoever goes on from an image would lack it.
+    /// A running container that is not in the Pod's spec (`kubectl debug` adds such containers). A
+    /// sandbox restored from an image would lack it.
     pub added: Option<ContainerName>,
     pub record: Option<Record>,
     pub doze: Option<Doze>,
-    /// `Err`: this node cannot push memory out, in words.
+    /// `Err`: this node cannot push memory out; the text has the cause.
     pub can_doze: Result<(), String>,
-    /// `Err`: the ledger is corrupt, in words.
+    /// `Err`: the ledger is corrupt; the text has the cause.
     pub ledger: Result<LedgerState, String>,
     pub images: Vec<ImageObserved>,
-    /// `Err`: the runtime cannot save, in words.
+    /// `Err`: the runtime cannot save; the text has the cause.
     pub capable: Result<(), String>,
-    /// The runtime cannot save, and its sandboxes doze without an image: what ends one that dozes ends its memory.
+    /// The runtime cannot save, and its sandboxes doze without an image. The end of a dozing
+    /// sandbox then ends its memory.
     pub dozes_unsaved: bool,
     pub restore: Restore,
-    /// It is its turn to save: see [`crate::queue`].
+    /// The sandbox has its turn to save: see [`crate::queue`].
     pub save_turn: bool,
-    /// It has asked for its turn and waits for bandwidth.
+    /// The sandbox waits for its turn because of the limited bandwidth.
     pub held_back: bool,
-    /// Open exec, attach and port-forward sessions: hold off in-place hibernation (not Suspend, not snapshots).
+    /// Number of open exec, attach and port-forward sessions. A session delays in-place
+    /// hibernation, but neither Suspend nor snapshots.
     pub sessions: u32,
-    /// Since when it has been idle, by [`crate::idle`]; none: not known, or nobody asked. Say so only when packets and the program's
-    /// mark have been asked about, if it is long enough for [`Desired::sleep`].
+    /// Time since which the sandbox has been idle, by [`crate::idle`]; `None`: not known, or not
+    /// determined. A time long enough for [`Desired::sleep`] may be given only after packets and
+    /// the program's mark have been checked.
     pub idle_since: Option<Timestamp>,
-    /// Names of processes that `kubectl exec` has left behind, as they were last looked for: a
-    /// restore ends them, a doze does not.
+    /// Names of the processes that `kubectl exec` left behind, as of the last check. A restore ends
+    /// these processes, a doze does not.
     pub left_by_exec: Vec<String>,
-    /// `Err`: it cannot be found out whether it is idle, in words.
+    /// `Err`: it cannot be determined whether the sandbox is idle; the text has the cause.
     pub idle_known: Result<(), String>,
-    /// When somebody outside (an exec, a packet) last woke it, if known: see [`Policy::linger`]. Not when a plan did.
+    /// Time at which a caller outside (an exec, a packet) last woke the sandbox, if known: see
+    /// [`Policy::linger`]. The wake of a plan does not count.
     pub awake_since: Option<Timestamp>,
-    /// When it last woke in place, whoever woke it.
+    /// Time of the last wake in place, whatever its cause.
     pub woke_at: Option<Timestamp>,
-    /// Why packets do not wake it, if they did not when it last fell asleep, or was to.
+    /// The cause why packets do not wake the sandbox, determined when it last fell asleep or was
+    /// about to; `None`: packets wake it.
     pub not_watched: Option<String>,
-    /// When it fell asleep, if it dozes or hibernates.
+    /// Time at which the sandbox fell asleep, if it dozes or hibernates.
     pub asleep_since: Option<Timestamp>,
-    /// What failed lately; see [`Failures::note`].
+    /// Recent failures; see [`Failures::note`].
     pub failures: Failures,
-    /// Somebody else holds the sandbox's lock (a keeper that wakes it).
+    /// Another process (a keeper that wakes the sandbox) holds the sandbox's lock.
     pub busy: bool,
 }
 
 impl Observed {
-    /// Nothing of the Pod on the node.
+    /// Returns the observation of a node that has nothing of the Pod.
     pub fn nothing() -> Self {
         Self {
             sandbox: None,
@@ -332,27 +363,30 @@ impl Observed {
     }
 }
 
-/// Times that plans keep to.
+/// The times that plans keep to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Policy {
-    /// Wait after the first failed save; doubles with each.
+    /// Wait after the first failed save; doubles with each failure.
     pub save_backoff_min: Duration,
     pub save_backoff_max: Duration,
-    /// The same for a sleep that nobody asked for: what cannot be saved is left in peace.
+    /// Wait after the first failed save of a sandbox that sleeps because of idleness; doubles with
+    /// each failure. This wait is longer: a sandbox that cannot be saved is tried rarely.
     pub idle_backoff_min: Duration,
     pub idle_backoff_max: Duration,
-    /// Wait after the first failed wake; doubles with each.
+    /// Wait after the first failed wake; doubles with each failure.
     pub wake_backoff_min: Duration,
     pub wake_backoff_max: Duration,
-    /// Wait after a failed resume, removal or record; doubles up to `save_backoff_max`.
+    /// Wait after the first failed resume, removal or record; doubles up to `save_backoff_max`.
     pub upkeep_backoff_min: Duration,
-    /// When to look again while another actor is at work or the state is unknown.
+    /// Time to the next observation while another process acts or the state is unknown.
     pub look_again: Duration,
-    /// How long a sandbox that woke for somebody runs at least before in-place hibernation takes it again.
+    /// Shortest time for which a sandbox that woke for a caller runs before it hibernates in place
+    /// again.
     pub linger: Duration,
-    /// How long the image of a Pod that is gone waits for a snapshot that claims it, unless somebody deleted the Pod to be rid of it.
+    /// Time for which the image of a Pod that is gone waits for a snapshot that claims it, unless a
+    /// user deleted the Pod to remove it.
     pub unclaimed_grace: Duration,
-    /// When to ask the apiserver again whose answer the watches do not show yet.
+    /// Time to the next request to the apiserver while the watches do not show its last answer yet.
     pub ask_again: Duration,
 }
 
@@ -374,7 +408,7 @@ impl Default for Policy {
     }
 }
 
-/// One kind of work that failed, `count` times in a row.
+/// Work of one kind that failed, `count` times in a row.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     pub step: StepKind,
@@ -385,22 +419,25 @@ pub struct Failure {
     pub count: u32,
 }
 
-/// Failures that are not yet made good, by the kind of work. Kept in memory: after a restart of the agent everything is tried at once.
+/// Failures that no later success has cleared, by the kind of work. The failures are kept in
+/// memory: after a restart of the agent all work is tried at once.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Failures {
-    /// Pause, Freeze, Doze, Checkpoint, Commit, Reclaim, End.
+    /// Failure of Pause, Freeze, Doze, Checkpoint, Commit, Reclaim or End.
     pub save: Option<Failure>,
-    /// Wake.
+    /// Failure of Wake.
     pub wake: Option<Failure>,
-    /// DiscardPartial, DiscardImage, ReleaseImage, DiscardLedger. What cannot be removed keeps no sandbox standing still.
+    /// Failure of DiscardPartial, DiscardImage, ReleaseImage or DiscardLedger. A failed removal
+    /// does not delay a resume: the removals have a failure of their own.
     pub removal: Option<Failure>,
-    /// Everything else.
+    /// Failure of any other step.
     pub upkeep: Option<Failure>,
 }
 
 impl Failures {
-    /// Takes note of how the sandbox is found. One that lives has woken, whoever woke it: what failed before it did is made good. So is the end
-    /// of one that runs: it was saved, and says nothing of the next save.
+    /// Clears the failures that the observed state disproves. A sandbox that lives has woken,
+    /// whatever woke it: an earlier failure of a wake is cleared. A sandbox that runs was saved:
+    /// a failure of its end is cleared, because that failure does not concern the next save.
     pub fn saw(&mut self, live: Live) {
         if matches!(live, Live::Running | Live::Paused) {
             self.wake = None;
@@ -411,10 +448,11 @@ impl Failures {
         }
     }
 
-    /// Takes note of what became of a step. Call it for each executed step.
+    /// Records the outcome of a step. The executor calls this for each executed step.
     ///
-    /// An unknown outcome counts as a failure here, so that a call that always times out is not repeated without a pause.
-    /// A stale fence counts as nothing. The save that succeeds in the end is the one that commits.
+    /// An unknown outcome counts as a failure here, so that a call that always times out is not
+    /// repeated without a pause. A stale fence counts as nothing. A save has succeeded once its
+    /// commit has: a successful commit or end clears every failure of a save.
     pub fn note(&mut self, action: &Action, outcome: &Outcome, now: Timestamp) {
         let step = action.kind();
         let place = match step {
@@ -457,26 +495,23 @@ impl Failures {
     }
 }
 
-/// Reason of a sleep that failed because nothing that arrives would wake the sandbox. One that was asked for does not fail for that.
+/// Reason of a sleep by idleness that failed because nothing that arrives would wake the sandbox. A
+/// requested sleep does not fail for that cause.
 pub const NOT_WATCHED: &str = "NotWatched";
-/// Reason of a save that failed because a container had ended, and nobody has noticed yet.
+/// Reason of a save that failed because a container had ended, unnoticed by the kubelet so far.
 pub const CONTAINER_NOT_RUNNING: &str = "ContainerNotRunning";
 
 impl Failure {
-    /// Whether it is over in a moment without anybody's doing: the kubelet brings the container back.
-    pub(crate) fn passes(&self) -> bool {
+    /// Returns whether the cause passes by itself: the kubelet starts the container again.
+    pub(crate) fn is_transient(&self) -> bool {
         self.reason == CONTAINER_NOT_RUNNING
     }
 
-    /// When the work may be tried again: `min`, doubled with each failure, at most `max`.
+    /// Returns the time of the next attempt. The wait is `min`, doubled with each failure, at most
+    /// `max`.
     pub fn retry_at(&self, min: Duration, max: Duration) -> Timestamp {
         let doubled = 2_u32.saturating_pow(self.count.saturating_sub(1).min(30));
         let wait = min.saturating_mul(doubled).min(max);
         later(self.at, wait)
     }
-}
-
-/// `at + wait`, at most the end of time.
-pub(crate) fn later(at: Timestamp, wait: Duration) -> Timestamp {
-    at.checked_add(wait).unwrap_or(Timestamp::MAX)
 }

@@ -1,4 +1,4 @@
-//! What users are told: conditions and snapshot states, as drafts for the API.
+//! Conditions and snapshot states for users, as drafts for the API.
 
 use std::fmt;
 
@@ -6,17 +6,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{ImageId, PodUid, SnapshotUid};
 
-/// Where a sandbox is in its life.
+/// The phase of a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Phase {
-    /// No sandbox of this Pod.
+    /// The Pod has no sandbox.
     Absent,
     Running,
-    /// Stands still because somebody asked for it.
+    /// The sandbox is paused because its user has requested a freeze.
     Paused,
-    /// Stands still while its memory is being kept, or is about to be resumed.
+    /// The sandbox is paused while its memory is being saved, or is about to be resumed.
     Saving,
-    /// Paused, its memory in an image and pushed out, or about to be. Without an image: the runtime makes none.
+    /// The sandbox is paused; its memory is in an image and pushed out of main memory, or about to
+    /// be. Without `image` the runtime makes no images.
     Dozing {
         image: Option<ImageId>,
     },
@@ -26,17 +27,17 @@ pub enum Phase {
     Waking {
         image: ImageId,
     },
-    /// A new Pod is being filled from an older Pod's image.
+    /// A new Pod is being restored from an older Pod's image.
     Restoring,
-    /// The state could not be found out.
+    /// The state could not be determined.
     Unknown,
-    /// Something is wrong that waiting alone will not mend.
+    /// The sandbox has an error that waiting alone does not repair.
     Failed {
         error: String,
     },
 }
 
-/// `status` of a condition.
+/// The `status` of a condition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Truth {
     True,
@@ -71,7 +72,7 @@ impl ConditionDraft {
     }
 }
 
-/// Reasons that the planner uses; those of failures come with the failure.
+/// Condition reasons of the planner. The reason of a failure comes with the failure.
 pub mod reasons {
     pub const HIBERNATED: &str = "Hibernated";
     pub const AWAKE: &str = "Awake";
@@ -91,32 +92,35 @@ pub mod reasons {
     pub const SANDBOX_NOT_FOUND: &str = "SandboxNotFound";
 }
 
-/// How far a snapshot is.
+/// The state of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SnapshotState {
-    /// Not begun; `message` says what is waited for.
+    /// The save has not begun; `message` names what it waits for.
     Pending {
         message: String,
     },
     Saving,
-    /// No image; `reason` is one of SaveFailed, SandboxNotFound, RuntimeNotCapable, ImageMissing. What can be retried is.
+    /// The snapshot has no image. `reason` is one of SaveFailed, SandboxNotFound,
+    /// RuntimeNotCapable, ImageMissing. Retriable work is retried.
     Failed {
         reason: String,
         message: String,
     },
-    /// Its image is whole. `consumed_by`: the Pod that was restored from it. `stale`: the sandbox ran on after it was made.
+    /// The image of the snapshot is whole. `consumed_by`: the Pod that was restored from it.
+    /// `stale`: the sandbox ran on after the image was made.
     Committed {
         image: ImageId,
         consumed_by: Option<PodUid>,
         stale: bool,
     },
-    /// Being deleted, its bytes are still there.
+    /// The snapshot is being deleted; the bytes of its image are still there.
     Releasing,
-    /// Being deleted, and nothing on this node is kept for it any more: the finalizer may go.
+    /// The snapshot is being deleted and nothing on this node is kept for it any more: its
+    /// finalizer may go.
     Released,
 }
 
-/// Status of one snapshot.
+/// The status of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotDraft {
     pub uid: SnapshotUid,
@@ -124,15 +128,17 @@ pub struct SnapshotDraft {
     pub state: SnapshotState,
 }
 
-/// Status of one sandbox and its snapshots.
+/// The status of a sandbox and its snapshots.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StatusDraft {
     pub phase: Phase,
-    /// Pod condition torpor.dev/Hibernated; `None`: the Pod never had to do with hibernation, leave it without.
+    /// Pod condition torpor.dev/Hibernated; `None`: hibernation never concerned the Pod, so it gets
+    /// no such condition.
     pub hibernated: Option<ConditionDraft>,
-    /// Pod condition torpor.dev/Restored; `None`: leave it without.
+    /// Pod condition torpor.dev/Restored; `None`: the Pod gets no such condition.
     pub restored: Option<ConditionDraft>,
     pub snapshots: Vec<SnapshotDraft>,
-    /// The image that holds the memory of a Pod that is gone, unless a Suspend snapshot has it already: the controller finds it by this.
+    /// The image that holds the memory of a Pod that is gone, unless a Suspend snapshot has the
+    /// image already. The controller finds the image by this field.
     pub left: Option<ImageId>,
 }

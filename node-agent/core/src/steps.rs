@@ -1,86 +1,97 @@
-//! Plans, their steps, and what became of a step.
+//! Plans, their steps, and the outcome of a step.
 //!
 //! # How a step is executed
-//! 1. Compare the [`Fence`]: another sandbox id or ledger sequence than planned for → [`Outcome::Stale`], nothing is done.
+//! 1. Compare the [`Fence`] with the node. If the sandbox id or the ledger sequence differs from
+//!    the planned one, the outcome is [`Outcome::Stale`] and nothing is done.
 //! 2. Append `before` to the ledger, durably.
-//! 3. Act: one call, given by [`Action`]. Doing it twice does no harm; the second time the answer is [`Outcome::Already`].
+//! 3. Act: one call, given by [`Action`]. An act that is done twice does no harm; the second act
+//!    returns [`Outcome::Already`].
 //! 4. On `Done` or `Already` append `after` to the ledger, durably.
-//! 5. On anything but `Done` or `Already`, drop the rest of the plan. Note the outcome in [`crate::Failures::note`].
+//! 5. On any other outcome drop the rest of the plan. Pass each outcome to
+//!    [`crate::Failures::note`].
 //!
-//! Before the first step look whether there is room for the image that the plan is for, if a sandbox that runs is stopped for one
-//! ([`Plan::stops_for`]). After a plan with steps, observe and plan again at once. After one without, wait for a change or for `wake_at`.
-//! The whole plan runs under the sandbox's lock, observation included.
+//! [`Plan::stops_for`] names the image for which a running sandbox is about to stop. The agent
+//! checks before the first step that there is room for that image.
+//!
+//! After a plan with steps, observe and plan again at once. After a plan without steps, wait for a
+//! change or for `wake_at`. The whole plan, observation included, runs under the sandbox's lock.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{ContainerName, ImageId, PodUid, SandboxId};
 use crate::ledger::Entry;
-use crate::pressure::Resource;
 use crate::queue::Urgency;
-use crate::state::{Live, Observed};
+use crate::shortage::Resource;
 use crate::status::StatusDraft;
 
-/// What a plan was made for. Only that may be changed by it.
+/// The state that a step was planned for. The step changes nothing if the node's state differs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fence {
     pub pod_uid: PodUid,
-    /// The sandbox that was observed, if any.
+    /// The observed sandbox; `None`: the Pod had none.
     pub sandbox_id: Option<SandboxId>,
-    /// Ledger sequence before the step's own entries; a step counts those of the steps before it.
+    /// Ledger sequence before the step's own entries. The entries of the plan's earlier steps are
+    /// included.
     pub ledger_seq: u64,
 }
 
-/// One step, complete: nothing is left to be chosen when it is executed.
+/// A step of a plan. The step is complete: its executor makes no choice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
     pub fence: Fence,
-    /// Ledger entry that must be durable before the act.
+    /// Ledger entry that is durable before the act begins.
     pub before: Option<Entry>,
     pub action: Action,
-    /// Ledger entry that is appended when the act is done.
+    /// Ledger entry that is appended after the act is done.
     pub after: Option<Entry>,
 }
 
 /// The act of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Action {
-    /// Stop the sandbox's processor time; it stays in memory.
+    /// Stops the processor time of the sandbox; its memory stays in place.
     Pause,
-    /// The same, for as long as its user wishes: nobody wakes it, and the kubelet's probes are answered for it. Only of a sandbox whose memory
-    /// is in no image: what arrives reaches its network stack.
+    /// Pauses the sandbox until its user ends the freeze. Nothing else wakes the sandbox, and the
+    /// kubelet's probes are answered for it. This action is planned only for a sandbox whose memory
+    /// is in no image: incoming packets reach its network stack.
     Freeze,
-    /// The same as a pause, with a note that it is for idleness: whoever needs it resumes it. One that is paused gets the note.
+    /// Pauses the sandbox and notes that idleness is the reason: a caller that needs the sandbox
+    /// resumes it. A sandbox that is already paused receives only the note.
     Doze,
-    /// Push the memory of a dozing sandbox, which is in `image` too, out of main memory, and note that. Without one: of a runtime
-    /// that makes none.
+    /// Pushes the memory of a dozing sandbox out of main memory and notes that. `image` holds the
+    /// memory, too; `None`: the runtime makes no images.
     Reclaim { image: Option<ImageId> },
-    /// Let it run on.
+    /// Continues the paused sandbox.
     Resume,
-    /// Read the paused sandbox's memory into a fresh partial image; the sandbox stays paused.
+    /// Writes the paused sandbox's memory to a new partial image. The sandbox stays paused.
     Checkpoint { image: ImageId },
-    /// Make the partial image durable, write its manifest, move it to its place. `Already` if it lies there.
+    /// Makes the partial image durable, writes its manifest and moves it to its final place. The
+    /// outcome is `Already` if the image is there.
     Commit { image: ImageId },
-    /// Note in /run that the sandbox sleeps in `image`, then end its processes. Its keepers stay.
+    /// Notes in /run that the sandbox sleeps in `image`, then ends its processes; its keepers stay.
     End { image: ImageId },
-    /// Verify `image`, restore the sandbox from it, drop the note in /run. Removes a half-made sandbox first.
-    /// When it fails for certain (no sandbox runs), the executor appends [`Entry::WakeFailed`] with the reason.
+    /// Removes a sandbox that an earlier restore left incomplete, verifies `image`, restores the
+    /// sandbox from it and removes the note in /run. If the wake fails for certain (no sandbox
+    /// runs), the executor appends [`Entry::WakeFailed`] with the reason.
     Wake { image: ImageId },
-    /// Only the ledger changes.
+    /// Changes nothing but the ledger.
     Record,
-    /// Drop a note in /run that the ledger contradicts. If no sandbox runs, its keepers then report the containers' end.
+    /// Removes a note in /run that the ledger contradicts. If no sandbox runs, its keepers then
+    /// report that the containers have ended.
     ForgetSleep,
-    /// Remove what an unfinished save or removal left.
+    /// Removes the rest of an unfinished save or removal.
     DiscardPartial { image: ImageId },
-    /// Remove a committed image.
+    /// Removes a committed image.
     DiscardImage { image: ImageId },
-    /// Give back an image of another Pod, which this one has taken and never run: the next Pod may be restored from it.
+    /// Releases an image of another Pod that this Pod took for its restore and never ran from. The
+    /// next Pod may be restored from the image.
     ReleaseImage { image: ImageId },
-    /// Remove the ledger of a Pod that is gone.
+    /// Removes the ledger of a Pod that is gone.
     DiscardLedger,
 }
 
-/// [`Action`] without its data: a metric label.
+/// The kind of an [`Action`], without its data: a metric label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum StepKind {
     Pause,
@@ -122,93 +133,99 @@ impl Action {
     }
 }
 
-/// What became of a step.
+/// The outcome of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
     Done,
-    /// It was so before.
+    /// The state was as wanted before the step.
     Already,
-    /// It is certain that it was not done. `reason` is CamelCase.
+    /// The action was certainly not done. `reason` is CamelCase.
     Failed {
         reason: String,
         message: String,
     },
-    /// Nobody knows whether it was done: a call timed out or its connection broke.
+    /// It is not known whether the action was done: a call timed out or its connection broke.
     Unknown {
         message: String,
     },
-    /// The fence did not fit; nothing was tried.
+    /// The fence did not match; nothing was tried.
     Stale,
 }
 
-/// Why a plan says what it says, for logs, events and tests.
+/// A reason for the content of a plan, for logs, events and tests.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reason {
-    /// Another actor holds the lock.
+    /// Another process holds the lock.
     Busy,
-    /// The state of the sandbox could not be found out.
+    /// The state of the sandbox could not be determined.
     LiveUnknown,
     /// The ledger cannot be trusted.
     LedgerCorrupt,
-    /// torpor-oci is filling the Pod from an image.
+    /// torpor-oci is restoring the Pod from an image.
     Restoring,
-    /// Asked to sleep.
+    /// The API requests sleep.
     SleepWanted,
-    /// Idle for as long as was asked for.
+    /// The sandbox has been idle for its configured time.
     Idle,
-    /// Idle, and the node is short of something.
+    /// The sandbox is idle, and the node is short of a resource.
     Pressure { short_of: Resource },
-    /// Dozes because it was idle.
+    /// The sandbox dozes because it was idle.
     Dozing,
-    /// Asked to run.
+    /// The API requests that the sandbox runs.
     AwakeWanted,
-    /// Asked to stand still.
+    /// The API requests a freeze.
     FreezeWanted,
-    /// A snapshot wants an image.
+    /// A snapshot needs an image.
     SnapshotWanted,
-    /// The image that the sandbox sleeps in shall be deleted.
+    /// The image that the sandbox sleeps in is to be deleted.
     DeletionWanted,
-    /// An image that holds the sandbox's memory serves a snapshot too.
+    /// An image that holds the sandbox's memory becomes the image of a snapshot, too.
     ImageAdopted,
-    /// It sleeps as asked.
+    /// The sandbox sleeps, as requested.
     Sleeping,
-    /// Runs or stands still, as asked.
+    /// The sandbox runs or is paused, as requested.
     Settled,
-    /// The sandbox runs although the ledger says otherwise.
+    /// The sandbox runs; by the ledger it does not.
     AwakeUnrecorded,
-    /// The note in /run says asleep, the ledger does not.
+    /// By the note in /run the sandbox sleeps; by the ledger it does not.
     RecordStale,
     /// A save was not finished.
     SaveUnfinished,
-    /// The end of a sandbox that hibernates was cut off: some of its processes may be gone.
+    /// The end of a hibernating sandbox was interrupted: some of its processes may be gone.
     EndUnfinished,
     /// The runtime cannot save.
     NotCapable,
-    /// Somebody has a session open, or had one a moment ago.
+    /// A session is open, or was open a moment ago.
     InUse,
-    /// It could fall asleep by itself, and does not while its probes fail: see [`crate::state::Desired::ready`].
+    /// The sandbox could fall asleep by itself, and does not while its probes fail: see
+    /// [`crate::state::Desired::ready`].
     NotReady,
-    /// A container runs in it that its Pod's spec does not have (`kubectl debug` adds such).
+    /// A container runs in the sandbox that is not in its Pod's spec (`kubectl debug` adds such
+    /// containers).
     Debugged { container: ContainerName },
-    /// Other sandboxes of the node are being saved; this one waits for its turn.
+    /// Other sandboxes of the node are being saved; this sandbox waits for its turn.
     AwaitingTurn { urgency: Urgency },
-    /// The same of one that is idle, until the disk is free of the images before it: their bandwidth is limited.
+    /// The sandbox is idle and waits until the disk has written the images before its own: the
+    /// bandwidth of images is limited.
     AwaitingBandwidth,
-    /// Waiting after a failure.
+    /// The next attempt after a failure waits.
     Backoff { until: Timestamp },
-    /// The memory is in an image and the kubelet is to bring the containers back.
+    /// The memory is in an image, and the kubelet is to start the containers again.
     AwaitingContainers,
-    /// No sandbox.
+    /// The Pod has no sandbox.
     NoSandbox,
-    /// The memory should be in an image that the store does not have.
+    /// By the ledger the memory is in an image, and the store does not have that image.
     ImageMissing { image: ImageId },
-    /// Nothing refers to an image any more.
+    /// Nothing refers to the image any more.
     Garbage { image: ImageId },
-    /// The Pod is gone and `image` is its memory: until then it waits for a snapshot that claims it.
+    /// The Pod is gone and `image` is its memory. The image waits until then for a snapshot that
+    /// claims it.
     Unclaimed { image: ImageId, until: Timestamp },
-    /// `image` is the memory of a Pod that is gone, and the apiserver has not said yet that nobody claims it.
+    /// `image` is the memory of a Pod that is gone. The apiserver has not confirmed yet that no
+    /// snapshot claims it.
     Asking { image: ImageId },
-    /// No snapshot has claimed the memory of a Pod that is gone, and `image` is being removed. `disk_short`: before the grace time was over.
+    /// No snapshot has claimed the memory of a Pod that is gone, and `image` is being removed.
+    /// `disk_short`: the removal comes before the end of the grace time.
     GivenUp { image: ImageId, disk_short: bool },
     /// The Pod is being deleted.
     PodTerminating,
@@ -218,21 +235,23 @@ pub enum Reason {
     NumbersExhausted,
 }
 
-/// What to do next with one sandbox, and what to tell.
+/// The next steps for one sandbox, and the status for its user.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
     pub steps: Vec<Step>,
-    /// Describes what was observed and what the steps begin; write it before executing them.
+    /// Status that describes the observation and the steps that begin. Write it before the steps
+    /// are executed.
     pub status: StatusDraft,
-    /// When to plan again although nothing changed.
+    /// Time to plan again if nothing changes before.
     pub wake_at: Option<Timestamp>,
     pub why: Vec<Reason>,
-    /// Whether to ask the apiserver itself about the Pod, once the steps are done, and to plan again with its answer ([`crate::state::Departure::answer`]).
+    /// The plan needs the apiserver's own answer about the Pod. The agent then requests it after
+    /// the steps and plans again with it ([`crate::state::Departure::answer`]).
     pub asks: bool,
 }
 
 impl Reason {
-    /// Why a turn to save is waited for, if this says so.
+    /// Returns the urgency of the save that waits for its turn, if the reason is such a wait.
     pub fn awaited_turn(&self) -> Option<Urgency> {
         match self {
             Reason::AwaitingTurn { urgency } => Some(*urgency),
@@ -243,27 +262,19 @@ impl Reason {
 }
 
 impl Plan {
-    /// What a sandbox that runs is about to stand still for, if that is an image: the step that makes one, or the doze of which one is made
-    /// in a plan of its own. Where there is no room for it, this is what fails, before anything is done.
-    pub fn stops_for(&self, observed: &Observed) -> Option<&Step> {
-        let runs = observed.live == Live::Running && observed.capable.is_ok();
-        let needs_room =
-            |step: &&Step| matches!(step.action, Action::Checkpoint { .. } | Action::Doze);
-        self.steps.iter().find(needs_room).filter(|_| runs)
-    }
-
-    /// Whether it puts a sandbox to sleep, or deeper, although nobody has asked for that: whoever needs it must be able to wake it.
+    /// Returns whether the plan puts a sandbox to sleep, or deeper to sleep, because of idleness
+    /// and without a request. A caller that needs such a sandbox must be able to wake it.
     pub fn sleeps_by_itself(&self) -> bool {
-        let of_idleness = |reason: &Reason| {
+        let is_idleness = |reason: &Reason| {
             matches!(
                 reason,
                 Reason::Idle | Reason::Pressure { .. } | Reason::Dozing
             )
         };
-        self.why.iter().any(of_idleness)
+        self.why.iter().any(is_idleness)
     }
 
-    /// Why it waits for a turn to save, if it does.
+    /// Returns the urgency of the save that waits for its turn, if the plan has such a save.
     pub fn awaits_turn(&self) -> Option<Urgency> {
         self.why.iter().find_map(Reason::awaited_turn)
     }

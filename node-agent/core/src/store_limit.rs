@@ -1,4 +1,4 @@
-//! How much of the images' disk one namespace may take, and which saves that limit refuses.
+//! The share of the images' disk that one namespace may take, and the saves that it refuses.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -7,10 +7,10 @@ use crate::ids::Namespace;
 use crate::state::Desired;
 
 const MIB: u64 = 1 << 20;
-/// Most namespaces that are reported.
+/// Largest number of namespaces that are reported.
 pub const MOST_REPORTED: usize = 32;
 
-/// The most that the images of one namespace may take (`--store-per-namespace`).
+/// The limit on the images of a namespace (`--store-per-namespace`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PerNamespace {
     Unlimited,
@@ -20,7 +20,8 @@ pub enum PerNamespace {
 }
 
 impl PerNamespace {
-    /// The limit on a file system of so many bytes; none on one that does not say how large it is.
+    /// Returns the limit in bytes on a file system of `file_system` bytes. `None`: there is no
+    /// limit, or the size of the file system is not known (0).
     pub fn bytes(self, file_system: u64) -> Option<u64> {
         match self {
             Self::Unlimited => None,
@@ -32,7 +33,7 @@ impl PerNamespace {
     }
 }
 
-/// A save that the limit refuses.
+/// The error of a save that the limit refuses.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the images of namespace {namespace} take {} MiB on this node, the new image may take {} MiB, and the limit of a namespace is {} MiB (--store-per-namespace). The sandbox runs on. Delete SandboxSnapshots or sleeping Sandboxes of the namespace, or raise the limit",
@@ -47,17 +48,19 @@ pub struct OverLimit {
 }
 
 impl OverLimit {
-    /// CamelCase, for conditions and metrics.
+    /// The CamelCase reason for conditions and metrics.
     pub const REASON: &str = "NamespaceStoreFull";
 }
 
-/// Whether the limit applies to the save that is wanted of the Pod's sandbox. A Suspend and an eviction end the Pod: without the image its memory
-/// would be lost, or the drain blocked, so that only the disk's reserve limits them.
+/// Returns whether the limit applies to the wanted save of the Pod's sandbox. A Suspend and an
+/// eviction end the Pod: without the image its memory would be lost, or the drain blocked. Only
+/// the disk's reserve limits such a save.
 pub fn applies_to(desired: &Desired) -> bool {
     !desired.suspending() && !desired.evicted
 }
 
-/// Refuses an image of up to `wanted` bytes in a namespace whose images take `used`.
+/// Checks an image of up to `wanted` bytes against the limit of a namespace whose images take
+/// `used` bytes. Errors: the sum is above the limit.
 pub fn check(
     namespace: &Namespace,
     used: u64,
@@ -75,16 +78,17 @@ pub fn check(
     }
 }
 
-/// Share of one namespace.
+/// The share of a namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
     pub namespace: Namespace,
     pub bytes: u64,
-    /// Its images take all that they may.
+    /// The images of the namespace take the whole limit.
     pub limited: bool,
 }
 
-/// The namespaces whose images take most, largest first, of all images with their sizes.
+/// Returns the namespaces whose images take most, largest first. `images`: each image's namespace
+/// and size in bytes.
 pub fn largest<'a>(
     images: impl Iterator<Item = (&'a Namespace, u64)>,
     limit: Option<u64>,
@@ -100,7 +104,7 @@ pub fn largest<'a>(
         limited: limit.is_some_and(|limit| bytes >= limit),
     };
     let mut shares: Vec<Share> = sums.into_iter().map(share).collect();
-    // The sort is stable: equal ones stay in the order of their names.
+    // The sort is stable: namespaces of equal size stay in the order of their names.
     shares.sort_by_key(|share| std::cmp::Reverse(share.bytes));
     shares.truncate(MOST_REPORTED);
     shares
@@ -130,7 +134,7 @@ mod tests {
             keep_last_image: false,
             wake_up: Default::default(),
             snapshots: Vec::new(),
-            told: false,
+            has_sleep_condition: false,
             containers: Default::default(),
             ready: true,
         }

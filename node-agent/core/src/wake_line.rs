@@ -1,57 +1,73 @@
-//! Who is restored next, when more sandboxes of a node are to wake than may at once: the line of those who wait for a turn.
+//! The order of restores when more sandboxes of a node are to wake than may at once: the line of
+//! the processes that wait for a turn.
 //!
-//! They are processes that know each other by their places in the line alone (`torpor_runsc::wake_slots`). Each takes a place when it comes,
-//! and goes when more turns are free than others are before it. Nobody has to remember who was served.
+//! The waiting processes share nothing but the places of the line (`torpor_runsc::wake_slots`).
+//! Each process takes a place when it comes. A process restores when more turns are free than other
+//! processes are before it. No process has to remember which namespace had the last turn.
 //!
-//! Namespaces take turns: a round has at most one place of each, and who comes takes the first place after those of its own namespace
-//! that is in no round that has begun. So one that needs a hundred sandboxes at once waits for itself, and everybody else for at most two
-//! turns of it, and one more for each place of their own. Within a round the order is that of names: it is a turn of each in any case.
+//! Namespaces take turns: a round has at most one place of each namespace. A process that comes
+//! takes the first place after those of its own namespace that is in no round that has begun. A
+//! namespace that needs a hundred sandboxes at once therefore waits for itself. Every other
+//! namespace waits for at most two turns of it, and one more for each place of its own. Within
+//! a round the order is that of names: each namespace has one turn in any case.
 
 use std::fmt;
 
 use crate::ids::Namespace;
 
-const CALLED: &str = "called";
-const ASKED: &str = "asked";
+const CLASS_AWAITED: &str = "called";
+const CLASS_DEFERRABLE: &str = "asked";
 
 /// A place in the line; the smallest comes first.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Nobody waits for its answer: it comes after all for whom somebody does.
-    patient: bool,
+    /// No caller waits for the sandbox's answer: the place comes after all places with a caller.
+    deferrable: bool,
     round: u64,
     namespace: Namespace,
 }
 
 impl Place {
-    /// The place of one that comes now. Who `stands_still` does not hold up the rounds: for as long as it did, whoever comes would come before those who wait already.
+    /// Returns the place of a process that comes now. `line`: the places that are taken.
+    /// `deferrable`: no caller waits for the sandbox's answer. `is_stalled`: the process at a place
+    /// waits for longer than any process waits.
+    ///
+    /// A stalled process does not hold up the rounds. Otherwise each process that comes while it is
+    /// stalled would come before the processes that wait already.
     pub fn behind(
         line: &[Self],
         namespace: &Namespace,
-        patient: bool,
-        mut stands_still: impl FnMut(&Self) -> bool,
+        deferrable: bool,
+        mut is_stalled: impl FnMut(&Self) -> bool,
     ) -> Self {
-        let alike = || line.iter().filter(move |place| place.patient == patient);
+        let alike = || {
+            line.iter()
+                .filter(move |place| place.deferrable == deferrable)
+        };
         let mut all: Vec<&Self> = alike().collect();
         all.sort_unstable();
-        let first = all.into_iter().find(|place| !stands_still(place));
+        let first = all.into_iter().find(|place| !is_stalled(place));
         let begun = first.map(|place| place.round);
         let own = alike().filter(|place| place.namespace == *namespace);
         let last = begun.max(own.map(|place| place.round).max());
         Self {
-            patient,
+            deferrable,
             round: last.map_or(0, |last| last.saturating_add(1)),
             namespace: namespace.clone(),
         }
     }
 
-    /// How many are before it. Who has died is not: `lives` is asked of the first, until there are as many who do as there are turns; how many more there are
-    /// is of no matter. (Were it asked until there is one, the dead behind one that stands still would keep all turns from the others.)
+    /// Returns how many living processes are before this place; the count is exact up to `turns`,
+    /// the number of turns.
+    ///
+    /// `is_alive` is called for the first places until `turns` of them are alive. The exact number
+    /// of further ones does not matter. (If it were called until one is alive, dead processes
+    /// behind a stalled one would keep all turns from the others.)
     pub fn ahead(
         &self,
         mut line: Vec<Self>,
         turns: usize,
-        mut lives: impl FnMut(&Self) -> bool,
+        mut is_alive: impl FnMut(&Self) -> bool,
     ) -> usize {
         line.retain(|place| place < self);
         line.sort_unstable();
@@ -60,7 +76,7 @@ impl Place {
             if living == turns {
                 break;
             }
-            match lives(place) {
+            match is_alive(place) {
                 true => living += 1,
                 false => dead += 1,
             }
@@ -68,17 +84,17 @@ impl Place {
         line.len() - dead
     }
 
-    /// The place of this name; none if it is the name of something else.
+    /// Parses the name of a place; `None` if it is the name of something else.
     pub fn parse(name: &str) -> Option<Self> {
         let (class, rest) = name.split_once('-')?;
         let (round, namespace) = rest.split_once('-')?;
-        let patient = match class {
-            CALLED => false,
-            ASKED => true,
+        let deferrable = match class {
+            CLASS_AWAITED => false,
+            CLASS_DEFERRABLE => true,
             _ => return None,
         };
         Some(Self {
-            patient,
+            deferrable,
             round: round.parse().ok()?,
             namespace: Namespace::new(namespace).ok()?,
         })
@@ -87,7 +103,11 @@ impl Place {
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let class = if self.patient { ASKED } else { CALLED };
+        let class = if self.deferrable {
+            CLASS_DEFERRABLE
+        } else {
+            CLASS_AWAITED
+        };
         write!(f, "{class}-{}-{}", self.round, self.namespace)
     }
 }
@@ -106,7 +126,7 @@ mod tests {
         Namespace::new(name).unwrap()
     }
 
-    /// Those who wait, who of them has died or stands still, and how many restore.
+    /// The waiting processes, the dead and the stalled ones of them, and the number that restores.
     #[derive(Default)]
     struct Node {
         line: Vec<Place>,
@@ -116,19 +136,19 @@ mod tests {
     }
 
     impl Node {
-        fn join(&mut self, name: &str, patient: bool) -> Place {
-            let place = Place::behind(&self.line, &namespace(name), patient, |_| false);
+        fn join(&mut self, name: &str, deferrable: bool) -> Place {
+            let place = Place::behind(&self.line, &namespace(name), deferrable, |_| false);
             assert!(!self.line.contains(&place), "{place} is taken");
             self.line.push(place.clone());
             place
         }
 
         fn living(&self) -> Vec<Place> {
-            let lives = |place: &&Place| !self.dead.contains(*place);
-            self.line.iter().filter(lives).cloned().collect()
+            let is_alive = |place: &&Place| !self.dead.contains(*place);
+            self.line.iter().filter(is_alive).cloned().collect()
         }
 
-        /// Those who go when they may, in the order of their places.
+        /// Returns the places of the processes that are able to take a turn, in their order.
         fn able(&self) -> Vec<Place> {
             let mut able = self.living();
             able.retain(|place| !self.still.contains(place));
@@ -136,7 +156,7 @@ mod tests {
             able
         }
 
-        /// What is left of the dead is removed by who finds it.
+        /// The process that finds the place of a dead process removes it.
         fn ahead(&mut self, place: &Place, limit: usize) -> usize {
             let mut left = Vec::new();
             let ahead = place.ahead(self.line.clone(), limit, |other| {
@@ -149,7 +169,7 @@ mod tests {
             ahead
         }
 
-        /// Whoever has fewer before it than there are free turns goes.
+        /// Gives a turn to each process with fewer processes before it than turns are free.
         fn serve(&mut self, limit: usize) -> Vec<Place> {
             let mut served = Vec::new();
             while self.restoring < limit {
@@ -166,7 +186,7 @@ mod tests {
         }
     }
 
-    /// The namespaces of a line in the order in which they are served, one after the other.
+    /// The namespaces of a line in the order of their turns, one turn after the other.
     fn order(node: &mut Node) -> Vec<String> {
         std::iter::from_fn(|| {
             node.restoring = 0;
@@ -189,8 +209,8 @@ mod tests {
     #[test]
     fn who_waits_for_an_answer_comes_first() {
         let mut node = Node::default();
-        for (name, patient) in [("a", true), ("a", true), ("b", true), ("c", false)] {
-            node.join(name, patient);
+        for (name, deferrable) in [("a", true), ("a", true), ("b", true), ("c", false)] {
+            node.join(name, deferrable);
         }
         assert_eq!(order(&mut node), ["c", "a", "a", "b"]);
     }
@@ -217,18 +237,18 @@ mod tests {
     #[test]
     fn one_that_stands_still_holds_up_no_round() {
         let place = |round, name| Place {
-            patient: false,
+            deferrable: false,
             round,
             namespace: namespace(name),
         };
         let line = [place(0, "a"), place(7, "b"), place(8, "b")];
-        let of = |name, still: bool| {
-            let stands_still = |other: &Place| still && *other == line[0];
-            Place::behind(&line, &namespace(name), false, stands_still).round
+        let round = |name, stalled: bool| {
+            let is_stalled = |other: &Place| stalled && *other == line[0];
+            Place::behind(&line, &namespace(name), false, is_stalled).round
         };
-        assert_eq!((of("c", false), of("c", true)), (1, 8));
-        assert_eq!((of("b", true), of("a", true)), (9, 8));
-        // Its name stays its own.
+        assert_eq!((round("c", false), round("c", true)), (1, 8));
+        assert_eq!((round("b", true), round("a", true)), (9, 8));
+        // The name of a stalled place stays taken.
         let alone = &line[..1];
         let behind = |name| Place::behind(alone, &namespace(name), false, |_| true).round;
         assert_eq!((behind("a"), behind("b")), (1, 0));
@@ -253,8 +273,8 @@ mod tests {
     }
 
     proptest! {
-        /// However many others come, and go on coming: who has `own` of its namespace before it waits for at most so many turns of every
-        /// other namespace, and two.
+        /// However many processes keep coming: a process with `own` places of its namespace before
+        /// it waits for at most `own` + 2 turns of every other namespace.
         #[test]
         fn a_namespace_that_needs_many_sandboxes_waits_for_itself(
             limit in 1..4_usize,
@@ -263,8 +283,8 @@ mod tests {
             let (mut node, mut served, mut came) = (Node::default(), [0; NAMES.len()], BTreeMap::new());
             for (what, name) in events {
                 if what < 3 {
-                    let of_it = |place: &&Place| place.namespace.as_str() == NAMES[name];
-                    let own = node.line.iter().filter(of_it).count();
+                    let is_own = |place: &&Place| place.namespace.as_str() == NAMES[name];
+                    let own = node.line.iter().filter(is_own).count();
                     came.insert(node.join(NAMES[name], false), (name, own, served));
                 } else {
                     node.restoring = node.restoring.saturating_sub(1);
@@ -281,17 +301,18 @@ mod tests {
             }
         }
 
-        /// Whoever dies while it waits: no turn stays free while somebody lives who waits for it, but for one for each that stands still.
+        /// If processes die while they wait, no turn stays free while a living process waits for
+        /// it, except one turn for each stalled process.
         #[test]
         fn the_dead_keep_nobody_waiting(
             limit in 1..4_usize,
             events in proptest::collection::vec((0..7_u8, 0..NAMES.len(), any::<bool>(), 0..100_usize), 1..200),
         ) {
             let mut node = Node::default();
-            for (what, name, patient, which) in events {
+            for (what, name, deferrable, which) in events {
                 let living = node.living();
                 match what {
-                    0..3 => drop(node.join(NAMES[name], patient)),
+                    0..3 => drop(node.join(NAMES[name], deferrable)),
                     3 | 4 if !living.is_empty() => {
                         let dies = living[which % living.len()].clone();
                         node.still.remove(&dies);

@@ -1,21 +1,22 @@
-//! Which packets wake a sandbox that sleeps: what the planner's side tells the keeper, which sees the packets.
+//! The packets that wake a sleeping sandbox: a setting that the agent passes to the keeper, which
+//! receives the packets.
 
 use std::ops::RangeInclusive;
 
 use serde::{Deserialize, Serialize};
 
-/// As `torpor.dev/wake-on` says; that annotation's meaning is told in docs/how-to/wake.md.
+/// The value of the annotation `torpor.dev/wake-on`, described in docs/how-to/wake.md.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum WakeOn {
     #[default]
     Any,
-    /// Of nothing else than these.
+    /// Only these packets wake the sandbox.
     Only {
         tcp: bool,
         udp: bool,
         icmp: bool,
-        /// The pod's TCP and UDP ports; empty: all of them.
+        /// The Pod's TCP and UDP ports; empty: all of them.
         ports: Vec<RangeInclusive<u16>>,
     },
 }

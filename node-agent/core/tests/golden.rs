@@ -1,5 +1,5 @@
-//! The planner's decisions as one table, for people to read and for changes to be seen: every state of a sandbox that it may
-//! be found in, by what is wanted.
+//! The planner's decisions as one table, for readers and for reviews of changes: each state of a
+//! sandbox, by the request.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -16,7 +16,7 @@ fn image() -> ImageId {
 }
 
 fn entries(names: &str) -> Vec<Entry> {
-    let of = |name| match name {
+    let entry = |name| match name {
         "saving" => Entry::Saving {
             image: image(),
             snapshots: BTreeSet::new(),
@@ -37,10 +37,10 @@ fn entries(names: &str) -> Vec<Entry> {
         },
         _ => Entry::Awake,
     };
-    names.split_whitespace().map(of).collect()
+    names.split_whitespace().map(entry).collect()
 }
 
-/// A ledger, and what of its image lies in the store.
+/// A ledger, and the state of its image in the store.
 const LEDGERS: [(&str, Option<ImageState>); 9] = [
     ("", None),
     ("saving", Some(ImageState::Partial)),
@@ -69,7 +69,7 @@ fn observed(
     Observed {
         sandbox: Some(SandboxId::new("5".repeat(64)).expect("an id")),
         live,
-        // Heeded only where the sandbox may fall asleep by itself.
+        // This time has an effect only where the sandbox may fall asleep by itself.
         idle_since: Some(Timestamp::UNIX_EPOCH),
         doze,
         record: noted.then(|| Record { image: image() }),
@@ -98,7 +98,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         pressure: Default::default(),
         evicted: false,
         keep_last_image: false,
-        told: false,
+        has_sleep_condition: false,
         wake_up: BTreeSet::new(),
         containers: BTreeSet::new(),
         ready: true,
@@ -153,7 +153,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
     ]
 }
 
-/// A Pod that is gone, with its sandbox: just now, and the apiserver knows nothing more of it.
+/// A Pod that is gone now, with its sandbox; the apiserver has nothing of the Pod.
 fn gone(wish: Desired, by_user: bool) -> Desired {
     let departure = Departure {
         since: Timestamp::UNIX_EPOCH,

@@ -1,6 +1,7 @@
-//! Calls to containerd. Synchronous: for threads that may block.
+//! Calls to containerd. They are synchronous, for threads that may block.
 //!
-//! containerd's socket is root on its node. Of all that it offers, these calls read, pause and resume.
+//! Access to containerd's socket is equivalent to root on the node. These calls only read, pause
+//! and resume.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,7 +21,7 @@ use crate::proto::tasks::{GetRequest, PauseTaskRequest, Process, ResumeTaskReque
 /// The containerd namespace of the kubelet's containers.
 const NAMESPACE: &str = "k8s.io";
 
-/// Why containerd did not do as asked.
+/// Error of a call to containerd.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("containerd at {socket} has no {what}")]
@@ -48,13 +49,14 @@ pub enum Error {
 }
 
 impl Error {
-    /// Nobody knows whether it was done.
+    /// Reports whether the call's effect is unknown.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::NoAnswer { .. } | Self::Broken { .. })
     }
 }
 
-/// A containerd. It is connected to at the first call, and again after it was away.
+/// A client of containerd. The first call connects, and a later call connects again after
+/// containerd was unreachable.
 #[derive(Debug, Clone)]
 pub struct Containerd {
     socket: PathBuf,
@@ -64,15 +66,16 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// The one that listens at `socket`. Calls are made on the runtime and given up after `limit`.
+    /// Makes a client of the containerd that listens at `socket`. Calls run on `runtime` and end
+    /// with an error after `limit`.
     pub fn at(socket: &Path, runtime: Handle, limit: Duration) -> Self {
         let path = socket.to_owned();
         let connector = tower::service_fn(move |_| {
             let path = path.clone();
             async move { UnixStream::connect(path).await.map(TokioIo::new) }
         });
-        let _inside = runtime.enter();
-        // The name goes nowhere: the connector knows the way.
+        let _context = runtime.enter();
+        // The connector ignores the host name.
         let channel =
             Endpoint::from_static("http://containerd").connect_with_connector_lazy(connector);
         Self {
@@ -83,56 +86,56 @@ impl Containerd {
         }
     }
 
-    /// Path of its socket.
+    /// Returns the path of containerd's socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// The containers of a Pod, the sandbox' own among them.
+    /// Returns the containers of a Pod, including the sandbox container.
     pub fn containers_of(&self, pod: &PodUid) -> Result<Vec<Container>, Error> {
         let mut client = ContainersClient::new(self.channel.clone());
         let request = ListContainersRequest {
-            // A Pod's UID holds nothing that would mean something in a filter.
+            // A Pod's UID contains no character with a meaning in a filter.
             filters: vec![format!("labels.\"io.kubernetes.pod.uid\"=={pod}")],
         };
         let doing = || format!("list the containers of Pod {pod}");
-        let answer = self.call(doing, client.list(of_namespace(request)))?;
+        let answer = self.call(doing, client.list(in_namespace(request)))?;
         Ok(answer.containers)
     }
 
-    /// A container's task; none when it has none (any more).
+    /// Returns a container's task; none if the container has no task, or has none any more.
     pub fn task(&self, container: &str) -> Result<Option<Process>, Error> {
         let mut client = TasksClient::new(self.channel.clone());
         let request = GetRequest {
             container_id: container.to_owned(),
         };
         let doing = || format!("get the task of container {container}");
-        match self.call(doing, client.get(of_namespace(request))) {
+        match self.call(doing, client.get(in_namespace(request))) {
             Ok(answer) => Ok(answer.process),
             Err(Error::NotFound { .. }) => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    /// Pauses a container. One that does not run is refused.
+    /// Pauses a container. containerd refuses a container that does not run.
     pub fn pause(&self, container: &str) -> Result<(), Error> {
         let mut client = TasksClient::new(self.channel.clone());
         let request = PauseTaskRequest {
             container_id: container.to_owned(),
         };
         let doing = || format!("pause container {container}");
-        self.call(doing, client.pause(of_namespace(request)))?;
+        self.call(doing, client.pause(in_namespace(request)))?;
         Ok(())
     }
 
-    /// Lets a container run on. One that is not paused is refused.
+    /// Resumes a container. containerd refuses a container that is not paused.
     pub fn resume(&self, container: &str) -> Result<(), Error> {
         let mut client = TasksClient::new(self.channel.clone());
         let request = ResumeTaskRequest {
             container_id: container.to_owned(),
         };
         let doing = || format!("resume container {container}");
-        self.call(doing, client.resume(of_namespace(request)))?;
+        self.call(doing, client.resume(in_namespace(request)))?;
         Ok(())
     }
 
@@ -157,7 +160,8 @@ impl Containerd {
     }
 }
 
-/// containerd has a code for what is not there; what a shim does not do comes as Unknown, with words (`pkg/errgrpc`).
+/// Converts a status to an error. containerd has a code for a missing container. The refusal of a
+/// shim has the code Unknown and a message (containerd's `pkg/errgrpc`).
 fn refusal(socket: PathBuf, doing: String, status: &Status) -> Error {
     let message = status.message().to_owned();
     match status.code() {
@@ -172,7 +176,7 @@ fn refusal(socket: PathBuf, doing: String, status: &Status) -> Error {
                 message,
             }
         }
-        // tonic's own word for a connection that ended in the middle of an answer.
+        // tonic's own code for a connection that ended in the middle of an answer.
         Code::Unknown if std::error::Error::source(status).is_some() => Error::Broken {
             socket,
             doing,
@@ -186,7 +190,7 @@ fn refusal(socket: PathBuf, doing: String, status: &Status) -> Error {
     }
 }
 
-fn of_namespace<T>(message: T) -> Request<T> {
+fn in_namespace<T>(message: T) -> Request<T> {
     let mut request = Request::new(message);
     let namespace = tonic::metadata::MetadataValue::from_static(NAMESPACE);
     request

@@ -1,4 +1,5 @@
-//! Pausing, resuming and reclaiming a sandbox. Each may be done twice, and whatever is cut off in the middle is seen by the next look.
+//! Pauses, resumes and reclaims a sandbox. Each call may be repeated. The next observation shows
+//! the result of an interrupted call.
 
 use std::path::Path;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use crate::containerd::{self, Containerd};
 use crate::proto::tasks::{Process, Status};
 use crate::sandbox::{Member, Sandbox, Standing, sandboxes, standing};
 
-/// Why a sandbox could not be paused, resumed or pushed out.
+/// Error of pausing, resuming or reclaiming a sandbox.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -34,7 +35,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// CamelCase, for conditions and metrics.
+    /// Returns the reason for conditions and metrics, in CamelCase.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Containerd(_) => "ContainerdRefused",
@@ -51,7 +52,7 @@ impl Error {
     }
 }
 
-/// What became of a step; `Ok(false)`: it was so before.
+/// Converts the result of a step to its outcome. `Ok(false)` becomes `Already`.
 pub fn outcome(done: Result<bool, Error>) -> Outcome {
     match done {
         Ok(true) => Outcome::Done,
@@ -71,16 +72,17 @@ fn words(error: &dyn std::error::Error) -> String {
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
-/// A sandbox as it was a moment ago.
+/// An observation of a sandbox.
 #[derive(Debug, Clone)]
 pub struct Seen {
     pub sandbox: Sandbox,
     pub standing: Standing,
-    /// The sandbox container's process: of Kata, the virtual machine, as of every other container.
+    /// Process of the sandbox container. For each container of a Kata sandbox it is the virtual
+    /// machine.
     pub pid: Option<u32>,
 }
 
-/// The sandboxes that some of containerd's runtimes run.
+/// Driver of the sandboxes of some of containerd's runtimes.
 #[derive(Debug)]
 pub struct Driver {
     containerd: Containerd,
@@ -89,7 +91,8 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// `runtimes`: containerd's names of them, in full or by their beginning and a `*`. `cgroups`: where the host's are mounted.
+    /// Makes a driver. `runtimes`: containerd's names of the runtimes, complete or as a prefix with
+    /// `*`. `cgroups`: mount point of the host's cgroups.
     pub fn new(
         containerd: Containerd,
         runtimes: Vec<String>,
@@ -102,7 +105,8 @@ impl Driver {
         })
     }
 
-    /// The sandbox of a Pod: the one that runs, if there are several.
+    /// Observes the sandbox of a Pod; none if the Pod has no sandbox. If there are several, returns
+    /// the first that is not ended, else the last.
     pub fn look(&self, pod: &PodUid) -> Result<Option<Seen>, Error> {
         let containers = self.containerd.containers_of(pod)?;
         let mut last = None;
@@ -127,18 +131,20 @@ impl Driver {
         Ok(last)
     }
 
-    /// Pauses every container that runs, the sandbox' own aside. Answers false if all were. If one cannot be, those that this call has paused run on.
+    /// Pauses all running containers but the sandbox container. Returns false if none ran. If a
+    /// container cannot be paused, resumes the containers that this call has paused.
     pub fn pause(&self, sandbox: &Sandbox) -> Result<bool, Error> {
         let mut paused = Vec::new();
         for member in &sandbox.members {
             match self.pause_one(&member.id) {
                 Ok(true) => paused.push(&member.id),
                 Ok(false) => {}
-                // Nobody knows what is paused by now: whoever looks next does.
+                // It is unknown which containers are paused now. The next observation shows it.
                 Err(error) if error.is_unknown() => return Err(error),
                 Err(error) => {
                     for id in paused.iter().rev() {
-                        // One that cannot be resumed is seen at the next look, and resumed then.
+                        // After an error the next observation finds the container paused, and the
+                        // agent resumes it.
                         let _ = self.resume_one(id);
                     }
                     return Err(error);
@@ -148,7 +154,8 @@ impl Driver {
         Ok(!paused.is_empty())
     }
 
-    /// Resumes every container that is paused, the last one first. Answers false if none was. One that cannot be does not keep the others.
+    /// Resumes all paused containers, the last one first. Returns false if none was paused. If a
+    /// container cannot be resumed, resumes the others nevertheless and returns the first error.
     pub fn resume(&self, sandbox: &Sandbox) -> Result<bool, Error> {
         let mut resumed = false;
         let mut failed = None;
@@ -175,7 +182,7 @@ impl Driver {
         match self.containerd.pause(id) {
             Ok(()) => Ok(true),
             Err(error) if error.is_unknown() => Err(error.into()),
-            // It was paused, or ended, while it was to be.
+            // The container may have been paused or may have ended meanwhile.
             Err(error) => match self.status(id)? {
                 Status::Paused | Status::Stopped => Ok(false),
                 _ => Err(error.into()),
@@ -200,13 +207,14 @@ impl Driver {
         }
     }
 
-    /// One without a task has ended.
+    /// Returns the status of a container. A container without a task has ended.
     fn status(&self, id: &str) -> Result<Status, Error> {
         let task = self.containerd.task(id)?;
         Ok(task.map_or(Status::Stopped, |task| task.status()))
     }
 
-    /// Pushes the memory of a sandbox that is paused out of main memory. Only of cgroups in which processes of it are.
+    /// Pushes the memory of a paused sandbox into swap. Uses only cgroups with processes of the
+    /// sandbox.
     pub fn reclaim(&self, sandbox: &Sandbox) -> Result<Reclaimed, Error> {
         let groups = self.groups(sandbox)?;
         let mut sum: Option<Reclaimed> = None;
@@ -224,7 +232,8 @@ impl Driver {
         sum.ok_or(Error::NoCgroup)
     }
 
-    /// The cgroups with processes of the sandbox in them: of Kata one, where the virtual machine is.
+    /// Returns the cgroups with processes of the sandbox. A Kata sandbox has one, with the virtual
+    /// machine.
     fn groups<'a>(&self, sandbox: &'a Sandbox) -> Result<Vec<&'a Path>, Error> {
         let own = sandbox.cgroup.as_deref();
         let mut groups = Vec::new();
@@ -247,7 +256,7 @@ impl Driver {
         Ok(groups)
     }
 
-    /// Does one step of a plan. The planner knows that there are no images here, and plans no others.
+    /// Executes one step of a plan. The planner plans no other actions, because Kata has no images.
     pub fn act(&self, sandbox: &Sandbox, action: &Action) -> Outcome {
         match action {
             Action::Pause | Action::Freeze | Action::Doze => outcome(self.pause(sandbox)),
@@ -260,23 +269,24 @@ impl Driver {
         }
     }
 
-    /// Processor time that the sandbox has used, as far as it is counted.
+    /// Returns the processor time that the Pod has used; none if the kernel does not count it.
     pub fn processor_time(&self, sandbox: &Sandbox) -> Option<Duration> {
         self.cgroups.processor_time(self.pod_cgroup(sandbox)?)
     }
 
-    /// Working set of the Pod in bytes, as the kubelet counts it.
+    /// Returns the Pod's working set in bytes, as the kubelet computes it.
     pub fn working_set(&self, sandbox: &Sandbox) -> Option<u64> {
         self.cgroups.working_set(self.pod_cgroup(sandbox)?)
     }
 
-    /// Whether neither the Pod's cgroup nor one above it forbids swap. What forbids it below is found when it is tried.
+    /// Returns an error if the Pod's cgroup or a cgroup above it forbids swap. [`Self::reclaim`]
+    /// finds a cgroup below it that forbids swap.
     pub fn may_swap(&self, sandbox: &Sandbox) -> Result<(), Forbidden> {
         let pod = self.pod_cgroup(sandbox);
         pod.map_or(Ok(()), |pod| swap::allowed(&self.cgroups, pod))
     }
 
-    /// The Pod's cgroup lies above those of its containers.
+    /// Returns the Pod's cgroup: the parent of the sandbox container's cgroup.
     fn pod_cgroup<'a>(&self, sandbox: &'a Sandbox) -> Option<&'a Path> {
         let parent = sandbox.cgroup.as_deref()?.parent()?;
         (parent != Path::new("")).then_some(parent)

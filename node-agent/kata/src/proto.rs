@@ -1,5 +1,6 @@
-//! Messages and services of containerd's API, as far as they are needed: made of the files in `proto/` by the test `proto`, which also keeps them in
-//! step. The servers' side is that of the tests.
+//! Messages and services of containerd's API, as far as the driver needs them. The test `proto`
+//! generates them from the files in `proto/` and checks that they agree. Only tests use the
+//! servers.
 
 #![allow(
     clippy::all,

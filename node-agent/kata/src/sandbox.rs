@@ -1,4 +1,4 @@
-//! What containerd's answers say about a Pod's sandbox. Pure.
+//! A Pod's sandbox and its state, from containerd's answers. Pure.
 
 use std::path::PathBuf;
 
@@ -9,32 +9,34 @@ use torpor_core::state::Live;
 use crate::proto::containers::Container;
 use crate::proto::tasks::{Process, Status};
 
-/// One sandbox of a Pod: a virtual machine with its containers.
+/// A sandbox of a Pod: a virtual machine with its containers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sandbox {
     /// Id of the sandbox container.
     pub id: SandboxId,
     /// containerd's name of its runtime, such as `io.containerd.kata-qemu.v2`.
     pub runtime: String,
-    /// `linux.cgroupsPath` of the sandbox container: where Kata puts the virtual machine (`sandbox_cgroup_only`, its default).
+    /// `linux.cgroupsPath` of the sandbox container. Kata places the virtual machine in this cgroup
+    /// (`sandbox_cgroup_only`, Kata's default).
     pub cgroup: Option<PathBuf>,
-    /// The other containers, each with its own cgroup, in the order of their ids.
+    /// The other containers, each with its own cgroup, sorted by id.
     pub members: Vec<Member>,
 }
 
-/// A container of the Pod beside the sandbox' own.
+/// A container of the Pod other than the sandbox container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
     pub id: String,
     pub cgroup: Option<PathBuf>,
 }
 
-/// The sandboxes of one Pod that one of these runtimes runs: several when the kubelet has made another one and the old one is not gone yet.
-/// A runtime is named in full, or by its beginning and a `*`.
+/// Returns the sandboxes of one Pod that one of these runtimes runs. There are several if the
+/// kubelet has made a new sandbox and the old one is not removed yet. A runtime is a complete name,
+/// or a prefix with `*`.
 pub fn sandboxes(containers: &[Container], runtimes: &[String]) -> Vec<Sandbox> {
     let read: Vec<(&Container, Spec)> = containers
         .iter()
-        .filter(|container| is_of(&runtime(container), runtimes))
+        .filter(|container| matches_any(&runtime(container), runtimes))
         .filter_map(|container| Some((container, Spec::of(container)?)))
         .collect();
     let own = read.iter().filter(|(_, spec)| spec.is_sandbox);
@@ -66,16 +68,17 @@ fn runtime(container: &Container) -> String {
         .unwrap_or_default()
 }
 
-fn is_of(name: &str, runtimes: &[String]) -> bool {
+fn matches_any(name: &str, runtimes: &[String]) -> bool {
     runtimes
         .iter()
         .any(|runtime| match runtime.strip_suffix('*') {
-            Some(beginning) => name.starts_with(beginning),
+            Some(prefix) => name.starts_with(prefix),
             None => name == runtime,
         })
 }
 
-/// What of a container's OCI spec says where it belongs. The annotations are those of containerd's CRI plugin (`pkg/annotations`).
+/// The parts of a container's OCI spec that assign the container to a sandbox and a cgroup. The
+/// annotations are those of containerd's CRI plugin (`pkg/annotations`).
 struct Spec {
     is_sandbox: bool,
     sandbox: Option<String>,
@@ -95,19 +98,20 @@ impl Spec {
     }
 }
 
-/// How the members of a sandbox are, taken together. `own`: the sandbox container's task.
+/// Combined state of a sandbox's members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Standing {
     pub live: Live,
-    /// Some are paused and some are not: a pause or a resume was not finished.
+    /// True if some members are paused and others are not: a pause or a resume was interrupted.
     pub half: bool,
 }
 
-/// What the tasks say. A container that has ended, or has no task, has no part in it.
+/// Combines the states of the tasks. `own` is the sandbox container's task. Members that have ended
+/// or have no task do not count.
 pub fn standing(own: Option<&Process>, members: &[Option<Process>]) -> Standing {
     let whole = |live| Standing { live, half: false };
     match own.map(Process::status) {
-        // While Kata's shim does not answer, containerd does not know either.
+        // containerd reports Unknown while Kata's shim does not answer.
         Some(Status::Unknown) => return whole(Live::Unknown),
         Some(Status::Running | Status::Paused | Status::Pausing) => {}
         Some(Status::Created | Status::Stopped) | None => return whole(Live::None),
@@ -117,7 +121,7 @@ pub fn standing(own: Option<&Process>, members: &[Option<Process>]) -> Standing 
         match member.status() {
             Status::Unknown | Status::Pausing => return whole(Live::Unknown),
             Status::Paused => paused = true,
-            // One that is being started will run.
+            // A container that is being started will run.
             Status::Running | Status::Created => running = true,
             Status::Stopped => {}
         }
@@ -207,7 +211,7 @@ mod tests {
             .iter()
             .flat_map(|spec| sandboxes(&[container('a', KATA, spec)], &kata()))
             .collect();
-        // Where its cgroup would lie elsewhere it has none.
+        // A cgroup outside the hierarchy is not accepted.
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].cgroup, None);
     }

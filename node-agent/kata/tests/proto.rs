@@ -1,6 +1,6 @@
-//! The code in `src/proto/` is that of the files in `proto/`.
+//! Test that the code in `src/proto/` is generated from the files in `proto/`.
 //!
-//! `UPDATE_PROTO=1 cargo test -p torpor-kata --test proto` writes the code anew.
+//! `UPDATE_PROTO=1 cargo test -p torpor-kata --test proto` generates the code again.
 
 use std::{fs, path::Path};
 

@@ -1,4 +1,4 @@
-//! An acknowledgement without data, as a frame.
+//! A TCP acknowledgement without data, and its Ethernet frame.
 
 use std::net::IpAddr;
 
@@ -6,22 +6,24 @@ use etherparse::{PacketBuilder, TcpOptionElement};
 
 const HOPS: u8 = 64;
 
-/// From one end of a connection to the other.
+/// An acknowledgement from one end of a connection to the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Acknowledgement {
     /// Address and port.
     pub(crate) source: (IpAddr, u16),
     pub(crate) destination: (IpAddr, u16),
     pub(crate) sequence: u32,
-    /// What it acknowledges.
+    /// The acknowledgement number.
     pub(crate) number: u32,
     pub(crate) window: u16,
-    /// TSval and TSecr (RFC 7323), where the connection uses them.
+    /// TSval and TSecr (RFC 7323) if the connection uses timestamps.
     pub(crate) timestamps: Option<(u32, u32)>,
 }
 
 impl Acknowledgement {
-    /// As it goes over a link, between these Ethernet addresses. None if its ends have addresses of two kinds.
+    /// Returns the Ethernet frame between the two Ethernet addresses.
+    ///
+    /// Returns `None` if one end has an IPv4 address and the other one an IPv6 address.
     pub(crate) fn frame(&self, source: [u8; 6], destination: [u8; 6]) -> Option<Vec<u8>> {
         let ethernet = PacketBuilder::ethernet2(source, destination);
         let ip = match (self.source.0, self.destination.0) {

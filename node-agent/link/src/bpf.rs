@@ -1,6 +1,7 @@
-//! As much of bpf(2) as a few small programs need: instructions, maps with one socket, with times or with connections, loading, attaching.
+//! The part of bpf(2) that this crate needs.
 //!
-//! Numbers and layouts are the kernel's ABI (include/uapi/linux/bpf.h).
+//! The part covers instructions, maps with a socket, a flag, times or connections, and loading and
+//! attaching programs. Numbers and layouts are the kernel's ABI (include/uapi/linux/bpf.h).
 
 #![allow(unsafe_code)]
 
@@ -16,26 +17,27 @@ pub(crate) use instruction::*;
 mod instruction;
 pub(crate) mod packet;
 
-/// Shown to whoever lists programs and maps; at most 15 bytes.
+/// The name of programs and maps in lists of them; at most 15 bytes.
 const NAME: [u8; 16] = *b"torpor\0\0\0\0\0\0\0\0\0\0";
-/// The helpers that are called ask for no particular licence.
+/// The programs' licence. The helpers that they call require no particular one.
 const LICENCE: &std::ffi::CStr = c"Apache-2.0";
-/// The verifier's words about thirty instructions.
-const MAX_LOG: usize = 64 << 10;
+/// Size of the verifier's log, which is enough for programs of this crate.
+const LOG_SIZE: usize = 64 << 10;
 
 const MAP_TYPE_HASH: u32 = 1;
 const MAP_TYPE_ARRAY: u32 = 2;
 const MAP_TYPE_LRU_HASH: u32 = 9;
 const MAP_TYPE_SOCKMAP: u32 = 15;
 
-/// What a program decides about.
+/// A place in the kernel where a program runs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Hook {
-    /// Which socket of a network namespace takes a connection.
+    /// Chooses the socket of a network namespace that takes a connection.
     SocketLookup,
-    /// What becomes of a packet that a link has received, before anybody else sees it: the same for every kind of link.
+    /// XDP: decides about a packet that a link has received, before anything else reads it. The
+    /// same program serves every kind of link.
     Received,
-    /// Attached through a link's queueing discipline: see [`crate::net::attach_to_links`].
+    /// Classifier: runs in a link's queueing discipline, see [`crate::net::attach_to_links`].
     Classify,
 }
 
@@ -59,13 +61,13 @@ impl Hook {
     fn flags(self) -> u32 {
         match self {
             Self::SocketLookup | Self::Classify => 0,
-            // XDP_FLAGS_SKB_MODE: needs nothing of the link's driver.
+            // XDP_FLAGS_SKB_MODE: requires nothing of the link's driver.
             Self::Received => 2,
         }
     }
 }
 
-/// Why the kernel did not take the program.
+/// Why a map or a program could not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("the kernel did not create the BPF map")]
@@ -78,7 +80,7 @@ pub enum Error {
     Load {
         #[source]
         source: std::io::Error,
-        /// The verifier's words, after a colon; may be empty.
+        /// The verifier's log after a colon; may be empty.
         log: String,
     },
     #[error("the kernel did not attach the BPF program")]
@@ -113,7 +115,7 @@ struct MapCreate {
     name: [u8; 16],
 }
 
-/// A key, and where a value (or the next key) is read from or written to.
+/// A key, and the address of a value (or of the next key) that the kernel reads or writes.
 #[repr(C)]
 struct MapUpdate {
     map_fd: u32,
@@ -123,16 +125,16 @@ struct MapUpdate {
     flags: u64,
 }
 
-/// Many keys and values at once.
+/// Arguments of a call that reads many keys and values at once.
 #[repr(C)]
 struct MapBatch {
-    /// Where to go on; none: at the beginning.
+    /// The address of the position to continue at; 0: at the beginning.
     begin: u64,
-    /// Where the kernel writes (four bytes) where it would go on.
+    /// The address of four bytes where the kernel writes the position to continue at.
     end: u64,
     keys: u64,
     values: u64,
-    /// How many there is room for; the kernel writes how many there are.
+    /// The number of entries with room; the kernel writes the number of entries found.
     count: Cell<u32>,
     map_fd: u32,
     element_flags: u64,
@@ -206,10 +208,11 @@ const _: () = {
 
 /// # Safety
 ///
-/// `attributes` must be the structure that `call` takes, and every address in it must be that of memory which lives, and
-/// which nothing else uses, until this returns.
+/// `attributes` must be the structure that `call` takes. Every address in it must be of memory that
+/// lives, and that nothing else uses, until this returns.
 unsafe fn bpf<T>(call: Call, attributes: &T) -> std::io::Result<libc::c_long> {
-    // SAFETY: the kernel reads `size_of::<T>()` bytes from a reference of that size; the rest is the caller's promise.
+    // SAFETY: the kernel reads `size_of::<T>()` bytes from a reference of that size; the caller
+    // promises the rest.
     let answer = unsafe {
         libc::syscall(
             libc::SYS_bpf,
@@ -227,12 +230,13 @@ unsafe fn bpf<T>(call: Call, attributes: &T) -> std::io::Result<libc::c_long> {
 
 /// # Safety
 ///
-/// As for [`bpf`], and `call` must be one that answers a new descriptor.
+/// As for [`bpf`], and `call` must be one that returns a new descriptor.
 unsafe fn bpf_fd<T>(call: Call, attributes: &T) -> std::io::Result<OwnedFd> {
     // SAFETY: the caller's promise.
     let answer = unsafe { bpf(call, attributes)? };
     let fd = RawFd::try_from(answer).map_err(std::io::Error::other)?;
-    // SAFETY: the kernel has just made this descriptor for us (close-on-exec, as all of bpf's); nobody else owns it.
+    // SAFETY: the kernel has just made this descriptor (close-on-exec, as all of bpf's); nothing
+    // else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -241,9 +245,10 @@ fn number(fd: RawFd) -> u32 {
     fd.cast_unsigned()
 }
 
-/// Keys that are a number.
+/// Size of a key that is a number, in bytes.
 const NUMBER: u32 = 4;
-const FLAG: u32 = 4; // bytes
+/// Size of a flag, in bytes.
+const FLAG: u32 = 4;
 
 fn map(map_type: u32, key_size: u32, value_size: u32, max_entries: u32) -> Result<OwnedFd, Error> {
     let attributes = MapCreate {
@@ -256,7 +261,7 @@ fn map(map_type: u32, key_size: u32, value_size: u32, max_entries: u32) -> Resul
         numa_node: 0,
         name: NAME,
     };
-    // SAFETY: the structure of this call, without addresses; the call answers a descriptor.
+    // SAFETY: the structure of this call, without addresses; the call returns a descriptor.
     unsafe { bpf_fd(Call::MapCreate, &attributes) }.map_err(Error::Map)
 }
 
@@ -276,11 +281,12 @@ unsafe fn element<T>(
         value: std::ptr::from_mut(value).addr() as u64,
         flags: 0,
     };
-    // SAFETY: the structure of these calls; key and value are of the sizes of the map, as the caller promises, and live on.
+    // SAFETY: the structure of these calls. Key and value live on and have the sizes of the map, as
+    // the caller promises.
     unsafe { bpf(call, &attributes) }.map(drop)
 }
 
-/// A map from the index 0 to the socket.
+/// Creates a map from the index 0 to the socket.
 pub(crate) fn socket_map(socket: BorrowedFd<'_>) -> Result<OwnedFd, Error> {
     let map = map(MAP_TYPE_SOCKMAP, NUMBER, 4, 1)?;
     let mut value = number(socket.as_raw_fd());
@@ -289,32 +295,32 @@ pub(crate) fn socket_map(socket: BorrowedFd<'_>) -> Result<OwnedFd, Error> {
     Ok(map)
 }
 
-/// A map with one number, zero at first, which a program reads by [`set_map_value`].
+/// Creates a map with one number, at first zero, which a program reads by [`set_map_value`].
 pub(crate) fn flag_map() -> Result<OwnedFd, Error> {
     map(MAP_TYPE_ARRAY, NUMBER, FLAG, 1)
 }
 
-/// From this moment on, programs read one in a [`flag_map`].
+/// Sets the number in a [`flag_map`] to one.
 pub(crate) fn raise_flag(map: BorrowedFd<'_>) -> Result<(), Error> {
     let mut value = 1_u32;
     // SAFETY: these maps have values of four bytes.
     unsafe { element(Call::MapUpdateElem, map, 0, &mut value) }.map_err(Error::Insert)
 }
 
-/// A map from numbers to times: nanoseconds of [`now`]'s clock.
+/// Creates a map from numbers to times: nanoseconds of the clock of [`now`].
 pub(crate) fn time_map(max_entries: u32) -> Result<OwnedFd, Error> {
     const TIME: u32 = 8; // bytes of nanoseconds
     map(MAP_TYPE_HASH, NUMBER, TIME, max_entries)
 }
 
-/// Puts a time into a [`time_map`].
+/// Inserts a time into a [`time_map`].
 pub(crate) fn insert_time(map: BorrowedFd<'_>, key: u32, nanoseconds: u64) -> Result<(), Error> {
     let mut value = nanoseconds;
     // SAFETY: the values of these maps have eight bytes.
     unsafe { element(Call::MapUpdateElem, map, key, &mut value) }.map_err(Error::Insert)
 }
 
-/// What a [`time_map`] holds.
+/// Returns the entries of a [`time_map`].
 pub(crate) fn times(map: BorrowedFd<'_>) -> Result<Vec<(u32, Duration)>, Error> {
     let mut found = Vec::new();
     for key in keys(map)? {
@@ -326,7 +332,9 @@ pub(crate) fn times(map: BorrowedFd<'_>) -> Result<Vec<(u32, Duration)>, Error> 
     Ok(found)
 }
 
-/// Nothing is ever taken out of these maps, so that each key is met once.
+/// Returns the keys of a [`time_map`].
+///
+/// No program removes an entry, so the kernel returns each key once.
 fn keys(map: BorrowedFd<'_>) -> Result<Vec<u32>, Error> {
     let mut keys = Vec::new();
     let mut at: Option<u32> = None;
@@ -341,7 +349,8 @@ fn keys(map: BorrowedFd<'_>) -> Result<Vec<u32>, Error> {
             value: std::ptr::from_mut(&mut next).addr() as u64,
             flags: 0,
         };
-        // SAFETY: the structure of this call; both keys have four bytes, as those of the map, and live on.
+        // SAFETY: the structure of this call; both keys live on and have four bytes, as those of
+        // the map.
         match unsafe { bpf(Call::MapGetNextKey, &attributes) } {
             Ok(_) => {}
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(keys),
@@ -352,19 +361,15 @@ fn keys(map: BorrowedFd<'_>) -> Result<Vec<u32>, Error> {
     }
 }
 
-/// A map that forgets what was not looked at for longest, in about, when it is full. Sizes are of bytes.
-pub(crate) fn forgetful_map(
-    key_size: u32,
-    value_size: u32,
-    max_entries: u32,
-) -> Result<OwnedFd, Error> {
+/// Creates a map that drops about the least recently used entry when it is full. Sizes: bytes.
+pub(crate) fn lru_map(key_size: u32, value_size: u32, max_entries: u32) -> Result<OwnedFd, Error> {
     map(MAP_TYPE_LRU_HASH, key_size, value_size, max_entries)
 }
 
-/// A key and its value, of these sizes.
+/// A key of a map and its value.
 pub(crate) type Entry<const KEY: usize, const VALUE: usize> = ([u8; KEY], [u8; VALUE]);
 
-/// All that a [`forgetful_map`] of these sizes has.
+/// Returns all entries of an [`lru_map`] of these sizes.
 pub(crate) fn entries<const KEY: usize, const VALUE: usize>(
     map: BorrowedFd<'_>,
 ) -> Result<Vec<Entry<KEY, VALUE>>, Error> {
@@ -387,11 +392,11 @@ pub(crate) fn entries<const KEY: usize, const VALUE: usize>(
         element_flags: 0,
         flags: 0,
     };
-    // SAFETY: the structure of this call; `keys` and `values` have room for as many as `count` says, of the sizes of the map; the kernel
-    // writes four bytes at `end`. All of them live on.
+    // SAFETY: the structure of this call. `keys` and `values` have room for `count` entries of the
+    // sizes of the map. The kernel writes four bytes at `end`. All of them live on.
     match unsafe { bpf(Call::MapLookupBatch, &attributes) } {
         Ok(_) => {}
-        // There are no more.
+        // The map has no more entries.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
         Err(error) => return Err(Error::Read(error)),
     }
@@ -399,7 +404,7 @@ pub(crate) fn entries<const KEY: usize, const VALUE: usize>(
     Ok(keys.into_iter().zip(values).take(found).collect())
 }
 
-/// The number by which [`map_by_id`] finds the map as long as anybody uses it.
+/// Returns the number by which [`map_by_id`] finds the map while a process or a program uses it.
 pub(crate) fn map_id(map: BorrowedFd<'_>) -> Result<u32, Error> {
     Ok(map_info(map)?.id)
 }
@@ -411,23 +416,23 @@ fn map_info(map: BorrowedFd<'_>) -> Result<MapInfo, Error> {
         length: MapInfo::LENGTH,
         info: std::ptr::from_mut(&mut info).addr() as u64,
     };
-    // SAFETY: the structure of this call; the kernel writes at most as many bytes as `info` has, which lives on.
+    // SAFETY: the structure of this call; `info` lives on, and the kernel writes at most its bytes.
     unsafe { bpf(Call::ObjGetInfoByFd, &attributes) }.map_err(Error::Read)?;
     Ok(info)
 }
 
-/// The map of this number.
+/// Opens the map of this number.
 pub(crate) fn map_by_id(id: u32) -> Result<OwnedFd, Error> {
     let attributes = GetById {
         id,
         next_id: 0,
         open_flags: 0,
     };
-    // SAFETY: the structure of this call, without addresses; the call answers a descriptor.
+    // SAFETY: the structure of this call, without addresses; the call returns a descriptor.
     unsafe { bpf_fd(Call::MapGetFdById, &attributes) }.map_err(Error::Read)
 }
 
-/// The time of the clock that programs read (CLOCK_MONOTONIC), since its beginning.
+/// Returns the time of the clock that programs read (CLOCK_MONOTONIC), since its beginning.
 pub(crate) fn now() -> Duration {
     let mut time = libc::timespec {
         tv_sec: 0,
@@ -441,18 +446,18 @@ pub(crate) fn now() -> Duration {
     )
 }
 
-/// Loads a program. The verifier is asked for words only when it has refused.
+/// Loads a program. Requests the verifier's log only after the verifier has refused the program.
 pub(crate) fn load(hook: Hook, instructions: &[Instruction]) -> Result<OwnedFd, Error> {
     if let Ok(program) = try_load(hook, instructions, &mut []) {
         return Ok(program);
     }
-    let mut log = vec![0; MAX_LOG];
+    let mut log = vec![0; LOG_SIZE];
     try_load(hook, instructions, &mut log).map_err(|source| {
-        let words = log.split(|byte| *byte == 0).next().unwrap_or_default();
-        let words = String::from_utf8_lossy(words);
-        let log = match words.trim() {
+        let text = log.split(|byte| *byte == 0).next().unwrap_or_default();
+        let text = String::from_utf8_lossy(text);
+        let log = match text.trim() {
             "" => String::new(),
-            words => format!(": {words}"),
+            text => format!(": {text}"),
         };
         Error::Load { source, log }
     })
@@ -477,12 +482,13 @@ fn try_load(hook: Hook, instructions: &[Instruction], log: &mut [u8]) -> std::io
         interface: 0,
         expected_attach_type: hook.attach_type(),
     };
-    // SAFETY: the structure of this call; instructions, licence and log are borrowed for longer than the call, the log
-    // for writing, each with its length (the licence ends with a zero). The call answers a descriptor.
+    // SAFETY: the structure of this call. Instructions, licence and log are borrowed for longer
+    // than the call, the log for writing, each with its length (the licence ends with a zero).
+    // The call returns a descriptor.
     unsafe { bpf_fd(Call::ProgLoad, &attributes) }
 }
 
-/// Attaches a program to a network namespace for as long as the answer is open.
+/// Attaches a program to a network namespace while the returned descriptor is open.
 pub(crate) fn attach_to_namespace(
     hook: Hook,
     program: BorrowedFd<'_>,
@@ -491,7 +497,8 @@ pub(crate) fn attach_to_namespace(
     attach(hook, program, number(namespace.as_raw_fd()))
 }
 
-/// Attaches a program to a link of this thread's network namespace for as long as the answer is open.
+/// Attaches a program to a link of this thread's network namespace while the returned descriptor is
+/// open.
 pub(crate) fn attach_to_link(
     hook: Hook,
     program: BorrowedFd<'_>,
@@ -507,7 +514,7 @@ fn attach(hook: Hook, program: BorrowedFd<'_>, target: u32) -> Result<OwnedFd, E
         attach_type: hook.attach_type(),
         flags: hook.flags(),
     };
-    // SAFETY: the structure of this call, without addresses; the call answers a descriptor.
+    // SAFETY: the structure of this call, without addresses; the call returns a descriptor.
     unsafe { bpf_fd(Call::LinkCreate, &attributes) }.map_err(|error| {
         if error.raw_os_error() == Some(libc::EBUSY) {
             Error::Taken

@@ -1,21 +1,24 @@
-//! Connections of the kubelet that may be a probe, or the hook that a container has for its end.
+//! Connections of the kubelet that may be a probe or a container's preStop hook.
 //!
-//! Both begin in the same way and may go to the same port; a probe is answered for the sandbox, a hook must be answered by
-//! it. Hooks run when the Pod is being deleted, which the agent hears of at the same time as the kubelet. So where a
-//! container has an HTTP hook at a port that is probed too, such a connection waits a moment for the agent's word.
+//! Both begin in the same way and may go to the same port. The keeper answers a probe for the
+//! sandbox. Only the sandbox may answer a hook. Hooks run when the Pod is being deleted; the agent
+//! sees the deletion at the same time as the kubelet. If a container has an HTTP hook at a port
+//! that is probed too, such a connection therefore waits a moment for a message of the agent.
 
 use std::time::{Duration, Instant};
 
 use crate::packet::Ends;
 
-/// The agent needs milliseconds, on a busy machine more. The kubelet gives a probe a second at least.
+/// Time that a connection waits for the agent's message.
+///
+/// The agent needs milliseconds, on a busy machine more. The kubelet waits a second or more.
 pub const PATIENCE: Duration = Duration::from_millis(400);
-/// The kubelet has a few connections to a pod at once.
-const MOST: usize = 16;
+/// The largest number of connections that wait. The kubelet has a few to a pod at once.
+const MAX_WAITING: usize = 16;
 
-/// The beginnings of connections that wait.
+/// The first frames of connections that wait.
 #[derive(Debug, Default)]
-pub struct Doubts(Vec<Doubt>);
+pub struct UndecidedConnections(Vec<Doubt>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Doubt {
@@ -24,22 +27,24 @@ struct Doubt {
     until: Instant,
 }
 
-/// What a connection has turned out to be.
+/// The result for a connection that waited.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Settled {
-    /// The agent has not said otherwise.
+pub enum Decision {
+    /// The connection is a probe: no message of the agent came in time.
     Probe { ends: Ends, frame: Box<[u8]> },
-    /// Its port is not one of probes any more.
+    /// The connection is no probe: its port is no longer a probed port.
     Other { frame: Box<[u8]> },
 }
 
-impl Doubts {
-    /// The first frame of a connection. It may be sent again meanwhile. False when there is no room.
+impl UndecidedConnections {
+    /// Adds the first frame of a connection. A repeated frame changes nothing.
+    ///
+    /// Returns false if there is no room.
     pub fn add(&mut self, ends: &Ends, frame: &[u8], now: Instant) -> bool {
         if self.0.iter().any(|doubt| doubt.ends == *ends) {
             return true;
         }
-        let room = self.0.len() < MOST;
+        let room = self.0.len() < MAX_WAITING;
         if room {
             self.0.push(Doubt {
                 ends: *ends,
@@ -50,8 +55,10 @@ impl Doubts {
         room
     }
 
-    /// Those that are settled by now; `probed` are the ports of which probes are answered.
-    pub fn settle(&mut self, probed: &[u16], now: Instant) -> Vec<Settled> {
+    /// Removes and returns the connections that are settled at `now`.
+    ///
+    /// `probed`: the ports whose probes the keeper answers.
+    pub fn settle(&mut self, probed: &[u16], now: Instant) -> Vec<Decision> {
         let mut settled = Vec::new();
         self.0.retain_mut(|doubt| {
             let ends = doubt.ends;
@@ -61,15 +68,15 @@ impl Doubts {
             }
             let frame = std::mem::take(&mut doubt.frame);
             settled.push(match is_probed {
-                true => Settled::Probe { ends, frame },
-                false => Settled::Other { frame },
+                true => Decision::Probe { ends, frame },
+                false => Decision::Other { frame },
             });
             false
         });
         settled
     }
 
-    /// When the first of them is settled, whatever comes.
+    /// Returns the time until the oldest connection is settled at the latest.
     pub fn settled_in(&self, now: Instant) -> Option<Duration> {
         let first = self.0.iter().map(|doubt| doubt.until).min()?;
         Some(first.saturating_duration_since(now))
@@ -92,15 +99,15 @@ mod tests {
     #[test]
     fn nobody_has_said_otherwise_so_it_is_a_probe() {
         let now = Instant::now();
-        let mut doubts = Doubts::default();
+        let mut doubts = UndecidedConnections::default();
         assert_eq!(doubts.settled_in(now), None);
         assert!(doubts.add(&ends(1), b"syn", now));
-        // Said again, it is the same one.
+        // A repeated frame makes no second entry.
         assert!(doubts.add(&ends(1), b"syn", now + PATIENCE / 2));
         assert_eq!(doubts.settle(&[80], now), []);
         assert_eq!(doubts.settled_in(now), Some(PATIENCE));
         let (ends, frame) = (ends(1), Box::from(*b"syn"));
-        let probe = Settled::Probe { ends, frame };
+        let probe = Decision::Probe { ends, frame };
         assert_eq!(doubts.settle(&[80], now + PATIENCE), [probe]);
         assert_eq!(doubts.settle(&[80], now + PATIENCE), []);
     }
@@ -108,17 +115,17 @@ mod tests {
     #[test]
     fn a_port_that_is_not_probed_any_more_settles_it_at_once() {
         let now = Instant::now();
-        let mut doubts = Doubts::default();
+        let mut doubts = UndecidedConnections::default();
         assert!(doubts.add(&ends(1), b"syn", now));
         let frame = Box::from(*b"syn");
-        assert_eq!(doubts.settle(&[], now), [Settled::Other { frame }]);
+        assert_eq!(doubts.settle(&[], now), [Decision::Other { frame }]);
     }
 
     #[test]
     fn only_so_many_wait() {
         let now = Instant::now();
-        let mut doubts = Doubts::default();
+        let mut doubts = UndecidedConnections::default();
         let waiting = (0..100).filter(|port| doubts.add(&ends(*port), b"syn", now));
-        assert_eq!(waiting.count(), MOST);
+        assert_eq!(waiting.count(), MAX_WAITING);
     }
 }

@@ -1,16 +1,22 @@
-//! What a packet socket takes: classic BPF, as the kernel runs it before it copies a frame or wakes anybody (socket(7), SO_ATTACH_FILTER;
-//! include/uapi/linux/filter.h).
+//! Filters of packet sockets that drop frames for routers.
 //!
-//! A bridge hands every multicast to all of its ports. Each network stack that begins, and so each sandbox that wakes, asks for routers and reports the groups
-//! that it listens to: some nine frames, of which every other sandbox of the node would hear, and a sleeping one's keeper too. They are for routers
-//! alone: a host discards a router solicitation (RFC 4861, 6.2.6), and needs nobody's listener report (RFC 3810, 5.2; with version 1 it
-//! may leave its own out where it hears another's, RFC 2710, 4).
+//! The filters are classic BPF (socket(7), SO_ATTACH_FILTER; include/uapi/linux/filter.h). The
+//! kernel runs the filter before it copies a frame or wakes a process.
+//!
+//! A bridge sends every multicast to all of its ports. Each network stack that begins, and so each
+//! sandbox that wakes, solicits routers and reports the groups that it listens to. These are some
+//! nine frames. Without the filter, every other sandbox of the node, and the keeper of every
+//! sleeping sandbox, would receive them. They are for routers alone:
+//!
+//! - A host discards a router solicitation (RFC 4861, 6.2.6).
+//! - A host needs no listener report of another host (RFC 3810, 5.2). With version 1, a host may
+//!   omit its own report if it receives another host's (RFC 2710, 4).
 
 use std::os::fd::AsFd;
 
 use nix::libc::{self, sock_filter};
 
-use crate::tap::{Error, set};
+use crate::packet_socket::{Error, set};
 
 const LOAD_WORD: u16 = 0x20;
 const LOAD_HALF: u16 = 0x28;
@@ -20,8 +26,8 @@ const IF_EQUAL: u16 = 0x15;
 const IF_ANY_BIT: u16 = 0x45;
 const RETURN: u16 = 0x06;
 
-/// How long the part is that leaves out what is for routers, its two ends included.
-const FOR_ROUTERS: usize = 20;
+/// Instructions of [`ALL_BUT_FOR_ROUTERS`], the two returns included.
+const LENGTH: usize = 20;
 
 const fn op(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
     sock_filter { code, jt, jf, k }
@@ -31,12 +37,12 @@ const fn load(code: u16, place: u32) -> sock_filter {
     op(code, 0, 0, place)
 }
 
-// SKF_AD_OFF + SKF_AD_PKTTYPE: not of the frame, but whose it is.
-const KIND_OF_PACKET: u32 = (-0x1000_i32).cast_unsigned() + 4;
-const TO_BE_SENT: u32 = libc::PACKET_OUTGOING as u32;
+// SKF_AD_OFF + SKF_AD_PKTTYPE: the packet's type, which is no part of the frame.
+const PACKET_TYPE: u32 = (-0x1000_i32).cast_unsigned() + 4;
+const OUTGOING_PACKET: u32 = libc::PACKET_OUTGOING as u32;
 
-/// Takes all of the frames with this value there.
-const fn those_with(place: u32, value: u32) -> [sock_filter; 4] {
+/// A filter that takes the frames with this value at `place`, and no others.
+const fn frames_with(place: u32, value: u32) -> [sock_filter; 4] {
     [
         load(LOAD_WORD, place),
         op(IF_EQUAL, 0, 1, value),
@@ -45,23 +51,23 @@ const fn those_with(place: u32, value: u32) -> [sock_filter; 4] {
     ]
 }
 
-/// Takes all but multicasts that are listener reports or router solicitations.
-const BUT_FOR_ROUTERS: [sock_filter; FOR_ROUTERS] = {
+/// A filter that takes all frames but multicast listener reports and router solicitations.
+const ALL_BUT_FOR_ROUTERS: [sock_filter; LENGTH] = {
     const IPV6: u32 = 0x86dd;
     const ICMPV6: u32 = 58;
-    /// In front of a listener report: the router alert.
+    /// The router alert, a hop-by-hop option, precedes a listener report.
     const HOP_BY_HOP: u32 = 0;
     [
-        load(LOAD_BYTE, 0), // the receiver
+        load(LOAD_BYTE, 0), // the destination address; its lowest bit: a group
         op(IF_ANY_BIT, 0, 16, 1),
         load(LOAD_HALF, 12),
         op(IF_EQUAL, 0, 14, IPV6),
-        load(LOAD_BYTE, 14 + 6), // what follows the header
+        load(LOAD_BYTE, 14 + 6), // next header
         op(IF_EQUAL, 7, 0, ICMPV6),
         op(IF_EQUAL, 0, 11, HOP_BY_HOP),
-        load(LOAD_BYTE, 14 + 40), // what follows the options
+        load(LOAD_BYTE, 14 + 40), // next header of the options
         op(IF_EQUAL, 0, 9, ICMPV6),
-        load(LOAD_BYTE, 14 + 40 + 1), // their length, beyond 8 bytes
+        load(LOAD_BYTE, 14 + 40 + 1), // length of the options beyond 8 bytes
         op(IF_EQUAL, 0, 7, 0),
         load(LOAD_BYTE, 14 + 40 + 8),
         op(JUMP, 0, 0, 1),
@@ -75,39 +81,43 @@ const BUT_FOR_ROUTERS: [sock_filter; FOR_ROUTERS] = {
     ]
 };
 
-/// The same of what goes out of the link, and nothing else.
-const OUTGOING: [sock_filter; 2 + FOR_ROUTERS] = {
-    const TO_THE_END: u8 = 19;
-    let mut code = [op(RETURN, 0, 0, 0); 2 + FOR_ROUTERS];
-    code[0] = load(LOAD_WORD, KIND_OF_PACKET);
-    code[1] = op(IF_EQUAL, 0, TO_THE_END, TO_BE_SENT);
+/// A filter that takes the outgoing frames of the link that [`ALL_BUT_FOR_ROUTERS`] takes.
+const OUTGOING: [sock_filter; 2 + LENGTH] = {
+    const TO_LAST_RETURN: u8 = 19;
+    let mut code = [op(RETURN, 0, 0, 0); 2 + LENGTH];
+    code[0] = load(LOAD_WORD, PACKET_TYPE);
+    code[1] = op(IF_EQUAL, 0, TO_LAST_RETURN, OUTGOING_PACKET);
     let mut n = 0;
-    while n < FOR_ROUTERS {
-        code[2 + n] = BUT_FOR_ROUTERS[n];
+    while n < LENGTH {
+        code[2 + n] = ALL_BUT_FOR_ROUTERS[n];
         n += 1;
     }
     code
 };
 
-/// The socket takes what goes out of its link, that is into a pod, but for what is for routers.
+/// Makes the socket take the frames that leave by its link, except those for routers.
+///
+/// At the host's end of a pod's link these are the frames to the pod.
 pub(crate) fn take_outgoing(socket: impl AsFd) -> Result<(), Error> {
     attach(socket, &OUTGOING)
 }
 
-/// The socket takes all that goes out of its link: what a pod says is for routers too.
+/// Makes the socket take all frames that leave by its link.
+///
+/// At the pod's end of its link these are the pod's frames, those for routers included.
 pub(crate) fn take_all_outgoing(socket: impl AsFd) -> Result<(), Error> {
-    attach(socket, &those_with(KIND_OF_PACKET, TO_BE_SENT))
+    attach(socket, &frames_with(PACKET_TYPE, OUTGOING_PACKET))
 }
 
-/// A sandbox' packet socket leaves out what is for routers from now on.
+/// Makes a sandbox's packet socket drop frames for routers from now on.
 pub fn leave_out_for_routers(socket: impl AsFd) -> Result<(), Error> {
-    attach(socket, &BUT_FOR_ROUTERS)
+    attach(socket, &ALL_BUT_FOR_ROUTERS)
 }
 
 fn attach(socket: impl AsFd, code: &[sock_filter]) -> Result<(), Error> {
     let program = libc::sock_fprog {
         len: u16::try_from(code.len()).unwrap_or_default(),
-        // The kernel only reads it, and keeps a copy.
+        // The kernel only reads the instructions, and copies them.
         filter: code.as_ptr().cast_mut(),
     };
     let option = libc::SO_ATTACH_FILTER;
@@ -124,10 +134,10 @@ fn attach(socket: impl AsFd, code: &[sock_filter]) -> Result<(), Error> {
 pub(crate) mod tests {
     use super::*;
 
-    /// Takes the frames with this mark (SO_MARK).
+    /// Makes the socket take the frames with this mark (SO_MARK).
     pub(crate) fn take_marked(socket: impl AsFd, mark: u32) {
-        // SKF_AD_OFF + SKF_AD_MARK: not of the frame.
-        let code = those_with((-0x1000_i32).cast_unsigned() + 20, mark);
+        // SKF_AD_OFF + SKF_AD_MARK: the mark, which is no part of the frame.
+        let code = frames_with((-0x1000_i32).cast_unsigned() + 20, mark);
         attach(socket, &code).expect("attached");
     }
 
@@ -142,7 +152,7 @@ pub(crate) mod tests {
         frame
     }
 
-    /// ICMPv6 of a type, behind the router alert where a listener report has one.
+    /// An ICMPv6 message of this type; with `alert`, behind a router alert as a listener report.
     fn icmp(kind: u8, alert: bool) -> (u8, Vec<u8>) {
         let message = [kind, 0, 0, 0, 0, 0, 0, 0];
         match alert {
@@ -158,20 +168,21 @@ pub(crate) mod tests {
         leave_out_for_routers(&socket).expect("attached");
         socket.set_nonblocking(true).expect("set");
         let all = [0x33, 0x33, 0, 0, 0, 0x16];
-        let of = |receiver, (next, message): (u8, Vec<u8>)| ipv6(receiver, next, &message);
+        let frame = |receiver, (next, message): (u8, Vec<u8>)| ipv6(receiver, next, &message);
         let mut frames = Vec::new();
         for kind in [131, 132, 143] {
-            frames.push((of(all, icmp(kind, true)), false));
-            frames.push((of(all, icmp(kind, false)), false));
+            frames.push((frame(all, icmp(kind, true)), false));
+            frames.push((frame(all, icmp(kind, false)), false));
         }
-        frames.push((of(all, icmp(133, false)), false));
-        // A listener query, a router's own word, questions for neighbours, an echo; a report to this host alone is odd, and nobody's to drop.
+        frames.push((frame(all, icmp(133, false)), false));
+        // A listener query, a router advertisement, a neighbour solicitation and advertisement, an
+        // echo request. A listener report to this host alone is unusual; the filter lets it pass.
         for kind in [130, 134, 135, 136, 128] {
-            frames.push((of(all, icmp(kind, false)), true));
-            frames.push((of(all, icmp(kind, true)), true));
+            frames.push((frame(all, icmp(kind, false)), true));
+            frames.push((frame(all, icmp(kind, true)), true));
         }
-        frames.push((of([2, 0, 0, 0, 0, 2], icmp(143, true)), true));
-        // mDNS, and longer options.
+        frames.push((frame([2, 0, 0, 0, 0, 2], icmp(143, true)), true));
+        // mDNS, and options of more than eight bytes.
         frames.push((ipv6(all, 17, &[143; 16]), true));
         frames.push((
             ipv6(all, 0, &[58, 1, 143, 143, 143, 143, 143, 143, 143, 143]),
@@ -186,13 +197,13 @@ pub(crate) mod tests {
         ]
         .concat();
         frames.extend([(arp, true), (ipv4, true)]);
-        for (frame, is_heard) in frames {
-            // A datagram that the receiver's filter refuses is gone, and nothing is wrong.
+        for (frame, is_taken) in frames {
+            // The send may fail: the receiver's filter drops a datagram that it refuses.
             let _ = sender.send(&frame);
             let mut buffer = [0; 256];
-            let heard = socket.recv(&mut buffer);
-            assert_eq!(heard.is_ok(), is_heard, "{frame:x?}");
-            assert_eq!(heard.unwrap_or(frame.len()), frame.len(), "whole");
+            let received = socket.recv(&mut buffer);
+            assert_eq!(received.is_ok(), is_taken, "{frame:x?}");
+            assert_eq!(received.unwrap_or(frame.len()), frame.len(), "whole");
         }
     }
 }

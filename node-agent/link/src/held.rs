@@ -2,40 +2,48 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use crate::packet::Says;
+use crate::packet::SegmentContent;
 
-/// What may wait for one sandbox. A connection that begins is one frame of less than a hundred bytes. What does not fit is sent again by
-/// TCP, but later each time: some hundreds of connections that speak while a loaded node wakes their sandbox are to have room.
+/// The largest number of frames that wait for one sandbox.
+///
+/// A connection's first frame has less than a hundred bytes. TCP repeats a frame that has no room,
+/// but later each time. The limits therefore leave room for some hundreds of connections that send
+/// data while a loaded node wakes their sandbox.
 pub const MOST_FRAMES: usize = 2048;
+/// The largest size of all frames that wait for one sandbox, in bytes.
 pub const MOST_BYTES: usize = 2 << 20;
 
-/// Frames in the order of their arrival, as the tap gave them.
+/// Frames that wait, in the order of their arrival, as the tap returned them.
 #[derive(Debug, Default)]
 pub struct Held {
     frames: VecDeque<Box<[u8]>>,
-    said: HashSet<Says>,
+    contents: HashSet<SegmentContent>,
     bytes: usize,
 }
 
 impl Held {
-    /// Keeps the frame, unless it is a TCP segment and one that says the same waits already (a sender that got no answer repeats itself),
-    /// or there is no room. Equal datagrams are as many as were sent. `says`: of a TCP segment, which bears another time whenever it is sent.
-    pub fn keep(&mut self, frame: &[u8], says: Option<Says>) {
-        if says.is_some_and(|says| self.said.contains(&says)) {
+    /// Keeps the frame if there is room.
+    ///
+    /// A TCP segment is not kept if one with the same content waits already: a sender without an
+    /// answer repeats its segment. Equal datagrams are all kept.
+    ///
+    /// `content`: of a TCP segment, without its timestamps, which change whenever it is sent.
+    pub fn keep(&mut self, frame: &[u8], content: Option<SegmentContent>) {
+        if content.is_some_and(|content| self.contents.contains(&content)) {
             return;
         }
         if self.frames.len() == MOST_FRAMES || self.bytes + frame.len() > MOST_BYTES {
             return;
         }
         self.bytes += frame.len();
-        self.said.extend(says);
+        self.contents.extend(content);
         self.frames.push_back(frame.into());
     }
 
-    /// The frames, in order; nothing waits any more.
+    /// Returns the frames in order, and removes them.
     pub fn take(&mut self) -> Vec<Box<[u8]>> {
         self.bytes = 0;
-        self.said.clear();
+        self.contents.clear();
         std::mem::take(&mut self.frames).into()
     }
 }
@@ -45,8 +53,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A segment that ends a connection from a port, and what it says.
-    fn end(port: u16, repetition: u32) -> (Vec<u8>, Option<Says>) {
+    /// Returns a segment that ends a connection from a port, and its content.
+    fn end(port: u16, repetition: u32) -> (Vec<u8>, Option<SegmentContent>) {
         use etherparse::{PacketBuilder, TcpOptionElement};
         let own = [std::net::IpAddr::from([10, 1, 2, 3])];
         let mut frame = Vec::new();
@@ -59,8 +67,8 @@ mod tests {
             .expect("room")
             .write(&mut frame, &[])
             .expect("a frame");
-        let says = crate::packet::segment(&frame, &own).map(|segment| segment.says());
-        (frame, says)
+        let content = crate::packet::segment(&frame, &own).map(|segment| segment.says());
+        (frame, content)
     }
 
     #[test]
@@ -68,8 +76,8 @@ mod tests {
         let mut held = Held::default();
         for repetition in 0..20 {
             for port in 0..100 {
-                let (frame, says) = end(port, repetition);
-                held.keep(&frame, says);
+                let (frame, content) = end(port, repetition);
+                held.keep(&frame, content);
             }
         }
         assert_eq!(held.take().len(), 100);
@@ -83,11 +91,11 @@ mod tests {
             let mut held = Held::default();
             let mut expected: Vec<Vec<u8>> = Vec::new();
             for (value, length, is_segment) in frames {
-                let (frame, says) = match is_segment {
+                let (frame, content) = match is_segment {
                     true => end(value.into(), 1),
                     false => (vec![value; length], None),
                 };
-                held.keep(&frame, says);
+                held.keep(&frame, content);
                 let bytes: usize = expected.iter().map(Vec::len).sum();
                 let fits = expected.len() < MOST_FRAMES && bytes + frame.len() <= MOST_BYTES;
                 if fits && !(is_segment && expected.contains(&frame)) {

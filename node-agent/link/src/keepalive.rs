@@ -1,26 +1,36 @@
-//! Answering the keepalives of peers, so that their idle connections live as long as the sandbox sleeps.
+//! Answers the keepalives of peers, so that their idle connections live while the sandbox sleeps.
 //!
-//! A keepalive is an acknowledgement whose sequence number is one less than the next one that its receiver expects, so
-//! that the receiver has to say where it stands (RFC 9293 §3.8.4, RFC 1122 §4.2.3.6); a probe of a closed window looks the
-//! same. What the answer says follows from the keepalive itself: it acknowledges the number after the keepalive's own, and
-//! continues at the number that the keepalive acknowledges. It tells nothing new: whatever the sandbox has not received
-//! stays unacknowledged.
+//! **Definition.** A keepalive is an acknowledgement whose sequence number is one less than the
+//! next one that its receiver expects. The receiver must therefore answer with its own numbers
+//! (RFC 9293 §3.8.4, RFC 1122 §4.2.3.6). A probe of a closed window looks the same. The answer
+//! follows from the keepalive itself: it acknowledges the number after the keepalive's own, and its
+//! sequence number is the one that the keepalive acknowledges. The answer contains nothing new:
+//! data that the sandbox has not received stays unacknowledged.
 //!
-//! What does not follow from one segment is whether it *is* a keepalive: an ordinary acknowledgement, late or because of a
-//! larger window, differs from it by its number alone, and the sandbox' numbers are in its image. But nothing makes a peer
-//! repeat an ordinary acknowledgement to somebody who is silent, and a keepalive without an answer is repeated after a
-//! second at the soonest. So a connection's first keepalive is not answered, unless an ordinary acknowledgement came before
-//! it; the second is, and from then on each one at once. Peers give up after several (Linux after 9).
+//! **Detection.** One segment does not show that it *is* a keepalive. An ordinary acknowledgement,
+//! late or because of a larger window, differs from it by its number alone, and the sandbox's
+//! numbers are in its image. But a peer does not repeat an ordinary acknowledgement to a silent
+//! receiver, while it repeats a keepalive without an answer after a second or more. A connection's
+//! first keepalive is therefore not answered, unless an ordinary acknowledgement came before it.
+//! The second one is answered, and from then on each one at once. Peers give up after several
+//! (Linux after 9).
 //!
-//! Not answered, but kept for the sandbox like any acknowledgement: segments with other options (selective acknowledgements
-//! say that data is missing; signatures cannot be made here), and all of a connection on which something else has come.
-//! Of the acknowledgements that are none, one tells something: a peer that says again what it has said, but for a larger window, has
-//! read what had filled the one before. The first one in a sleep has none before it: its peer is asked, by a keepalive of ours,
-//! and what is said again with the same number was none. A sandbox that fell asleep while it could not send on has more for it, and nobody but the
-//! sandbox can say that. Likewise a peer that acknowledges more than before, which a sandbox that stands still (its network
-//! stack runs) has sent meanwhile.
+//! **Segments without an answer** are kept for the sandbox like any acknowledgement: segments with
+//! other options (selective acknowledgements report that data is missing; signatures cannot be made
+//! here), and all segments of a connection on which anything else has come.
 //!
-//! Keepalives with a byte of rubbish, as some systems send them, are data to who does not know the connection: they wake.
+//! **Segments that wake the sandbox.** Some acknowledgements are no keepalives but contain news:
+//!
+//! - A peer repeats its acknowledgement with a larger window: it has read the data that filled the
+//!   window before. A sandbox that fell asleep while it could not send on has more data for it, and
+//!   only the sandbox can send that. A connection's first acknowledgement in a sleep has none
+//!   before it. Its peer therefore gets a keepalive of ours. If its answer has the same number, the
+//!   acknowledgement was no keepalive.
+//! - A peer acknowledges more than before: a paused sandbox, whose network stack runs, has
+//!   sent data meanwhile.
+//!
+//! Some systems send keepalives with a byte of rubbish. On an unknown connection they count as data
+//! and wake the sandbox.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -29,70 +39,78 @@ use crate::acknowledgement::Acknowledgement;
 use crate::packet::{Ends, Segment};
 use crate::reminder::Reminder;
 
-/// Beyond these the one that was quiet for longest is forgotten, and learnt anew by its next two keepalives.
-const MOST_CONNECTIONS: usize = 1024;
-/// Linux' shortest interval between keepalives is one second. What is repeated sooner is repeated for another reason.
-const REPEATED: Duration = Duration::from_millis(900);
-/// A peer that speaks again sooner does not agree with the answer (or the network has doubled its keepalive): what is known
-/// of it is learnt anew. The shortest time after which it would ask again is a second, too.
-const PROTEST: Duration = Duration::from_millis(500);
-/// What the sandbox has room for is in its image. This is little, also for a connection that multiplies it by 2^7, and not
-/// nothing: who has something to say must say it, so that the sandbox wakes.
+/// The largest number of connections in memory. Beyond it, the one that was silent for longest is
+/// removed; its next two keepalives add it again.
+const MAX_CONNECTIONS: usize = 1024;
+/// The shortest interval between two keepalives; Linux' shortest is one second. A segment that is
+/// repeated sooner is repeated for another reason.
+const MIN_KEEPALIVE_INTERVAL: Duration = Duration::from_millis(900);
+/// The shortest interval after an answer. If a peer sends again sooner, it did not accept the
+/// answer, or the network has doubled its keepalive. The peer's next keepalives are then detected
+/// anew. A peer repeats a keepalive after a second at the soonest.
+const MIN_ANSWER_INTERVAL: Duration = Duration::from_millis(500);
+/// The window of answers; the sandbox's own one is in its image.
+///
+/// The window is small, even if a connection multiplies it by 2^7. It is not zero: a peer with
+/// data must be able to send it, so that the sandbox wakes.
 const WINDOW: u16 = 4096;
-/// Numbers further on than this are earlier ones (RFC 9293, 3.4).
+/// The largest distance from a number to a later one. Numbers further on are earlier ones
+/// (RFC 9293, 3.4).
 pub(crate) const HALF: u32 = (1 << 31) - 1;
 
-/// After so long a sleep nobody acknowledges what was said before it any more: half a second is the most that a receiver may
-/// wait (RFC 9293, 3.8.6.3).
-const LATE: Duration = Duration::from_secs(1);
-/// A peer that is asked answers at once, and no keepalive is repeated so soon.
-const REPLY: Duration = Duration::from_millis(500);
+/// Time after which no peer acknowledges data from before the sleep any more. A receiver
+/// may delay an acknowledgement by at most half a second (RFC 9293, 3.8.6.3).
+const LATEST_ACKNOWLEDGEMENT: Duration = Duration::from_secs(1);
+/// Time in which a peer answers a keepalive of ours. It answers at once, and repeats no
+/// keepalive so soon.
+const REPLY_TIME: Duration = Duration::from_millis(500);
 
-/// What is known of the connections of one sleeping pod, from what their peers say.
+/// The connections of one sleeping pod, as far as their peers' segments show them.
 #[derive(Debug)]
 pub struct Keepalives {
-    /// Until then what comes may acknowledge what was said before the sleep.
+    /// Until then, a segment may acknowledge data from before the sleep.
     late_until: Instant,
     connections: HashMap<Ends, Connection>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Connection {
-    /// The last acknowledgement.
-    said: Segment,
+    /// The last segment that was recorded.
+    last: Segment,
+    /// When `last` first came, or when the peer got a keepalive of ours.
     at: Instant,
     state: State,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    Heard,
-    /// Its peer was asked what `said` was.
-    Asked,
-    /// `said` was a keepalive.
-    Asks {
-        answered: Instant,
-    },
-    /// More than acknowledgements has come: the sandbox alone knows what to say.
-    Spoken,
-}
-
-/// What a segment was.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Heard {
-    /// A keepalive, and what to answer.
-    Keepalive(Answer),
-    /// A keepalive, or that the peer has read on: what to ask, so that it says so.
-    Unclear(Answer),
-    /// The peer has read what had filled its window, and may wait for more.
-    WindowOpens,
-    /// The peer acknowledges more than before.
-    AcknowledgesMore,
-    /// Nothing that could be told from what it says.
+    /// `last` is an acknowledgement, or the first keepalive.
+    Acknowledged,
+    /// The peer got a keepalive of ours after `last`.
+    Probed,
+    /// `last` was a keepalive.
+    Keepalive { answered: Instant },
+    /// More than acknowledgements has come: only the sandbox can answer.
     Other,
 }
 
-/// An acknowledgement to a peer.
+/// The kind of a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SegmentKind {
+    /// A keepalive, and its answer.
+    Keepalive(Answer),
+    /// A keepalive, or an acknowledgement of a peer that has read on. The peer's reply to this
+    /// keepalive of ours shows which one.
+    Unclear(Answer),
+    /// The peer has read the data that filled its window, and may wait for more.
+    WindowOpens,
+    /// The peer acknowledges more than before.
+    AcknowledgesMore,
+    /// None of these, as far as the segment shows.
+    Other,
+}
+
+/// An acknowledgement to a peer: an answer to its keepalive, or a keepalive of ours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
     to: Segment,
@@ -101,8 +119,8 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// What the sandbox would say to a keepalive.
-    fn keeps_alive(to: &Segment) -> Self {
+    /// Returns the sandbox's answer to a keepalive.
+    fn to_keepalive(to: &Segment) -> Self {
         Self {
             to: *to,
             sequence: to.acknowledgment,
@@ -110,8 +128,9 @@ impl Answer {
         }
     }
 
-    /// A keepalive of ours: whoever gets a number that it has received long ago says which one it expects, and at which it is itself.
-    fn asks(of: &Segment) -> Self {
+    /// Returns a keepalive of ours. A peer that gets a number that it has received long ago answers
+    /// with the number that it expects and its own.
+    fn probe(of: &Segment) -> Self {
         Self {
             to: *of,
             sequence: of.acknowledgment.wrapping_sub(1),
@@ -121,150 +140,172 @@ impl Answer {
 }
 
 impl Keepalives {
-    /// The sandbox falls asleep.
+    /// Creates the state for a sandbox that falls asleep at `now`.
     pub fn begin(now: Instant) -> Self {
         Self {
-            late_until: now + LATE,
+            late_until: now + LATEST_ACKNOWLEDGEMENT,
             connections: HashMap::new(),
         }
     }
 
-    /// Takes note of a segment, and says what it was. `may_ask`: nobody but us speaks for the sandbox.
-    pub fn hear(&mut self, segment: &Segment, may_ask: bool, now: Instant) -> Heard {
+    /// Records a segment and returns its kind.
+    ///
+    /// `may_ask`: a peer may get a keepalive of ours, because no network stack answers for the
+    /// sandbox.
+    pub fn hear(&mut self, segment: &Segment, may_ask: bool, now: Instant) -> SegmentKind {
         if segment.rst || segment.begins() {
-            // What is not there, or not yet, is not kept alive.
+            // A connection that has ended or begins needs no keepalives.
             self.connections.remove(&segment.ends);
-            return Heard::Other;
+            return SegmentKind::Other;
         }
         let known = self.connections.get(&segment.ends).copied();
-        if known.is_some_and(|known| known.is_said_again(segment, now)) {
-            self.note(*segment, State::Heard, now);
-            return Heard::WindowOpens;
+        if known.is_some_and(|known| known.is_reply_after_reading(segment, now)) {
+            self.record(*segment, State::Acknowledged, now);
+            return SegmentKind::WindowOpens;
         }
         if known.is_none() && is_bare(segment) && may_ask && now >= self.late_until {
-            self.note(*segment, State::Asked, now);
-            return Heard::Unclear(Answer::asks(segment));
+            self.record(*segment, State::Probed, now);
+            return SegmentKind::Unclear(Answer::probe(segment));
         }
-        let state = next(known.as_ref(), segment, now);
-        // Whether it has been said for long is told by when it was first said.
+        let state = next_state(known.as_ref(), segment, now);
+        // Repetitions keep the time at which the segment first came.
         let at = match known {
-            Some(known) if state == State::Heard && repeats(&known.said, segment) => known.at,
+            Some(known) if state == State::Acknowledged && is_repetition(&known.last, segment) => {
+                known.at
+            }
             _ => now,
         };
-        self.note(*segment, state, at);
-        if state == (State::Asks { answered: now }) {
-            return Heard::Keepalive(Answer::keeps_alive(segment));
+        self.record(*segment, state, at);
+        if state == (State::Keepalive { answered: now }) {
+            return SegmentKind::Keepalive(Answer::to_keepalive(segment));
         }
         match known {
-            Some(known) if is_bare(segment) => goes_on(&known.said, segment),
-            _ => Heard::Other,
+            Some(known) if is_bare(segment) => news(&known.last, segment),
+            _ => SegmentKind::Other,
         }
     }
 
-    /// The sandbox had said nothing for long when it fell asleep.
-    pub fn nothing_is_late(&mut self) {
-        self.late_until = self.late_until.checked_sub(LATE).unwrap_or(self.late_until);
+    /// Ends the time in which segments may acknowledge data from before the sleep: the sandbox had
+    /// sent nothing for long when it fell asleep.
+    pub fn end_late_acknowledgements(&mut self) {
+        self.late_until = self
+            .late_until
+            .checked_sub(LATEST_ACKNOWLEDGEMENT)
+            .unwrap_or(self.late_until);
     }
 
-    /// What to ask who has said this last, if that was no keepalive, and nobody can tell whether the sandbox has heard it. Who says it again has read on:
-    /// [`Heard::WindowOpens`].
-    pub fn ask_again(&mut self, segment: &Segment, now: Instant) -> Option<Answer> {
+    /// Returns a keepalive of ours to the sender of `segment`, if this is the connection's last one
+    /// and no keepalive, and the sandbox may have missed it.
+    ///
+    /// A peer that repeats the segment has read on: [`SegmentKind::WindowOpens`].
+    pub fn probe_again(&mut self, segment: &Segment, now: Instant) -> Option<Answer> {
         let known = self.connections.get_mut(&segment.ends)?;
-        let is_last = known.said == *segment && known.state == State::Heard;
+        let is_last = known.last == *segment && known.state == State::Acknowledged;
         (is_last && is_bare(segment)).then(|| {
-            (known.state, known.at) = (State::Asked, now);
-            Answer::asks(segment)
+            (known.state, known.at) = (State::Probed, now);
+            Answer::probe(segment)
         })
     }
 
-    /// What the sandbox is told of those that were heard, if it was restored meanwhile: after all that has waited for it.
+    /// Returns the reminders for a sandbox that was restored. They follow all held frames.
     pub fn reminders(&self) -> impl Iterator<Item = Reminder> {
         let known = self.connections.values();
-        known.filter_map(|known| Reminder::of(&known.said))
+        known.filter_map(|known| Reminder::of(&known.last))
     }
 
-    fn note(&mut self, said: Segment, state: State, at: Instant) {
-        self.make_room(&said.ends);
+    fn record(&mut self, last: Segment, state: State, at: Instant) {
+        self.make_room(&last.ends);
         self.connections
-            .insert(said.ends, Connection { said, at, state });
+            .insert(last.ends, Connection { last, at, state });
     }
 
     fn make_room(&mut self, ends: &Ends) {
-        if self.connections.len() < MOST_CONNECTIONS || self.connections.contains_key(ends) {
+        if self.connections.len() < MAX_CONNECTIONS || self.connections.contains_key(ends) {
             return;
         }
-        let quietest = self.connections.iter().min_by_key(|(_, known)| known.at);
-        if let Some(ends) = quietest.map(|(ends, _)| *ends) {
+        let oldest = self.connections.iter().min_by_key(|(_, known)| known.at);
+        if let Some(ends) = oldest.map(|(ends, _)| *ends) {
             self.connections.remove(&ends);
         }
     }
 }
 
 impl Connection {
-    /// Whether the segment is the answer to our question of one that has not asked whether the connection lives: then it would
-    /// bear another number now. A keepalive is not believed to be one because of that: what was said meanwhile may have been lost.
-    fn is_said_again(&self, segment: &Segment, now: Instant) -> bool {
-        self.state == State::Asked
-            && segment.says_nothing()
-            && segment.sequence == self.said.sequence
+    /// Reports whether the segment answers our keepalive and shows that `last` was no
+    /// keepalive: after a keepalive its number would be another one now.
+    ///
+    /// The opposite does not prove a keepalive, because segments in between may have been lost.
+    fn is_reply_after_reading(&self, segment: &Segment, now: Instant) -> bool {
+        self.state == State::Probed
+            && segment.has_no_data()
+            && segment.sequence == self.last.sequence
             && segment.window > 0
-            && now.saturating_duration_since(self.at) < REPLY
+            && now.saturating_duration_since(self.at) < REPLY_TIME
     }
 }
 
-fn next(known: Option<&Connection>, segment: &Segment, now: Instant) -> State {
+/// Returns the state of a connection after a segment.
+fn next_state(known: Option<&Connection>, segment: &Segment, now: Instant) -> State {
     let bare = is_bare(segment);
     let Some(known) = known else {
-        return if bare { State::Heard } else { State::Spoken };
+        return if bare {
+            State::Acknowledged
+        } else {
+            State::Other
+        };
     };
     let since = now.saturating_duration_since(known.at);
     match known.state {
-        State::Spoken => State::Spoken,
-        // By now one with a byte of rubbish is known for what it is: its number was received long ago.
-        State::Asks { answered }
-            if segment.sequence == known.said.sequence
+        State::Other => State::Other,
+        // A keepalive with a byte of rubbish is detected here: its number was received long ago.
+        State::Keepalive { answered }
+            if segment.sequence == known.last.sequence
                 && segment.only_acknowledges()
                 && segment.length <= 1
                 && !segment.other_options =>
         {
-            match now.saturating_duration_since(answered) >= PROTEST {
-                true => State::Asks { answered: now },
-                false => State::Heard,
+            match now.saturating_duration_since(answered) >= MIN_ANSWER_INTERVAL {
+                true => State::Keepalive { answered: now },
+                false => State::Acknowledged,
             }
         }
-        _ if !bare => State::Spoken,
-        State::Heard | State::Asked if since >= REPEATED => {
-            let repeated = repeats(&known.said, segment);
-            let follows = segment.sequence == known.said.sequence.wrapping_sub(1);
+        _ if !bare => State::Other,
+        State::Acknowledged | State::Probed if since >= MIN_KEEPALIVE_INTERVAL => {
+            let repeated = is_repetition(&known.last, segment);
+            let follows = segment.sequence == known.last.sequence.wrapping_sub(1);
             match repeated || follows {
-                true => State::Asks { answered: now },
-                false => State::Heard,
+                true => State::Keepalive { answered: now },
+                false => State::Acknowledged,
             }
         }
-        State::Heard | State::Asked | State::Asks { .. } => State::Heard,
+        State::Acknowledged | State::Probed | State::Keepalive { .. } => State::Acknowledged,
     }
 }
 
+/// Reports whether the segment has neither data nor options other than timestamps.
 fn is_bare(segment: &Segment) -> bool {
-    segment.says_nothing() && !segment.other_options
+    segment.has_no_data() && !segment.other_options
 }
 
-fn goes_on(before: &Segment, now: &Segment) -> Heard {
+/// Returns the news in an acknowledgement that follows another one.
+fn news(before: &Segment, now: &Segment) -> SegmentKind {
     match now.acknowledgment.wrapping_sub(before.acknowledgment) {
-        0 if now.window > before.window => Heard::WindowOpens,
-        1..=HALF => Heard::AcknowledgesMore,
-        _ => Heard::Other,
+        0 if now.window > before.window => SegmentKind::WindowOpens,
+        1..=HALF => SegmentKind::AcknowledgesMore,
+        _ => SegmentKind::Other,
     }
 }
 
-fn repeats(before: &Segment, now: &Segment) -> bool {
+fn is_repetition(before: &Segment, now: &Segment) -> bool {
     before.sequence == now.sequence
         && before.acknowledgment == now.acknowledgment
         && before.window == now.window
 }
 
 impl Answer {
-    /// The answer as it goes out of the pod's link; `frame` is the keepalive. None if that is not plain IP over Ethernet.
+    /// Returns the answer's Ethernet frame; `frame` is the keepalive's.
+    ///
+    /// Returns `None` if the keepalive's frame is not plain IP over Ethernet.
     pub fn frame(&self, frame: &[u8]) -> Option<Vec<u8>> {
         let to: [u8; 6] = frame.get(..6)?.try_into().ok()?;
         let from: [u8; 6] = frame.get(6..12)?.try_into().ok()?;
@@ -278,7 +319,7 @@ impl Answer {
             sequence: self.sequence,
             number: self.acknowledgment,
             window: WINDOW,
-            // The peer's clock, and the last time of the sandbox' that it has seen.
+            // The peer's clock, and the sandbox's latest time that the peer has received.
             timestamps: self.to.timestamps.map(|(value, echo)| (echo, value)),
         };
         acknowledgement.frame(to, from)

@@ -1,8 +1,8 @@
-//! The packets of a pod's link: what is noted of them while a sandbox runs, held and answered while
-//! it sleeps, and what wakes it.
+//! The packets of a pod's link. A sandbox wakes by a packet, and no packet is lost while it sleeps.
 //!
-//! What arrives while a sandbox is saved, sleeps or wakes is held. The first packet whose sender
-//! wants an answer starts the wake. The sandbox gets all of them in order once it runs.
+//! While a sandbox runs, BPF programs record the times of its packets. While it is saved, sleeps or
+//! wakes, its keeper holds the frames that arrive and answers some of them. The first packet whose
+//! sender wants an answer starts the wake. Once the sandbox runs, it gets all held frames in order.
 //!
 //! | module | subject |
 //! |---|---|
@@ -10,19 +10,19 @@
 //! | [`loopback`] | connections to the loopback of the pod's network namespace (BPF) |
 //! | [`traffic`] | when a pod last sent or received a packet (BPF) |
 //! | [`unacknowledged`] | TCP data of the pod that no peer has acknowledged (BPF) |
-//! | [`packet_drop`] | what a waking pod receives or sends before it can answer is dropped (BPF) |
-//! | [`tap`] | seeing and sending frames at the host's end of the pod's link |
-//! | [`filter`] | packets for routers, which concern no sandbox |
+//! | [`packet_drop`] | drops packets to or from a pod that sleeps or wakes (BPF) |
+//! | [`tap`] | receives and sends frames at the host's end of the pod's link |
+//! | [`filter`] | drops packets that are for routers alone |
 //! | [`packet`] | what a frame means for a sleeping sandbox (pure) |
-//! | [`sensor`] | when to wake, when not to try again yet, what to give back (pure) |
+//! | [`sensor`] | when to wake, when to retry a wake, which frames to hand over (pure) |
 //! | [`held`] | the frames that wait, bounded (pure) |
 //! | [`doubt`] | connections of the kubelet that may be a probe or a hook (pure) |
-//! | [`owner`] | whose socket a connection comes from: the kubelet's, or another's |
+//! | [`owner`] | which process has the socket of a connection: the kubelet or another one |
 //! | [`probes`] | answers to the kubelet's probes of a sleeping pod |
 //! | [`keepalive`] | answers to the keepalives of peers whose connections sleep (pure) |
 //! | [`neighbour`] | ARP and neighbour discovery for a pod's addresses (pure) |
-//! | [`question`] | what peers are asked for a sandbox that was restored (pure) |
-//! | [`reminder`] | what a sandbox that was restored is told of its peers (pure) |
+//! | [`question`] | keepalives to peers of a restored sandbox (pure) |
+//! | [`reminder`] | acknowledgements of peers for a restored sandbox (pure) |
 
 mod acknowledgement;
 mod bpf;
@@ -36,6 +36,7 @@ pub mod net;
 pub mod owner;
 pub mod packet;
 pub mod packet_drop;
+mod packet_socket;
 pub mod probes;
 pub mod question;
 pub mod reminder;

@@ -1,13 +1,15 @@
-//! The loopback of a pod's network namespace, as the host's kernel has it.
+//! Takes the connections to the loopback of a pod's network namespace in the host's kernel.
 //!
-//! `kubectl port-forward` makes containerd enter the namespace and dial 127.0.0.1 there; the pod's programs listen in
-//! gVisor's own network stack, where no such connection arrives. So there is one listener of ours on the host kernel's
-//! 127.0.0.1, and a BPF program of the type `sk_lookup`, attached to this namespace alone, that gives it every TCP
-//! connection to 127.0.0.0/8, whatever the port: the accepted socket's own address tells the port that was dialled.
+//! `kubectl port-forward` makes containerd enter the namespace and dial 127.0.0.1 there. The pod's
+//! programs listen in gVisor's own network stack, where no such connection arrives. One listener of
+//! ours on the host kernel's 127.0.0.1 therefore takes them: a BPF program of the type `sk_lookup`,
+//! attached to this namespace alone, gives it every TCP connection to 127.0.0.0/8. The address of
+//! the accepted socket shows the port that was dialled.
 //!
-//! The sandbox cannot reach the listener: it sends and receives whole frames on eth0 (AF_PACKET), and nothing that it
-//! sends goes over the namespace's `lo`. Frames that claim to be from or for 127.0.0.0/8 and come in over eth0 are not
-//! ours either: the listener is bound to `lo`, and both ends must be in 127.0.0.0/8.
+//! The sandbox cannot reach the listener: it sends and receives whole frames on eth0 (AF_PACKET),
+//! and nothing that it sends goes over the namespace's `lo`. Frames that claim to be from or for
+//! 127.0.0.0/8 and come in over eth0 do not reach it either: the listener is bound to `lo`, and
+//! both ends must be in 127.0.0.0/8.
 
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
@@ -30,17 +32,19 @@ pub enum Error {
     Steer(#[from] bpf::Error),
 }
 
-/// Both are to be kept: whoever has them takes the connections; when the last copy of `link` is closed, the namespace is
-/// as it was.
+/// The listener and the program's link.
+///
+/// A process that keeps both takes the connections. When the last copy of `link` is closed, the
+/// namespace is as it was.
 #[derive(Debug)]
 pub struct Loopback {
-    /// Where every connection arrives. Does not block.
+    /// The socket that gets every connection. It does not block.
     pub listener: OwnedFd,
     /// Keeps the program attached.
     pub link: OwnedFd,
 }
 
-/// Takes the connections to the loopback of the namespace at `path`.
+/// Begins to take the connections to the loopback of the namespace at `path`.
 pub fn open(path: &Path) -> Result<Loopback, Error> {
     let listener = within(path, listen)?;
     let namespace = std::fs::File::open(path).map_err(|source| net::Error::Namespace {
@@ -54,7 +58,7 @@ pub fn open(path: &Path) -> Result<Loopback, Error> {
     Ok(Loopback { listener, link })
 }
 
-/// The port does not matter: the program gives it all of them.
+/// Returns a listener on any port: the program gives it the connections to all ports.
 fn listen() -> Result<OwnedFd, Error> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(Error::Listen)?;
     listener.set_nonblocking(true).map_err(Error::Listen)?;
@@ -71,12 +75,14 @@ mod lookup {
     pub(super) const LOCAL_IP4: i16 = 40;
 }
 
-/// Where the program leaves for its end.
+/// The jump target at the end of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Pass;
 
-/// Gives TCP over IPv4 from and to 127.0.0.0/8 the socket in the map; everything else, and this too when there is no
-/// socket any more, goes the way it would go without this program.
+/// Returns the program. It gives TCP over IPv4 from and to 127.0.0.0/8 the socket in the map.
+///
+/// Everything else goes the way it would go without this program; so does such a connection when
+/// there is no socket any more.
 fn program(sockets: i32) -> Vec<bpf::Instruction> {
     use bpf::Register::{R0, R1, R2, R3, R6, R7, R10};
     use bpf::{call, exit, jump_if_not, jump_if_zero, load32, set, set_map};
@@ -109,7 +115,7 @@ fn program(sockets: i32) -> Vec<bpf::Instruction> {
     code.push(bpf::copy(R1, R6));
     code.push(bpf::copy(R2, R7));
     code.push(set(R3, 0));
-    // Its only failures are those of a socket that is closed at this moment.
+    // The call fails only for a socket that is closed at this moment.
     code.push(call(bpf::Helper::SkAssign));
     code.push(bpf::copy(R1, R7));
     code.push(call(bpf::Helper::SkRelease));

@@ -1,5 +1,5 @@
-//! Answering who asks where a pod's addresses are, while the network stack that has them is stopped: ARP (RFC 826) and neighbour
-//! solicitations (RFC 4861 §7.2.4).
+//! Answers ARP requests (RFC 826) and neighbour solicitations (RFC 4861 §7.2.4) for a
+//! pod's addresses while the network stack that has them is stopped.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -13,25 +13,30 @@ use crate::packet::ETHERNET;
 
 type Mac = [u8; 6];
 
-/// Nobody forwards a packet with this many hops left: who says it is on the link (RFC 4861 §11.2).
+/// The hop limit that proves that the sender is on the link, because no router forwards a
+/// packet with it (RFC 4861 §11.2).
 const ON_LINK: u8 = 255;
-/// All nodes of a link, and the Ethernet address of that group (RFC 4291 §2.7.1, RFC 2464 §7).
+/// The group of all nodes of a link, and the Ethernet address of that group (RFC 4291 §2.7.1, RFC
+/// 2464 §7).
 const ALL_NODES: (Ipv6Addr, Mac) = (
     Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1),
     [0x33, 0x33, 0, 0, 0, 1],
 );
-/// Of a neighbour advertisement's options: the target's link-layer address, in units of eight bytes (RFC 4861 §4.6.1).
+/// An option of a neighbour advertisement: the target's link-layer address, with its length in
+/// units of eight bytes (RFC 4861 §4.6.1).
 const TARGET_ADDRESS: [u8; 2] = [2, 1];
 
-/// The answer to an Ethernet frame that asks for one of the pod's addresses (`own`), all of which are at `mac`; none to any other.
+/// Returns the answer to an Ethernet frame that requests the Ethernet address of one of `own`.
+///
+/// `own`: the pod's addresses, all of which are at `mac`. Returns `None` for any other frame.
 pub fn answer(frame: &[u8], own: &[IpAddr], mac: Mac) -> Option<Vec<u8>> {
     let packet = LaxSlicedPacket::from_ethernet(frame).ok()?;
-    // Who asks is who has sent the frame: what the question says of that itself may be anybody.
+    // The answer goes to the sender of the frame. The request may contain any other address.
     let sender: Mac = frame.get(6..ETHERNET - 2)?.try_into().ok()?;
     match packet.net.as_ref()? {
         LaxNetSlice::Arp(arp) => {
-            let asked = arp.to_packet().try_eth_ipv4().ok()?;
-            of_arp(&asked, own, mac, sender)
+            let request = arp.to_packet().try_eth_ipv4().ok()?;
+            answer_arp(&request, own, mac, sender)
         }
         LaxNetSlice::Ipv6(ip) if ip.header().hop_limit() == ON_LINK => {
             let Some(TransportSlice::Icmpv6(icmp)) = &packet.transport else {
@@ -41,32 +46,37 @@ pub fn answer(frame: &[u8], own: &[IpAddr], mac: Mac) -> Option<Vec<u8>> {
                 return None;
             }
             let target: [u8; 16] = icmp.payload().get(..16)?.try_into().ok()?;
-            of_solicitation(target.into(), ip.header().source_addr(), own, mac, sender)
+            answer_solicitation(target.into(), ip.header().source_addr(), own, mac, sender)
         }
         _ => None,
     }
 }
 
-fn of_arp(asked: &ArpEthIpv4Packet, own: &[IpAddr], mac: Mac, sender: Mac) -> Option<Vec<u8>> {
-    let target = asked.target_ipv4_addr();
-    let is_question = asked.operation == ArpOperation::REQUEST;
-    if !is_question || !own.contains(&IpAddr::V4(target)) {
+fn answer_arp(
+    request: &ArpEthIpv4Packet,
+    own: &[IpAddr],
+    mac: Mac,
+    sender: Mac,
+) -> Option<Vec<u8>> {
+    let target = request.target_ipv4_addr();
+    let is_request = request.operation == ArpOperation::REQUEST;
+    if !is_request || !own.contains(&IpAddr::V4(target)) {
         return None;
     }
-    let says = ArpEthIpv4Packet {
+    let reply = ArpEthIpv4Packet {
         operation: ArpOperation::REPLY,
         sender_mac: mac,
-        sender_ipv4: asked.target_ipv4,
+        sender_ipv4: request.target_ipv4,
         target_mac: sender,
-        target_ipv4: asked.sender_ipv4,
+        target_ipv4: request.sender_ipv4,
     };
     let mut frame = Vec::new();
     let ethernet = PacketBuilder::ethernet2(mac, sender);
-    ethernet.arp(says.into()).write(&mut frame).ok()?;
+    ethernet.arp(reply.into()).write(&mut frame).ok()?;
     Some(frame)
 }
 
-fn of_solicitation(
+fn answer_solicitation(
     target: Ipv6Addr,
     source: Ipv6Addr,
     own: &[IpAddr],
@@ -76,13 +86,14 @@ fn of_solicitation(
     if !own.contains(&IpAddr::V6(target)) {
         return None;
     }
-    // Who has no address yet wants this one, and is told by way of all.
+    // A solicitation without a source address is a probe of a station that wants this address. Its
+    // answer goes to all nodes.
     let is_probe = source.is_unspecified();
     let (to, to_mac) = match is_probe {
         true => ALL_NODES,
         false => (source, sender),
     };
-    let says = Icmpv6Type::NeighborAdvertisement(NeighborAdvertisementHeader {
+    let reply = Icmpv6Type::NeighborAdvertisement(NeighborAdvertisementHeader {
         router: false,
         solicited: !is_probe,
         r#override: true,
@@ -91,7 +102,7 @@ fn of_solicitation(
     let mut frame = Vec::new();
     PacketBuilder::ethernet2(mac, to_mac)
         .ipv6(target.octets(), to.octets(), ON_LINK)
-        .icmpv6(says)
+        .icmpv6(reply)
         .write(&mut frame, &payload)
         .ok()?;
     Some(frame)
@@ -103,25 +114,25 @@ mod tests {
 
     const POD: Mac = [2, 0, 0, 0, 0, 7];
     const PEER: Mac = [2, 0, 0, 0, 0, 9];
-    const EVERYBODY: Mac = [0xff; 6];
+    const BROADCAST: Mac = [0xff; 6];
 
     fn own() -> [IpAddr; 2] {
         ["10.0.0.7", "fd00::7"].map(|address| address.parse().expect("an address"))
     }
 
     fn arp(operation: ArpOperation, target: [u8; 4]) -> Vec<u8> {
-        let says = ArpEthIpv4Packet {
+        let message = ArpEthIpv4Packet {
             operation,
-            // Not the frame's.
+            // Differs from the frame's source address.
             sender_mac: [6; 6],
             sender_ipv4: [10, 0, 0, 9],
             target_mac: [0; 6],
             target_ipv4: target,
         };
         let mut frame = Vec::new();
-        let ethernet = PacketBuilder::ethernet2(PEER, EVERYBODY);
+        let ethernet = PacketBuilder::ethernet2(PEER, BROADCAST);
         ethernet
-            .arp(says.into())
+            .arp(message.into())
             .write(&mut frame)
             .expect("a frame");
         frame
@@ -143,10 +154,10 @@ mod tests {
 
     #[test]
     fn who_asks_by_arp_is_told_the_link_of_the_address() {
-        let told = answer(&arp(ArpOperation::REQUEST, [10, 0, 0, 7]), &own(), POD);
-        let told = told.expect("an answer");
-        let packet = LaxSlicedPacket::from_ethernet(&told).expect("a frame");
-        assert_eq!(told[..12], [PEER, POD].concat());
+        let reply = answer(&arp(ArpOperation::REQUEST, [10, 0, 0, 7]), &own(), POD);
+        let reply = reply.expect("an answer");
+        let packet = LaxSlicedPacket::from_ethernet(&reply).expect("a frame");
+        assert_eq!(reply[..12], [PEER, POD].concat());
         let Some(LaxNetSlice::Arp(arp)) = packet.net else {
             panic!("{packet:?}")
         };
@@ -160,8 +171,9 @@ mod tests {
         assert_eq!(arp.to_packet().try_eth_ipv4(), Ok(expected));
     }
 
-    /// Destination, flags (RFC 4861 §4.4: R, S, O) and what follows them, of an advertisement whose checksum is right.
-    fn told(frame: &[u8]) -> (Ipv6Addr, u8, Vec<u8>) {
+    /// Returns destination, flags (RFC 4861 §4.4: R, S, O) and the payload after them, of an
+    /// advertisement whose checksum is right.
+    fn advertisement(frame: &[u8]) -> (Ipv6Addr, u8, Vec<u8>) {
         let packet = LaxSlicedPacket::from_ethernet(frame).expect("a frame");
         let (Some(LaxNetSlice::Ipv6(ip)), Some(TransportSlice::Icmpv6(icmp))) =
             (packet.net, packet.transport)
@@ -177,16 +189,16 @@ mod tests {
 
     #[test]
     fn who_solicits_is_told_and_who_wants_the_address_is_told_by_way_of_all() {
-        let says = [&own_v6().octets()[..], &[2, 1], &POD].concat();
+        let payload = [&own_v6().octets()[..], &[2, 1], &POD].concat();
         for (source, to, to_mac, flags) in [
             ("fd00::9", "fd00::9", PEER, 0x60),
             ("::", "ff02::1", [0x33, 0x33, 0, 0, 0, 1], 0x20),
         ] {
-            let asked = solicitation(source, "fd00::7", 255, 135);
-            let answer = answer(&asked, &own(), POD).expect("an answer");
+            let request = solicitation(source, "fd00::7", 255, 135);
+            let answer = answer(&request, &own(), POD).expect("an answer");
             assert_eq!(answer[..12], [to_mac, POD].concat());
             let to: Ipv6Addr = to.parse().expect("an address");
-            assert_eq!(told(&answer), (to, flags, says.clone()));
+            assert_eq!(advertisement(&answer), (to, flags, payload.clone()));
         }
     }
 

@@ -1,16 +1,17 @@
 //! Addresses, routes and configured neighbours of a pod's network namespace.
 //!
-//! At start and restore runsc takes the addresses off the pod's interfaces (its own network stack owns them from then
-//! on), the kernel takes what depends on them, and nobody puts them back when the sandbox ends. So they are read once, when the CNI plugin has just set them,
-//! kept in the pod's record as the kernel's own messages, and replayed before each restore.
+//! At start and restore, runsc removes the addresses from the pod's interfaces, because its own
+//! network stack has them from then on. The kernel then removes what depends on them. Nothing puts
+//! them back when the sandbox ends. torpor-oci therefore reads them once, when the CNI plugin has
+//! just set them. It keeps them in the pod's record as the kernel's own messages, and replays them
+//! before each restore.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 
 use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_EXCL, NLM_F_REPLACE, NLM_F_REQUEST,
-    NetlinkHeader, NetlinkMessage, NetlinkPayload,
+    NLM_F_CREATE, NLM_F_EXCL, NetlinkHeader, NetlinkMessage, NetlinkPayload,
 };
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::address::{
@@ -24,58 +25,28 @@ use netlink_packet_route::route::{
 use netlink_packet_route::tc::{
     TcAttribute, TcBpfFlags, TcFilterBpf, TcFilterBpfOption, TcHandle, TcMessage, TcOption,
 };
-use netlink_sys::protocols::NETLINK_ROUTE;
-use netlink_sys::{Socket, SocketAddr};
-use nix::sched::{CloneFlags, setns};
+use netlink_sys::Socket;
 use rustix::event::{PollFd, PollFlags, poll};
 use torpor_records::Addresses;
 
+pub use error::Error;
+pub use namespace::{inside, within};
+pub use netlink::Netlink;
 pub use veth::{Pair, pairs};
 
+mod error;
+mod namespace;
+mod netlink;
 mod veth;
 
-/// A dump of a pod's namespace is a few kilobytes; one datagram is at most 32 KiB (rtnetlink's own limit).
-const DATAGRAM: usize = 64 << 10;
-
-/// Why addresses could not be read or put back.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("cannot open the network namespace {path}")]
-    Namespace {
-        path: PathBuf,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("cannot enter the network namespace {path}")]
-    Enter {
-        path: PathBuf,
-        #[source]
-        source: nix::Error,
-    },
-    #[error("cannot communicate with the kernel's routing socket")]
-    Socket(#[source] std::io::Error),
-    #[error("the kernel refused {what}")]
-    Refused {
-        what: String,
-        #[source]
-        source: std::io::Error,
-    },
-    #[error("cannot parse the kernel's answer: {0}")]
-    BadAnswer(String),
-    #[error("cannot parse the recorded address or route: {0}")]
-    BadRecord(String),
-    #[error("the thread that entered the network namespace panicked")]
-    Panicked,
-}
-
-/// Which way packets go, as the pod sees it.
+/// Direction of packets, as the pod sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     In,
     Out,
 }
 
-/// The addresses of a record, without link-local ones (fe80::/10).
+/// Returns the IP addresses of a record, without link-local ones (fe80::/10).
 pub fn ips(recorded: &Addresses) -> Result<Vec<IpAddr>, Error> {
     let mut ips = Vec::new();
     for hex in &recorded.addresses {
@@ -88,7 +59,10 @@ pub fn ips(recorded: &Addresses) -> Result<Vec<IpAddr>, Error> {
     Ok(ips)
 }
 
-/// On a point-to-point link the other attribute is the other end's address; IPv6 has only that one.
+/// Returns the own IP address in a message.
+///
+/// On a point-to-point link, the attribute `Local` is the own address and `Address` the other
+/// end's. IPv6 has only `Address`.
 pub fn own_ip(address: &AddressMessage) -> Option<IpAddr> {
     let attributes = &address.attributes;
     let local = attributes.iter().find_map(|a| match a {
@@ -104,18 +78,13 @@ pub fn own_ip(address: &AddressMessage) -> Option<IpAddr> {
     local.or_else(any)
 }
 
-/// Runs `work` on a thread of its own inside the namespace at `path`.
-pub fn inside<T: Send>(path: &Path, work: impl FnOnce() -> T + Send) -> Result<T, Error> {
-    within(path, || Ok(work()))
-}
-
-/// Reads what is set in the namespace at `path`.
+/// Reads the addresses, routes and neighbours that are configured in the namespace at `path`.
 pub fn read(path: &Path) -> Result<Addresses, Error> {
     within(path, || {
         let mut netlink = Netlink::open()?;
         let loopback = netlink.loopback_indexes()?;
         let mut found = Addresses::default();
-        // Before the routes: an address that is there by now has its own.
+        // The addresses come before the routes: the routes of an address found here exist by then.
         let addresses = netlink.dump(RouteNetlinkMessage::GetAddress(AddressMessage::default()))?;
         let mut routes = netlink.routes()?;
         for message in addresses {
@@ -129,7 +98,7 @@ pub fn read(path: &Path) -> Result<Addresses, Error> {
             }
         }
         routes.retain(is_configured);
-        // A gateway must be reachable before a route through it is accepted.
+        // The kernel accepts a route through a gateway only after a route to the gateway.
         routes.sort_by_key(|route| route.header.scope != RouteScope::Link);
         found.routes = routes
             .into_iter()
@@ -145,7 +114,7 @@ pub fn read(path: &Path) -> Result<Addresses, Error> {
     })
 }
 
-/// Puts everything back. What is there already stays as it is.
+/// Puts all recorded items back into the namespace at `path`. Existing ones stay as they are.
 pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
     within(path, || {
         let mut netlink = Netlink::open()?;
@@ -162,12 +131,13 @@ pub fn put_back(path: &Path, addresses: &Addresses) -> Result<(), Error> {
     })
 }
 
-/// Tells when an address of a namespace is taken away: runsc does so right before it hands an image over.
+/// Waits for the removal of an address of a namespace: runsc removes the addresses right before
+/// it hands an image over to the sandbox.
 #[derive(Debug)]
 pub struct AddressWatch(Socket);
 
 impl AddressWatch {
-    /// Sees what happens in the namespace at `path` from now on.
+    /// Begins to record removals in the namespace at `path`.
     pub fn begin(path: &Path) -> Result<Self, Error> {
         within(path, || {
             let socket = Netlink::open()?.socket;
@@ -180,7 +150,7 @@ impl AddressWatch {
         })
     }
 
-    /// Waits for it, or until `other` can be read from or has lost its other end.
+    /// Waits until an address is removed, or `other` is readable or has lost its other end.
     pub fn wait(self, other: BorrowedFd<'_>) -> Result<(), Error> {
         let mut netlink = Netlink {
             socket: self.0,
@@ -198,27 +168,30 @@ impl AddressWatch {
             if !fds[1].revents().is_empty() {
                 return Ok(());
             }
-            let news = match netlink.receive() {
-                Ok(news) => news,
+            let messages = match netlink.receive() {
+                Ok(messages) => messages,
                 Err(Error::Socket(error)) if error.kind() == std::io::ErrorKind::WouldBlock => {
                     continue;
                 }
                 Err(error) => return Err(error),
             };
-            let taken = |message: &NetlinkMessage<RouteNetlinkMessage>| {
+            let is_removal = |message: &NetlinkMessage<RouteNetlinkMessage>| {
                 let deleted = RouteNetlinkMessage::is_del_address;
                 matches!(&message.payload, NetlinkPayload::InnerMessage(inner) if deleted(inner))
             };
-            if news.iter().any(taken) {
+            if messages.iter().any(is_removal) {
                 return Ok(());
             }
         }
     }
 }
 
-/// The kernel rejects the cache information that it reports itself; and an address that was in use needs no duplicate
-/// address detection, which would delay an IPv6 pod's wake by a second. Nor a route to its network, if somebody has taken
-/// that away: a plugin for point-to-point links, on which all others are behind the gateway.
+/// Changes the message that the kernel reported for an address, so that the kernel accepts it.
+///
+/// The kernel rejects its own cache information. An address that was in use needs no duplicate
+/// address detection, which would delay the wake of an IPv6 pod by a second. If the route to the
+/// address's network was removed, the kernel must not add it again: plugins for point-to-point
+/// links remove it, because all other stations are behind the gateway.
 fn make_addable(address: &mut AddressMessage, routes: &[RouteMessage]) {
     let mut wanted = AddressFlags::Nodad | AddressFlags::Permanent;
     if !has_route(address, routes) {
@@ -235,7 +208,7 @@ fn make_addable(address: &mut AddressMessage, routes: &[RouteMessage]) {
     }
 }
 
-/// Whether the route is there that the kernel derives from the address.
+/// Reports whether the route exists that the kernel derives from the address.
 fn has_route(address: &AddressMessage, routes: &[RouteMessage]) -> bool {
     let length = address.header.prefix_len;
     let is_own = |ip: IpAddr| {
@@ -260,7 +233,7 @@ fn has_route(address: &AddressMessage, routes: &[RouteMessage]) -> bool {
     })
 }
 
-/// The address with nothing but its first `length` bits.
+/// Returns the network of an address: its first `length` bits, and zeros.
 pub fn network(ip: IpAddr, length: u8) -> IpAddr {
     match ip {
         IpAddr::V4(ip) => {
@@ -274,7 +247,9 @@ pub fn network(ip: IpAddr, length: u8) -> IpAddr {
     }
 }
 
-/// Routes that somebody configured; those that the kernel derives from addresses come back with the addresses.
+/// Reports whether the route was configured.
+///
+/// Routes that the kernel derives from addresses come back with the addresses.
 fn is_configured(route: &RouteMessage) -> bool {
     route.header.table == RouteHeader::RT_TABLE_MAIN
         && route.header.kind == RouteType::Unicast
@@ -282,159 +257,7 @@ fn is_configured(route: &RouteMessage) -> bool {
         && route.header.protocol != RouteProtocol::Ra
 }
 
-/// Runs `work` on a thread of its own inside the namespace: a namespace belongs to a thread, and the thread ends here.
-pub fn within<T: Send, E: From<Error> + Send>(
-    path: &Path,
-    work: impl FnOnce() -> Result<T, E> + Send,
-) -> Result<T, E> {
-    let file = std::fs::File::open(path).map_err(|source| Error::Namespace {
-        path: path.into(),
-        source,
-    })?;
-    std::thread::scope(|scope| {
-        scope
-            .spawn(|| {
-                setns(file.as_fd(), CloneFlags::CLONE_NEWNET).map_err(|source| Error::Enter {
-                    path: path.into(),
-                    source,
-                })?;
-                work()
-            })
-            .join()
-            .map_err(|_| Error::Panicked)?
-    })
-}
-
-/// A connection to the kernel's routing, in the namespace of the thread that opened it.
-#[derive(Debug)]
-pub struct Netlink {
-    socket: Socket,
-    sequence: u32,
-}
-
 impl Netlink {
-    pub fn open() -> Result<Self, Error> {
-        let mut socket = Socket::new(NETLINK_ROUTE).map_err(Error::Socket)?;
-        socket.bind_auto().map_err(Error::Socket)?;
-        socket
-            .connect(&SocketAddr::new(0, 0))
-            .map_err(Error::Socket)?;
-        Ok(Self {
-            socket,
-            sequence: 0,
-        })
-    }
-
-    fn send(&mut self, message: RouteNetlinkMessage, flags: u16) -> Result<(), Error> {
-        self.sequence += 1;
-        let mut packet =
-            NetlinkMessage::new(NetlinkHeader::default(), NetlinkPayload::from(message));
-        packet.header.flags = flags;
-        packet.header.sequence_number = self.sequence;
-        packet.finalize();
-        let mut bytes = vec![0; packet.buffer_len()];
-        packet.serialize(&mut bytes);
-        self.socket.send(&bytes, 0).map_err(Error::Socket)?;
-        Ok(())
-    }
-
-    /// The messages of one datagram.
-    fn receive(&mut self) -> Result<Vec<NetlinkMessage<RouteNetlinkMessage>>, Error> {
-        let mut buffer = Vec::with_capacity(DATAGRAM);
-        self.socket.recv(&mut buffer, 0).map_err(Error::Socket)?;
-        let mut messages = Vec::new();
-        let mut rest = buffer.as_slice();
-        while !rest.is_empty() {
-            let message = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest)
-                .map_err(|error| Error::BadAnswer(error.to_string()))?;
-            let length = usize::try_from(message.header.length).unwrap_or(usize::MAX);
-            // Messages are padded to four bytes.
-            rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
-            messages.push(message);
-        }
-        Ok(messages)
-    }
-
-    /// One that a change interrupts is begun anew: what it says may be neither what was nor what is.
-    pub fn dump(
-        &mut self,
-        request: RouteNetlinkMessage,
-    ) -> Result<Vec<RouteNetlinkMessage>, Error> {
-        const TRIES: usize = 10;
-        for _ in 0..TRIES {
-            if let Some(found) = self.dump_once(request.clone())? {
-                return Ok(found);
-            }
-        }
-        Err(Error::Refused {
-            what: "a consistent dump".to_owned(),
-            source: std::io::ErrorKind::Interrupted.into(),
-        })
-    }
-
-    /// None when it was interrupted.
-    fn dump_once(
-        &mut self,
-        request: RouteNetlinkMessage,
-    ) -> Result<Option<Vec<RouteNetlinkMessage>>, Error> {
-        self.send(request, NLM_F_REQUEST | NLM_F_DUMP)?;
-        let (mut found, mut whole) = (Vec::new(), true);
-        loop {
-            for message in self.receive()? {
-                whole &= message.header.flags & NLM_F_DUMP_INTR == 0;
-                match message.payload {
-                    NetlinkPayload::Done(_) => return Ok(whole.then_some(found)),
-                    NetlinkPayload::InnerMessage(message) => found.push(message),
-                    NetlinkPayload::Error(error) => {
-                        let source = error.to_io();
-                        return Err(Error::Refused {
-                            what: "a dump".to_owned(),
-                            source,
-                        });
-                    }
-                    _ => {}
-                }
-            }
-        }
-    }
-
-    /// One that is gone already is removed.
-    pub fn remove_address(&mut self, address: AddressMessage) -> Result<(), Error> {
-        let message = RouteNetlinkMessage::DelAddress(address);
-        match self.change("the removal of the pod's address", message, 0) {
-            Err(Error::Refused { source, .. })
-                if source.kind() == std::io::ErrorKind::AddrNotAvailable =>
-            {
-                Ok(())
-            }
-            removed => removed,
-        }
-    }
-
-    fn replace(&mut self, what: &str, message: RouteNetlinkMessage) -> Result<(), Error> {
-        self.change(what, message, NLM_F_CREATE | NLM_F_REPLACE)
-    }
-
-    fn change(
-        &mut self,
-        what: &str,
-        message: RouteNetlinkMessage,
-        flags: u16,
-    ) -> Result<(), Error> {
-        self.send(message, NLM_F_REQUEST | NLM_F_ACK | flags)?;
-        for message in self.receive()? {
-            if let NetlinkPayload::Error(error) = message.payload
-                && error.code.is_some()
-            {
-                return Err(Error::Refused {
-                    what: what.to_owned(),
-                    source: error.to_io(),
-                });
-            }
-        }
-        Ok(())
-    }
-
     fn routes(&mut self) -> Result<Vec<RouteMessage>, Error> {
         let all = self.dump(RouteNetlinkMessage::GetRoute(RouteMessage::default()))?;
         let routes = all.into_iter().filter_map(|message| match message {
@@ -444,7 +267,9 @@ impl Netlink {
         Ok(routes.collect())
     }
 
-    /// Those that runsc gives to gVisor: of what was learnt the next one to have the address learns anew.
+    /// Returns the configured neighbours, which runsc gives to gVisor.
+    ///
+    /// Learnt neighbours are left out: the next owner of the address learns them again.
     fn configured_neighbours(&mut self) -> Result<Vec<String>, Error> {
         let all = RouteNetlinkMessage::GetNeighbour(NeighbourMessage::default());
         let mut found = Vec::new();
@@ -480,16 +305,18 @@ impl Netlink {
     }
 }
 
-/// Indexes of this thread's links that are up, loopback aside.
+/// Returns the indexes of this thread's links that are up, loopback aside.
 pub(crate) fn link_indexes() -> Result<Vec<u32>, Error> {
     Netlink::open()?
         .links(|flags| flags.contains(LinkFlags::Up) && !flags.contains(LinkFlags::Loopback))
 }
 
-/// Attaches programs of [`crate::bpf::Hook::Classify`] to every link of this thread's namespace that is up, loopback aside: each
-/// sees the packets of its direction for as long as the link exists.
+/// Attaches programs of [`crate::bpf::Hook::Classify`] to every link of this thread's namespace
+/// that is up, loopback aside.
+///
+/// Each program sees the packets of its direction for as long as the link exists.
 pub(crate) fn attach_to_links(programs: &[(Direction, OwnedFd)]) -> Result<(), Error> {
-    /// Before programs that a CNI plugin may have there, which may end the matter; ours never do.
+    /// Precedes programs of CNI plugins, which may end the classification; ours never end it.
     const PRIORITY: u32 = 7;
     const ETH_P_ALL: u16 = 3;
     let mut netlink = Netlink::open()?;

@@ -1,8 +1,9 @@
-//! Whose socket a connection from this machine belongs to.
+//! Finds the process of this machine that has the socket of a connection.
 //!
-//! The kubelet's probes look like anybody's connections. But their other end is a socket of this machine, the kernel tells
-//! its number (sock_diag(7)), and the kubelet has it open: the process that listens on the kubelet's port. On a node where
-//! another process has that number of the kubelet's sockets, or nobody listens there, a probe is anybody's connection.
+//! The kubelet's probes look like any other connections. But their other end is a socket of this
+//! machine, whose inode number the kernel reports (sock_diag(7)). The kubelet, the process that
+//! listens on the kubelet's port, has that socket open. If another process or no process listens on
+//! that port of a node, a probe there counts as any connection.
 
 use std::fs;
 use std::io;
@@ -19,10 +20,10 @@ use netlink_sys::{Socket, SocketAddr};
 
 use crate::packet::Ends;
 
-/// One answer holds hundreds of sockets.
+/// Size of the buffer for one answer, which holds hundreds of sockets.
 const DATAGRAM: usize = 64 << 10;
 
-/// Why the kernel did not say.
+/// Why the owner of a connection could not be found.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot query the kernel's sockets")]
@@ -33,62 +34,63 @@ pub enum Error {
     Processes(#[source] io::Error),
 }
 
-/// Who has the other end of a connection.
+/// The owner of a connection's other end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Owner {
     Kubelet,
     /// Another process of this machine.
     Process,
-    /// This machine's kernel alone: it was closed, as a probe's is within a millisecond.
+    /// This machine's kernel alone: the connection was closed. A probe closes its own within a
+    /// millisecond.
     Kernel,
-    /// Nobody of this machine, or it has been closed for long.
+    /// No process of this machine, or it was closed long ago.
     Nobody,
 }
 
-/// Whether the address is one of this machine's, as the calling thread's network namespace knows them.
+/// Reports whether the address is this machine's, in the calling thread's network namespace.
 pub fn is_of_this_machine(address: IpAddr) -> bool {
-    // The kernel binds to no other.
+    // The kernel binds sockets to its own addresses alone.
     UdpSocket::bind((address, 0)).is_ok()
 }
 
-/// The kubelet of this machine, once it was found.
+/// The kubelet of this machine, and its process once it was found.
 #[derive(Debug)]
 pub struct Kubelet {
     port: u16,
     found: Option<Listener>,
 }
 
-/// Who listens.
+/// A process that listens, and its socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Listener {
     process: u32,
-    /// The number of the socket.
+    /// Inode number of the socket.
     socket: u32,
 }
 
 impl Kubelet {
-    /// The one that serves logs and exec on this port (KubeletConfiguration's `port`).
+    /// Returns the kubelet that serves logs and exec on this port (KubeletConfiguration's `port`).
     pub fn at(port: u16) -> Self {
         Self { port, found: None }
     }
 
-    /// Whether the connection is the kubelet's.
+    /// Reports whether the connection is the kubelet's.
     pub fn owns(&mut self, connection: &Ends) -> Result<bool, Error> {
         Ok(self.owner_of(connection)? == Owner::Kubelet)
     }
 
-    /// Whose the connection is.
+    /// Returns the owner of the connection's other end.
     pub fn owner_of(&mut self, connection: &Ends) -> Result<Owner, Error> {
         let socket = match socket_of(connection)? {
             None => return Ok(Owner::Nobody),
-            // What the kernel alone still has, because it was closed, has no number.
+            // The kernel alone still has the socket, because it was closed: its number is 0.
             Some(0) => return Ok(Owner::Kernel),
             Some(socket) => socket,
         };
-        if self.has(socket)? {
+        if self.has_socket(socket)? {
             return Ok(Owner::Kubelet);
         }
-        // To look through a process takes time, in which the connection may be closed.
+        // A search through a process takes time; the connection may be closed meanwhile.
         Ok(match socket_of(connection)? {
             Some(now) if now == socket => Owner::Process,
             Some(0) => Owner::Kernel,
@@ -96,7 +98,7 @@ impl Kubelet {
         })
     }
 
-    fn has(&mut self, socket: u32) -> Result<bool, Error> {
+    fn has_socket(&mut self, socket: u32) -> Result<bool, Error> {
         if let Some(Listener {
             process,
             socket: at,
@@ -105,12 +107,13 @@ impl Kubelet {
             if has_open(process, socket) {
                 return Ok(true);
             }
-            // To look through all processes takes longer than to wake a sandbox, and many may connect at once.
+            // A search through all processes takes longer than a wake of a sandbox, and
+            // many peers may connect at once.
             if has_open(process, at) {
                 return Ok(false);
             }
         }
-        // The kubelet may have been started anew.
+        // The kubelet may have been restarted.
         self.found = listener(self.port)?;
         Ok(self
             .found
@@ -118,7 +121,8 @@ impl Kubelet {
     }
 }
 
-/// The number of the socket at the connection's other end, if a process of this machine has that.
+/// Returns the inode number of the socket at the connection's other end, if this machine has it. It
+/// is 0 if no process has the socket open any more.
 fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
     let id = SocketId {
         source_port: connection.remote_port,
@@ -126,7 +130,7 @@ fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
         source_address: connection.remote,
         destination_address: connection.local,
         interface_id: 0,
-        // Any socket with these ends.
+        // The wildcard: any socket with these ends.
         cookie: [0xff; 8],
     };
     let family = if connection.remote.is_ipv4() {
@@ -134,11 +138,11 @@ fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
     } else {
         AF_INET6
     };
-    let found = ask(family, StateFlags::all(), id, false)?;
+    let found = query(family, StateFlags::all(), id, false)?;
     Ok(found.first().map(|(_, inode)| *inode))
 }
 
-/// The process that listens on the port.
+/// Returns the process that listens on the port, and its socket.
 fn listener(port: u16) -> Result<Option<Listener>, Error> {
     for family in [AF_INET6, AF_INET] {
         let mut any = SocketId::new_v4();
@@ -146,10 +150,10 @@ fn listener(port: u16) -> Result<Option<Listener>, Error> {
             any.source_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
             any.destination_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
         }
-        let listening = ask(family, StateFlags::LISTEN, any, true)?;
+        let listening = query(family, StateFlags::LISTEN, any, true)?;
         for (_, socket) in listening.into_iter().filter(|(at, _)| *at == port) {
-            let mut processes = processes().map_err(Error::Processes)?;
-            if let Some(process) = processes.find(|process| has_open(*process, socket)) {
+            let mut process_ids = process_ids().map_err(Error::Processes)?;
+            if let Some(process) = process_ids.find(|process| has_open(*process, socket)) {
                 return Ok(Some(Listener { process, socket }));
             }
         }
@@ -157,8 +161,10 @@ fn listener(port: u16) -> Result<Option<Listener>, Error> {
     Ok(None)
 }
 
-/// Local port and number of each socket that fits.
-fn ask(
+/// Returns local port and inode number of each socket that matches `socket_id` and `states`.
+///
+/// `all`: requests a dump of all of them; else the kernel returns the one with exactly these ends.
+fn query(
     family: u8,
     states: StateFlags,
     socket_id: SocketId,
@@ -200,7 +206,7 @@ fn ask(
                 }
                 NetlinkPayload::Done(_) => return Ok(found),
                 NetlinkPayload::Error(error) => match error.to_io() {
-                    // No such socket here.
+                    // This machine has no such socket.
                     error if error.kind() == io::ErrorKind::NotFound => return Ok(found),
                     error => return Err(Error::Ask(error)),
                 },
@@ -210,12 +216,14 @@ fn ask(
     }
 }
 
-fn processes() -> io::Result<impl Iterator<Item = u32>> {
+fn process_ids() -> io::Result<impl Iterator<Item = u32>> {
     let entries = fs::read_dir("/proc")?;
     Ok(entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()))
 }
 
-/// A process that has just ended, or is not to be looked into, has nothing open.
+/// Reports whether the process has the socket with this inode number open.
+///
+/// Returns false for a process that has just ended or cannot be inspected.
 fn has_open(process: u32, inode: u32) -> bool {
     let wanted = format!("socket:[{inode}]");
     let Ok(open) = fs::read_dir(format!("/proc/{process}/fd")) else {
@@ -231,7 +239,7 @@ mod tests {
     use super::*;
     use std::net::{TcpListener, TcpStream};
 
-    /// A server's port, the server, and a connection to it.
+    /// Returns a server's port, the server, and a connection to it.
     fn connected(to: &str) -> (u16, TcpListener, TcpStream) {
         let server = TcpListener::bind(to).expect("listens");
         let address = server.local_addr().expect("an address");
@@ -279,7 +287,7 @@ mod tests {
     fn a_connection_is_the_kubelets_when_the_process_has_it_that_listens_on_its_port() {
         let (port, _server, stream) = connected("127.0.0.1:0");
         let ends = ends(&stream);
-        // As after a restart of the kubelet, what was found before is not trusted.
+        // The entry is outdated, as after a restart of the kubelet.
         let mut kubelet = Kubelet::at(port);
         kubelet.found = Some(Listener {
             process: 1,
@@ -294,19 +302,22 @@ mod tests {
         let mut kubelet = Kubelet::at(port);
         assert!(kubelet.owns(&ends(&stream)).expect("asked"));
         let found = kubelet.found;
-        // Who looks there finds nobody.
+        // A search would find no process on this port.
         kubelet.port = 0;
-        assert!(!kubelet.has(0).expect("asked"), "no socket has this number");
+        assert!(
+            !kubelet.has_socket(0).expect("asked"),
+            "no socket has this number"
+        );
         assert_eq!(kubelet.found, found);
         drop(server);
-        assert!(!kubelet.has(0).expect("asked"));
+        assert!(!kubelet.has_socket(0).expect("asked"));
         assert_eq!(kubelet.found, None);
     }
 
     #[test]
     fn somebody_elses_connection_is_not_the_kubelets() {
         let (_, _server, stream) = connected("127.0.0.1:0");
-        // Nobody listens there, and so nobody is the kubelet.
+        // No process listens on this port, so no process is the kubelet.
         let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
         let port = nobody.local_addr().expect("an address").port();
         drop(nobody);
@@ -321,7 +332,7 @@ mod tests {
         let mut kubelet = Kubelet::at(port);
         let owner = kubelet.owner_of(&ends).expect("asked");
         assert_eq!(owner, Owner::Kubelet);
-        // The kernel goes on with it for a while: nobody has read its end at the server's side.
+        // The kernel keeps the connection for a while: the server has not read its end.
         drop(stream);
         let owner = kubelet.owner_of(&ends).expect("asked");
         assert_eq!(owner, Owner::Kernel);
@@ -331,7 +342,7 @@ mod tests {
     #[test]
     fn the_addresses_of_this_machine_are_told_from_others() {
         assert!(is_of_this_machine(IpAddr::from([127, 0, 0, 1])));
-        // Documentation's.
+        // An address for documentation.
         assert!(!is_of_this_machine(IpAddr::from([192, 0, 2, 1])));
     }
 }

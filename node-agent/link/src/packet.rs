@@ -1,4 +1,4 @@
-//! What a frame on its way to a sleeping pod means.
+//! Reads the frames on their way to a sleeping pod, and decides what they mean for it.
 
 use std::net::IpAddr;
 
@@ -11,7 +11,7 @@ use torpor_core::wake_on::WakeOn;
 /// Length of an Ethernet header.
 pub const ETHERNET: usize = 14;
 
-/// Which connection of a pod a segment belongs to.
+/// The addresses and ports of a TCP connection of a pod. `local`: the pod's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Ends {
     pub remote: IpAddr,
@@ -35,52 +35,55 @@ pub struct Segment {
     pub length: usize,
     /// TSval and TSecr (RFC 7323), where the connection uses them.
     pub timestamps: Option<(u32, u32)>,
-    /// It has options that are neither timestamps nor padding.
+    /// True if it has options that are neither timestamps nor padding.
     pub other_options: bool,
 }
 
 impl Segment {
-    /// It is a connection's first.
+    /// Reports whether the segment begins a connection: SYN without ACK.
     pub fn begins(&self) -> bool {
         self.syn && !self.ack
     }
 
-    /// Nothing but an acknowledgement, as far as its header tells.
+    /// Reports whether the header has ACK and none of SYN, FIN and RST. The segment may have data.
     pub fn only_acknowledges(&self) -> bool {
         self.ack && !(self.syn || self.fin || self.rst)
     }
 
-    /// An acknowledgement without data, whatever its options.
-    pub fn says_nothing(&self) -> bool {
+    /// Reports whether the segment is an acknowledgement without data, with any options.
+    pub fn has_no_data(&self) -> bool {
         self.only_acknowledges() && self.length == 0
     }
 
-    /// What it says, but for when and how often: a segment that is sent again says the same.
-    pub fn says(&self) -> Says {
-        Says {
+    /// Returns the segment's content, without its timestamps.
+    ///
+    /// A segment that is sent again has the same content.
+    pub fn says(&self) -> SegmentContent {
+        SegmentContent {
             ends: self.ends,
             sequence: self.sequence,
             length: self.length,
             flags: [self.syn, self.fin, self.rst, self.ack],
             acknowledges: self
-                .says_nothing()
+                .has_no_data()
                 .then_some((self.acknowledgment, self.window)),
         }
     }
 }
 
-/// See [`Segment::says`].
+/// The part of a segment that distinguishes it from others of its connection: see
+/// [`Segment::says`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Says {
+pub struct SegmentContent {
     ends: Ends,
     sequence: u32,
     length: usize,
     flags: [bool; 4],
-    /// Of one that says nothing else.
+    /// Acknowledgement number and window of a segment that is an acknowledgement without data.
     acknowledges: Option<(u32, u16)>,
 }
 
-/// Reads a TCP segment for one of the pod's addresses.
+/// Reads a TCP segment for one of the pod's addresses (`own`). Returns `None` for any other frame.
 pub fn segment(frame: &[u8], own: &[IpAddr]) -> Option<Segment> {
     let packet = LaxSlicedPacket::from_ethernet(frame).ok()?;
     let (remote, local) = match packet.net.as_ref()? {
@@ -128,34 +131,37 @@ pub fn segment(frame: &[u8], own: &[IpAddr]) -> Option<Segment> {
     })
 }
 
-/// Whether a frame has a TCP segment in it, or the beginning of one.
+/// Reports whether a frame has a TCP segment in it, or the beginning of one.
 pub fn is_tcp(frame: &[u8]) -> bool {
     let packet = LaxSlicedPacket::from_ethernet(frame);
     packet.is_ok_and(|packet| matches!(packet.transport, Some(TransportSlice::Tcp(_))))
 }
 
-/// Where an IP packet goes.
+/// Returns the destination address of an IP packet.
 pub(crate) fn destination_of_ip(packet: &[u8]) -> Option<IpAddr> {
     let packet = LaxSlicedPacket::from_ip(packet).ok()?;
     destination(&packet).map(|(address, _)| address)
 }
 
-/// What is to be done about a frame.
+/// The meaning of a frame for the pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meaning {
-    /// Not for the pod's own addresses, or of a kind that the kernel answers while the pod sleeps (ARP, neighbour
-    /// discovery): nothing.
+    /// The frame is to be ignored.
+    ///
+    /// Either the frame is not for the pod's own addresses, or the kernel answers it while the pod
+    /// sleeps (ARP, neighbour discovery).
     NotForPod,
-    /// The sandbox must get it, but nobody waits for an answer: an acknowledgement, an end of a connection, an error.
+    /// The sandbox must get the frame, but no peer waits for an answer: an acknowledgement, an
+    /// end of a connection, an error.
     Quiet,
-    /// Somebody wants something of the program, which is not to be woken for that.
+    /// A peer wants an answer of the program, but the pod's configuration forbids a wake for it.
     Unwanted,
-    /// Somebody wants something of the program.
+    /// A peer wants an answer of the program.
     Wakes(Cause),
 }
 
 impl Meaning {
-    /// What it means for a pod that is woken by some packets only.
+    /// Returns the meaning for a pod that only some packets wake.
     pub fn for_pod_that_wakes_on(self, wake_on: &WakeOn) -> Self {
         match self {
             Self::Wakes(cause) if !cause.is_wanted(wake_on) => Self::Unwanted,
@@ -164,7 +170,7 @@ impl Meaning {
     }
 }
 
-/// What woke a sandbox; the words are those of `torpor.dev/wake-on`.
+/// The packet that woke a sandbox, in the words of `torpor.dev/wake-on`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
     Tcp {
@@ -174,16 +180,16 @@ pub enum Cause {
         port: u16,
     },
     Icmp,
-    /// Any other protocol above IP, a later part of a fragmented packet included.
+    /// Any other protocol above IP, or a later fragment of a packet.
     Other {
         protocol: u8,
     },
-    /// What came before anybody looked, whatever it was.
+    /// A packet that came before the keeper watched the link, of any kind.
     Earlier,
 }
 
 impl Cause {
-    /// Whether a pod that is woken by these packets is woken by this.
+    /// Reports whether this packet wakes a pod that the packets in `wake_on` wake.
     pub fn is_wanted(self, wake_on: &WakeOn) -> bool {
         let WakeOn::Only {
             tcp,
@@ -200,7 +206,7 @@ impl Cause {
             Self::Udp { port } => *udp && listed(port),
             Self::Icmp => *icmp,
             Self::Earlier => *tcp || *udp || *icmp,
-            // A part of a packet tells no port.
+            // A fragment has no port.
             Self::Other { protocol } => match IpNumber(protocol) {
                 ip_number::TCP => *tcp,
                 ip_number::UDP => *udp,
@@ -211,7 +217,9 @@ impl Cause {
     }
 }
 
-/// Reads an Ethernet frame. `own` are the pod's addresses; a frame that is cut short counts by what can be read.
+/// Returns the meaning of an Ethernet frame.
+///
+/// `own`: the pod's addresses. A frame that is cut short counts by its readable part.
 pub fn meaning(frame: &[u8], own: &[IpAddr]) -> Meaning {
     let Ok(packet) = LaxSlicedPacket::from_ethernet(frame) else {
         return Meaning::NotForPod;
@@ -224,7 +232,8 @@ pub fn meaning(frame: &[u8], own: &[IpAddr]) -> Meaning {
     }
     match &packet.transport {
         Some(TransportSlice::Tcp(tcp)) => {
-            // A connection that begins, or data on one. What else there is goes by itself or tells of an end.
+            // A segment that begins a connection or bears data wants an answer. The peer's
+            // network stack sends other segments by itself, or they end a connection.
             if !tcp.rst() && (tcp.syn() || !tcp.payload().is_empty()) {
                 Meaning::Wakes(Cause::Tcp {
                     port: tcp.destination_port(),
@@ -247,16 +256,17 @@ pub fn meaning(frame: &[u8], own: &[IpAddr]) -> Meaning {
             _ if (NEIGHBOUR_FIRST..=NEIGHBOUR_LAST).contains(&icmp.type_u8()) => Meaning::NotForPod,
             _ => Meaning::Quiet,
         },
-        // Who belongs to which group is no business of a program.
+        // The network stack, not the program, handles membership of groups.
         Some(TransportSlice::Igmp(_)) => Meaning::Quiet,
         None => Meaning::Wakes(Cause::Other { protocol }),
     }
 }
 
-/// Router and neighbour solicitation and advertisement, redirect (RFC 4861).
+/// Types of router and neighbour solicitation and advertisement, and redirect (RFC 4861).
 const NEIGHBOUR_FIRST: u8 = 133;
 const NEIGHBOUR_LAST: u8 = 137;
 
+/// Returns the destination address and the number of the protocol above IP.
 fn destination(packet: &LaxSlicedPacket<'_>) -> Option<(IpAddr, u8)> {
     match packet.net.as_ref()? {
         LaxNetSlice::Ipv4(ip) => Some((

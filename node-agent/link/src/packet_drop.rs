@@ -1,17 +1,19 @@
-//! Silence while a sandbox is saved, sleeps and wakes.
+//! Drops a pod's packets while its sandbox is saved, sleeps and wakes.
 //!
-//! From the moment its memory is written until its connections are back, others stand in for it: its paused self, whose
-//! later words are in no image, then the host's kernel, then gVisor's network stack before the image is in it. None of
-//! them knows what the sandbox will know, and the last two answer packets of its connections with resets. So what the
-//! pod's links receive meanwhile is dropped before any of them sees it. Who listens at the other end of the link (see
-//! `torpor-link`) can give it back later; without that, TCP sends it again.
+//! **Received packets** ([`PacketDrop`]). From the moment the sandbox's memory is written until its
+//! connections are back, other network stacks have its addresses: first the paused sandbox, whose
+//! later packets are in no image, then the host's kernel, then gVisor's network stack before the
+//! image is in it. None of them has the state that the sandbox will have. The last two answer
+//! packets of its connections with resets. A program therefore drops what the pod's links receive,
+//! before any of the stacks reads it. A process that listens at the other end of the link (see
+//! [`crate::tap`]) can hand the packets over later. Without such a process, TCP sends them again.
 //!
-//! Who silences the links may be heard all the same, by an address that nobody else knows ([`Sender`]).
+//! **Sent packets** ([`EgressHold`]). gVisor cannot be restored in a paused state, so its programs
+//! run for a moment before the record exists that their image is stale. Another program therefore
+//! drops what the sandbox sends while it is restored.
 //!
-//! ARP and neighbour discovery go through: whoever has the address at the time answers them.
-//!
-//! And while it is restored nobody hears what the sandbox says ([`EgressHold`]): gVisor cannot be restored in a paused state, so its programs
-//! run for a moment before it is recorded that their image is stale.
+//! Two kinds of frames pass: frames of one secret Ethernet address ([`Sender`]), and ARP and
+//! neighbour discovery. The stack that has the pod's address at the time answers the latter.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -19,14 +21,14 @@ use std::path::Path;
 use crate::bpf::{self, Hook};
 use crate::net::{self, Pair, within};
 
-/// Why a pod's links cannot be silenced.
+/// Why packets of a pod's links cannot be dropped.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
     Namespace(#[from] net::Error),
     #[error("cannot drop the packets that the pod's links receive (needs Linux 5.9 or later)")]
     Drop(#[source] bpf::Error),
-    /// By another process, or by somebody else's XDP program.
+    /// Another process, or a foreign XDP program.
     #[error("a program on the pod's links drops received packets already")]
     Already,
 }
@@ -40,7 +42,9 @@ impl From<bpf::Error> for Error {
     }
 }
 
-/// The links receive nothing but ARP and neighbour discovery until this is opened or dropped, or its process has ended.
+/// A drop of all packets that a pod's links receive, except ARP and neighbour discovery.
+///
+/// The drop ends when [`PacketDrop::open`] is called, or when no process has its links any more.
 #[derive(Debug)]
 pub struct PacketDrop {
     /// Each keeps the program attached to one link.
@@ -48,8 +52,10 @@ pub struct PacketDrop {
     gate: Gate,
 }
 
-/// Opens at once what a program keeps shut. To take one off its link takes long where many do so at the same time: each waits for the kernel's
-/// one lock for such changes, and for a grace period of its RCU.
+/// A flag that ends a program's drop at once.
+///
+/// To detach a program from its link takes long where many processes do so at the same time: each
+/// waits for the kernel's one lock for such changes, and for a grace period of its RCU.
 #[derive(Debug)]
 struct Gate(OwnedFd);
 
@@ -58,19 +64,21 @@ impl Gate {
         bpf::flag_map().map(Self)
     }
 
-    /// One that cannot be opened opens when its program is taken off.
+    /// Opens the gate. If that fails, the drop ends when its program is detached.
     fn open(&self) {
         let _ = bpf::raise_flag(self.0.as_fd());
     }
 }
 
 impl PacketDrop {
-    /// Silences the links, loopback aside, of the network namespace at `path`, for all but frames of the sender `known`.
-    pub fn begin(path: &Path, known: Option<Sender>) -> Result<Self, Error> {
+    /// Begins to drop what the links, loopback aside, of the network namespace at `path` receive.
+    ///
+    /// Frames of the sender `allowed` pass.
+    pub fn begin(path: &Path, allowed: Option<Sender>) -> Result<Self, Error> {
         within(path, || {
-            let known = known.map(Known::ByItself);
+            let allowed = allowed.map(Allowed::Unchanged);
             let gate = Gate::shut()?;
-            let program = bpf::load(Hook::Received, &program(known, &gate))?;
+            let program = bpf::load(Hook::Received, &program(allowed, &gate))?;
             let links = net::link_indexes()?
                 .into_iter()
                 .map(|link| bpf::attach_to_link(Hook::Received, program.as_fd(), link))
@@ -79,19 +87,22 @@ impl PacketDrop {
         })
     }
 
-    /// From now on the links receive everything, also where somebody else keeps them silent by copies of [`PacketDrop::links`].
+    /// Ends the drop, even if another process keeps copies of [`PacketDrop::links`].
     pub fn open(&self) {
         self.gate.open();
     }
 
-    /// What keeps the links silent: so does whoever has copies of them.
+    /// Returns the descriptors that keep the program attached. A process with copies of them keeps
+    /// it attached, too.
     pub fn links(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.links.iter().map(AsFd::as_fd)
     }
 }
 
-/// What the pod's links send is lost on the host's side until this is opened or dropped, or its process has ended; ARP and neighbour discovery
-/// aside.
+/// A drop of all packets that a pod's links send, on the host's side; except ARP and neighbour
+/// discovery.
+///
+/// The drop ends when [`EgressHold::open`] is called, or when no process has its links any more.
 #[derive(Debug)]
 pub struct EgressHold {
     /// Each keeps the program attached to one link.
@@ -100,13 +111,15 @@ pub struct EgressHold {
 }
 
 impl EgressHold {
-    /// Mutes the links at their host's ends, which are in the calling thread's network namespace. Frames of the sender `known` are heard
-    /// as if the pod's end had sent them.
-    pub fn begin(pairs: &[Pair], known: Sender) -> Result<Self, Error> {
+    /// Begins to drop what the pod's ends of the links send.
+    ///
+    /// The host's ends are in the calling thread's network namespace. Frames of the sender
+    /// `allowed` arrive as if the pod's end had sent them.
+    pub fn begin(pairs: &[Pair], allowed: Sender) -> Result<Self, Error> {
         let gate = Gate::shut()?;
         let links = pairs.iter().map(|pair| {
-            let known = Known::As(known, pair.pod_address);
-            let program = bpf::load(Hook::Received, &program(Some(known), &gate))?;
+            let allowed = Allowed::Replaced(allowed, pair.pod_address);
+            let program = bpf::load(Hook::Received, &program(Some(allowed), &gate))?;
             Ok(bpf::attach_to_link(
                 Hook::Received,
                 program.as_fd(),
@@ -117,17 +130,18 @@ impl EgressHold {
         Ok(Self { links, gate })
     }
 
-    /// From now on all is heard, also where somebody else keeps the links mute by copies of [`EgressHold::links`].
+    /// Ends the drop, even if another process keeps copies of [`EgressHold::links`].
     pub fn open(&self) {
         self.gate.open();
     }
 
-    /// What keeps the links mute: so does whoever has copies of them.
+    /// Returns the descriptors that keep the program attached. A process with copies of them keeps
+    /// it attached, too.
     pub fn links(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.links.iter().map(AsFd::as_fd)
     }
 
-    /// Whether a frame (an Ethernet header and what follows) is heard although its link is muted.
+    /// Reports whether a frame (an Ethernet header and what follows) passes a link that is held.
     pub fn lets_pass(ethernet: &[u8]) -> bool {
         let at = |offset: i16| ethernet.get(usize::try_from(offset).unwrap_or(usize::MAX));
         let kind = at(frame::ETHER_TYPE).zip(at(frame::ETHER_TYPE + 1));
@@ -144,23 +158,25 @@ impl EgressHold {
     }
 }
 
-/// Who is heard on a link that is silenced or muted.
+/// The sender whose frames pass.
 #[derive(Debug, Clone, Copy)]
-enum Known {
-    ByItself(Sender),
-    /// Under another address.
-    As(Sender, [u8; 6]),
+enum Allowed {
+    Unchanged(Sender),
+    /// The program replaces the frame's source address by this one.
+    Replaced(Sender, [u8; 6]),
 }
 
-/// An Ethernet address that nobody else has: who silences a link sends from it what is to be heard all the same.
+/// An Ethernet address that no other station has. The process that holds a link sends from it the
+/// frames that are to pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sender([u8; 6]);
 
 impl Sender {
-    /// A new one, not to be guessed: locally administered, of one station (IEEE 802, the two lowest bits of the first byte).
+    /// Returns a new address that cannot be guessed: locally administered, of one station
+    /// (IEEE 802, the two lowest bits of the first byte).
     pub fn random() -> Self {
         use std::hash::{BuildHasher, RandomState};
-        // Its keys are the kernel's random numbers.
+        // The keys of a `RandomState` are the kernel's random numbers.
         let [first, b, c, d, e, f, _, _] = RandomState::new().hash_one(()).to_ne_bytes();
         Self([first & 0xfc | 0x02, b, c, d, e, f])
     }
@@ -176,7 +192,7 @@ mod received {
     pub(super) const END: i16 = 4;
 }
 
-/// Offsets in a frame, and what is looked for there.
+/// Offsets in a frame, and values there.
 mod frame {
     pub(super) const SENDER: i16 = 6;
     pub(super) const ETHER_TYPE: i16 = 12;
@@ -186,27 +202,27 @@ mod frame {
     pub(super) const ARP: u16 = 0x0806;
     pub(super) const IPV6: u16 = 0x86dd;
     pub(super) const ICMPV6: i32 = 58;
-    /// Router and neighbour solicitation and advertisement, redirect (RFC 4861).
+    /// Types of router and neighbour solicitation and advertisement, and redirect (RFC 4861).
     pub(super) const NEIGHBOUR_FIRST: i32 = 133;
     pub(super) const NEIGHBOUR_LAST: i32 = 137;
 }
 
-/// Where the program leaves for.
+/// Jump targets of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Label {
-    Stranger,
-    Known,
+    OtherSender,
+    Allowed,
     Pass,
     Drop,
 }
 
-/// An address as the two numbers that are compared and stored.
+/// Returns an address as the two numbers that the program compares and stores.
 fn halves([a, b, c, d, e, f]: [u8; 6]) -> (i32, i32) {
     let last = u16::from_ne_bytes([e, f]);
     (i32::from_ne_bytes([a, b, c, d]), i32::from(last))
 }
 
-fn program(known: Option<Known>, gate: &Gate) -> Vec<bpf::Instruction> {
+fn program(allowed: Option<Allowed>, gate: &Gate) -> Vec<bpf::Instruction> {
     use bpf::Register::{R0, R1, R2, R3, R4, R5};
     use bpf::{
         add, copy, exit, jump, jump_if, jump_if_greater, jump_if_greater_than, jump_if_less,
@@ -221,13 +237,13 @@ fn program(known: Option<Known>, gate: &Gate) -> Vec<bpf::Instruction> {
     code.push(load32(R3, R1, received::END));
     code.extend([copy(R4, R2), add(R4, frame::ETHERNET)]);
     code.jump(jump_if_greater_than(R4, R3), Label::Drop);
-    if let Some(Known::ByItself(sender) | Known::As(sender, _)) = known {
+    if let Some(Allowed::Unchanged(sender) | Allowed::Replaced(sender, _)) = allowed {
         let (first, last) = halves(sender.address());
         code.push(load32(R5, R2, frame::SENDER));
-        code.jump(jump32_if_not(R5, first), Label::Stranger);
+        code.jump(jump32_if_not(R5, first), Label::OtherSender);
         code.push(load16(R5, R2, frame::SENDER + 4));
-        code.jump(jump_if(R5, last), Label::Known);
-        code.label(Label::Stranger);
+        code.jump(jump_if(R5, last), Label::Allowed);
+        code.label(Label::OtherSender);
     }
     code.extend(set_map_value(R4, gate.0.as_raw_fd()));
     code.push(load32(R5, R4, 0));
@@ -243,8 +259,8 @@ fn program(known: Option<Known>, gate: &Gate) -> Vec<bpf::Instruction> {
     code.jump(jump_if_less(R5, frame::NEIGHBOUR_FIRST), Label::Drop);
     code.jump(jump_if_greater(R5, frame::NEIGHBOUR_LAST), Label::Drop);
     code.jump(jump(), Label::Pass);
-    code.label(Label::Known);
-    if let Some(Known::As(_, address)) = known {
+    code.label(Label::Allowed);
+    if let Some(Allowed::Replaced(_, address)) = allowed {
         let (first, last) = halves(address);
         code.push(store32(R2, frame::SENDER, first));
         code.push(store16(R2, frame::SENDER + 4, last));
@@ -263,12 +279,12 @@ mod tests {
     use super::*;
     use torpor_test_namespace::{Namespace, sh};
 
-    /// A connection to a closed port is answered by a reset at once, if it is answered.
+    /// If a peer answers, a closed port resets a connection within this time.
     const AT_ONCE: Duration = Duration::from_millis(500);
-    /// A question that is lost while the link changes is asked again after a second.
-    const SAID_AGAIN: Duration = Duration::from_secs(5);
+    /// The kernel repeats a lost question after a second.
+    const AFTER_REPETITION: Duration = Duration::from_secs(5);
 
-    /// Whether somebody answers who asks there from the namespace.
+    /// Reports whether a connection from the namespace to the address is refused, and so answered.
     fn answers(from: &Namespace, address: &str, limit: Duration) -> bool {
         let address: std::net::SocketAddr = address.parse().expect("an address");
         within(&from.path(), || {
@@ -291,22 +307,22 @@ mod tests {
              ip -n {a} addr add 10.202.0.1/24 dev eth0; ip -n {b} addr add 10.202.0.2/24 dev eth0
              ip -n {a} addr add fd02::1/64 dev eth0 nodad; ip -n {b} addr add fd02::2/64 dev eth0 nodad"
         ));
-        let is_answered = |address: &str| answers(&near, address, SAID_AGAIN);
+        let is_answered = |address: &str| answers(&near, address, AFTER_REPETITION);
         let is_silent = |address: &str| !answers(&near, address, AT_ONCE);
-        let known = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
-        let hush = PacketDrop::begin(&far.path(), Some(known)).expect("silenced");
+        let allowed = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
+        let packet_drop = PacketDrop::begin(&far.path(), Some(allowed)).expect("silenced");
         assert!(matches!(
             PacketDrop::begin(&far.path(), None),
             Err(Error::Already)
         ));
         assert!(is_silent("10.202.0.2:9") && is_silent("[fd02::2]:9"));
-        // The silence has not kept anybody from learning where the addresses are.
+        // The drop lets address resolution pass.
         let neighbours = sh(&format!("ip -n {a} neighbour"));
         for address in ["10.202.0.2", "fd02::2"] {
-            let known = neighbours
+            let is_resolved = neighbours
                 .lines()
                 .any(|line| line.starts_with(address) && line.contains("lladdr"));
-            assert!(known, "{address} in {neighbours}");
+            assert!(is_resolved, "{address} in {neighbours}");
         }
         let moves_to = |address: &str| {
             sh(&format!(
@@ -320,9 +336,9 @@ mod tests {
         );
         moves_to("02:00:00:7f:80:fe");
         assert!(is_silent("10.202.0.2:9"), "a stranger");
-        hush.open();
+        packet_drop.open();
         assert!(is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"));
-        drop(hush);
+        drop(packet_drop);
         assert!(is_answered("10.202.0.2:9") && is_answered("[fd02::2]:9"));
     }
 
@@ -336,22 +352,23 @@ mod tests {
              ip -n {p} addr add 10.203.0.1/24 dev eth0; ip -n {h} addr add 10.203.0.2/24 dev eth0
              ip -n {p} addr add fd03::1/64 dev eth0 nodad; ip -n {h} addr add fd03::2/64 dev eth0 nodad"
         ));
-        let is_answered = |address: &str| answers(&pod, address, SAID_AGAIN);
+        let is_answered = |address: &str| answers(&pod, address, AFTER_REPETITION);
         let is_silent = |address: &str| !answers(&pod, address, AT_ONCE);
-        let known = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
+        let allowed = Sender([2, 0, 0, 0x7f, 0x80, 0xff]);
         let pairs = within(&host.path(), || net::pairs(&pod.path())).expect("pairs");
         let addresses: Vec<_> = pairs.iter().map(|pair| pair.pod_address).collect();
         assert_eq!(addresses, [[2, 0, 0, 0, 0, 7]]);
-        let mute = within(&host.path(), || EgressHold::begin(&pairs, known)).expect("muted");
+        let egress_hold =
+            within(&host.path(), || EgressHold::begin(&pairs, allowed)).expect("muted");
         assert!(is_silent("10.203.0.2:9") && is_silent("[fd03::2]:9"));
         let neighbours = sh(&format!("ip -n {p} neighbour"));
         for address in ["10.203.0.2", "fd03::2"] {
-            let known = neighbours
+            let is_resolved = neighbours
                 .lines()
                 .any(|line| line.starts_with(address) && line.contains("lladdr"));
-            assert!(known, "{address} in {neighbours}");
+            assert!(is_resolved, "{address} in {neighbours}");
         }
-        // The answer goes to the address of the known sender, which is the link's now.
+        // The answer goes to the address of the allowed sender, which is now the link's.
         sh(&format!(
             "ip -n {h} neigh replace 10.203.0.1 lladdr 02:00:00:7f:80:ff dev eth0
              ip -n {p} link set eth0 address 02:00:00:7f:80:ff"
@@ -361,9 +378,9 @@ mod tests {
             "ip -n {p} link set eth0 address 02:00:00:00:00:07; ip -n {h} neigh del 10.203.0.1 dev eth0; ip -n {h} neigh flush dev eth0"
         ));
         assert!(is_silent("10.203.0.2:9"), "a stranger again");
-        mute.open();
+        egress_hold.open();
         assert!(is_answered("10.203.0.2:9") && is_answered("[fd03::2]:9"));
-        drop(mute);
+        drop(egress_hold);
         assert!(is_answered("10.203.0.2:9") && is_answered("[fd03::2]:9"));
     }
 

@@ -1,9 +1,11 @@
-//! Answering the kubelet's probes for a sandbox that sleeps: a healthy sandbox fell asleep, so each is answered with yes.
+//! Answers the kubelet's probes for a sandbox that sleeps. Each answer is success, because a
+//! healthy sandbox fell asleep.
 //!
-//! A probe is a TCP connection: the handshake alone (`tcpSocket`), one HTTP request (`httpGet`, also over TLS), or one call of
-//! `grpc.health.v1.Health/Check` (`grpc`). The TCP is smoltcp's; it speaks for the pod's addresses, on the pod's link, while
-//! nobody else does. Whether a connection is the kubelet's is decided before (see [`crate::owner`]): whoever else connects
-//! to the same port wakes the sandbox.
+//! A probe is a TCP connection: the handshake alone (`tcpSocket`), one HTTP request (`httpGet`,
+//! also over TLS), or one call of `grpc.health.v1.Health/Check` (`grpc`). smoltcp provides the TCP.
+//! It has the pod's addresses, on the pod's link, while no other network stack answers there. The
+//! keeper decides before whether a connection is the kubelet's (see [`crate::owner`]). Any other
+//! connection to the same port wakes the sandbox.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -20,17 +22,20 @@ mod tls;
 
 use tls::Tls;
 
-/// The kubelet probes each container a few times a second at most, one connection each.
-const MOST_AT_ONCE: usize = 16;
-/// A request's head; the kubelet's is 200 bytes.
+/// The largest number of probes at once. The kubelet probes each container a few times a second at
+/// most, by one connection each.
+const MAX_PROBES: usize = 16;
+/// Size of the receive buffer, for a request's head. The kubelet's has 200 bytes.
 const RECEIVE: usize = 4 << 10;
-/// A server's first words in TLS are 700 bytes, 2 KiB with a key that quantum computers do not find.
+/// Size of the send buffer. A server's first flight in TLS has 700 bytes; 2 KiB with a post-quantum
+/// key.
 const SEND: usize = 4 << 10;
-/// The kubelet gives up after its probe's timeout, a second by default.
+/// Time after which a probe is dropped. The kubelet gives up after its probe's timeout, by default
+/// a second.
 const LIMIT: Duration = Duration::from_secs(10);
 const MTU: usize = 1500;
 
-/// Speaks for one sleeping pod.
+/// A network stack that answers the probes of one sleeping pod.
 pub struct Responder {
     began: Instant,
     answers_hooks: bool,
@@ -51,29 +56,29 @@ impl std::fmt::Debug for Responder {
 #[derive(Debug)]
 struct Probe {
     ends: Ends,
-    /// The Ethernet header of what goes back.
+    /// The Ethernet header of frames to the kubelet.
     header: [u8; ETHERNET],
     socket: SocketHandle,
-    /// It began with TLS.
+    /// Present if the connection began with TLS.
     tls: Option<Tls>,
-    /// What was said, without TLS.
+    /// The received data, after decryption.
     received: Vec<u8>,
-    /// It speaks HTTP/2 and was told that so do we.
-    greeted: bool,
+    /// The connection uses HTTP/2, and the server's settings were sent.
+    settings_sent: bool,
     until: Instant,
 }
 
 impl Responder {
-    /// For a pod with these addresses.
+    /// Creates a responder for a pod with these addresses.
     pub fn new(own: &[IpAddr], now: Instant) -> Self {
         let mut wire = Wire::default();
         let mut config = Config::new(HardwareAddress::Ip);
         config.random_seed = random_seed();
         let mut interface = Interface::new(config, &mut wire, smoltcp::time::Instant::ZERO);
-        // Its own addresses, and every other one is reached over the same link.
+        // The prefix length 0 makes every address reachable over the same link.
         interface.update_ip_addrs(|addresses| {
             for ip in own {
-                // There is room for a few; the first ones are the pod's status.podIPs.
+                // There is room for a few addresses; the first ones are the pod's status.podIPs.
                 let _ = addresses.push(IpCidr::new((*ip).into(), 0));
             }
         });
@@ -87,30 +92,36 @@ impl Responder {
         }
     }
 
-    /// Whether containers' hooks are answered too. Where they are not, their connections are reset: to say yes would be to say that
-    /// the program has done what it does at its end, and of a failure the kubelet tells.
+    /// Sets whether requests of containers' hooks are answered with success.
+    ///
+    /// If not, their connections are reset. Success would mean that the program has done its
+    /// work for the end, and the kubelet reports a failure.
     pub fn answer_hooks(&mut self, answers: bool) {
         self.answers_hooks = answers;
     }
 
-    /// Whether the connection is a probe that is being answered.
+    /// Reports whether the connection is a probe that is being answered.
     pub fn has(&self, ends: &Ends) -> bool {
         self.probes.iter().any(|probe| probe.ends == *ends)
     }
 
-    /// The first segment of a probe, in `frame`, is about to be given to [`Responder::hear`]. False when there is no room.
+    /// Begins to answer a probe. The caller then passes `frame`, its first segment, to
+    /// [`Responder::hear`].
+    ///
+    /// Returns false if there is no room.
     pub fn begin(&mut self, ends: &Ends, frame: &[u8], now: Instant) -> bool {
         let Some(from) = frame.first_chunk::<ETHERNET>() else {
             return false;
         };
-        if self.probes.len() == MOST_AT_ONCE {
+        if self.probes.len() == MAX_PROBES {
             return false;
         }
         let buffer = |size| tcp::SocketBuffer::new(vec![0; size]);
         let mut socket = tcp::Socket::new(buffer(RECEIVE), buffer(SEND));
-        // The last words of a call come with the connection's end: what is not acknowledged at once is said again when nobody knows it any more.
+        // A call's last segments come with the connection's end. The kubelet repeats a segment that
+        // is not acknowledged at once, and by then the responder has no such connection any more.
         socket.set_ack_delay(None);
-        // A listener takes one connection; this one takes the segment that follows.
+        // A listening socket of smoltcp takes one connection: that of the following segment.
         if socket.listen(ends.local_port).is_err() {
             return false;
         }
@@ -120,29 +131,29 @@ impl Responder {
             socket: self.sockets.add(socket),
             tls: None,
             received: Vec::new(),
-            greeted: false,
+            settings_sent: false,
             until: now + LIMIT,
         });
         true
     }
 
-    /// A frame of a probe has come.
+    /// Receives a frame of a probe.
     pub fn hear(&mut self, frame: &[u8], now: Instant) {
         if let Some(packet) = frame.get(ETHERNET..) {
-            self.wire.heard.push_back(packet.to_vec());
+            self.wire.received.push_back(packet.to_vec());
             self.turn(now);
         }
     }
 
-    /// Does what is to be done now.
+    /// Processes received packets and timers, and removes probes that are over.
     pub fn turn(&mut self, now: Instant) {
         let time = self.time(now);
         self.interface.poll(time, &mut self.wire, &mut self.sockets);
         for probe in &mut self.probes {
             let socket = self.sockets.get_mut::<tcp::Socket<'_>>(probe.socket);
-            converse(socket, probe, self.answers_hooks);
+            serve(socket, probe, self.answers_hooks);
         }
-        // What was answered goes out, and that a connection is over.
+        // The second poll sends the answers and the ends of connections.
         self.interface.poll(time, &mut self.wire, &mut self.sockets);
         let sockets = &mut self.sockets;
         self.probes.retain(|probe| {
@@ -155,8 +166,8 @@ impl Responder {
         });
     }
 
-    /// When [`Responder::turn`] is to be called again, though nothing comes.
-    pub fn turn_again(&mut self, now: Instant) -> Option<Duration> {
+    /// Returns the time until the next call of [`Responder::turn`] if no frame comes.
+    pub fn next_deadline(&mut self, now: Instant) -> Option<Duration> {
         if self.probes.is_empty() {
             return None;
         }
@@ -165,18 +176,19 @@ impl Responder {
         Some(wait.map_or(LIMIT, Duration::from).min(LIMIT))
     }
 
-    /// The next frame for the kubelet.
+    /// Returns the next frame for the kubelet.
     pub fn says(&mut self) -> Option<Vec<u8>> {
-        let packet = self.wire.said.pop_front()?;
+        let packet = self.wire.sent.pop_front()?;
         let probe = self
             .probes
             .iter()
             .find(|probe| crate::packet::destination_of_ip(&packet) == Some(probe.ends.remote));
-        // The last segment of a connection comes after it is over: the link is the same for all.
+        // A connection's last segment comes after its probe was removed. The last header fits,
+        // because the link is the same for all.
         let header = probe.map_or(self.wire.last_header, |probe| probe.header);
         self.wire.last_header = header;
         let mut frame = header.to_vec();
-        // 4 or 6, the first four bits.
+        // The first four bits are the IP version, 4 or 6.
         let kind: u16 = if packet.first().is_some_and(|first| first >> 4 == 6) {
             0x86dd
         } else {
@@ -193,72 +205,77 @@ impl Responder {
     }
 }
 
-/// Some of the probes that come are made over TLS.
+/// Prepares for probes over TLS.
 pub fn expect_tls() {
     tls::prepare();
 }
 
-/// Reads what the kubelet says and answers it; ends when it ends.
-fn converse(socket: &mut tcp::Socket<'_>, probe: &mut Probe, answers_hooks: bool) {
-    let mut ended = hear(socket, probe);
+/// Reads the kubelet's data and answers it. Closes the connection after the kubelet has closed it.
+fn serve(socket: &mut tcp::Socket<'_>, probe: &mut Probe, answers_hooks: bool) {
+    let mut ended = receive(socket, probe);
     if !answers_hooks && is_hook(&probe.received) {
         return socket.abort();
     }
-    let mut said = Vec::new();
-    if !probe.greeted && probe.received.starts_with(HTTP2) {
-        // The kubelet's client (grpc-go) makes no call before the server has spoken, as it has to first of all (RFC 9113 §3.4).
-        said.extend(frame(SETTINGS, 0, CONNECTION, &[]));
-        probe.greeted = true;
+    let mut reply = Vec::new();
+    if !probe.settings_sent && probe.received.starts_with(HTTP2) {
+        // The kubelet's client (grpc-go) makes no call before the server has sent its settings,
+        // which must be the server's first frame (RFC 9113 §3.4).
+        reply.extend(frame(SETTINGS, 0, CONNECTION, &[]));
+        probe.settings_sent = true;
     }
     if let Some(bytes) = answer(&probe.received) {
-        said.extend(bytes);
+        reply.extend(bytes);
         probe.received.clear();
         ended = true;
     }
-    let peer_has_ended = socket.is_open() && !socket.may_recv() && !is_beginning(socket);
+    let peer_has_ended = socket.is_open() && !socket.may_recv() && !is_connecting(socket);
     ended |= peer_has_ended;
     if let Some(tls) = &mut probe.tls {
-        said = tls.seal(&said, ended);
+        reply = tls.seal(&reply, ended);
     }
-    if !said.is_empty() {
-        // The buffer is larger than all that is said.
-        let _ = socket.send_slice(&said);
+    if !reply.is_empty() {
+        // The buffer is larger than all answers.
+        let _ = socket.send_slice(&reply);
     }
     if ended {
         socket.close();
     }
 }
 
-/// Takes what has come. True when that was too much, or no TLS although it began so.
-fn hear(socket: &mut tcp::Socket<'_>, probe: &mut Probe) -> bool {
-    let mut came = Vec::new();
+/// Moves the received data to the probe. Returns true if the connection is to end: the data was
+/// too long, or it began like TLS and is none.
+fn receive(socket: &mut tcp::Socket<'_>, probe: &mut Probe) -> bool {
+    let mut received = Vec::new();
     let mut ended = false;
     while socket.can_recv() {
         let read = socket.recv(|data| {
-            came.extend_from_slice(data);
+            received.extend_from_slice(data);
             (data.len(), ())
         });
         ended |= read.is_err();
     }
     let is_first = probe.tls.is_none() && probe.received.is_empty();
-    if is_first && tls::begins(&came) {
+    if is_first && tls::begins(&received) {
         probe.tls = Tls::new();
         ended |= probe.tls.is_none();
     }
     match &mut probe.tls {
-        Some(tls) => ended |= tls.open(&came, &mut probe.received).is_err(),
-        None => probe.received.append(&mut came),
+        Some(tls) => ended |= tls.open(&received, &mut probe.received).is_err(),
+        None => probe.received.append(&mut received),
     }
     probe.received.truncate(RECEIVE);
     ended || probe.received.len() == RECEIVE
 }
 
-fn is_beginning(socket: &tcp::Socket<'_>) -> bool {
+fn is_connecting(socket: &tcp::Socket<'_>) -> bool {
     matches!(socket.state(), tcp::State::Listen | tcp::State::SynReceived)
 }
 
-/// Whether it is the request of a container's hook and no probe, by what the kubelet calls itself (pkg/kubelet/lifecycle). The
-/// agent says beforehand which connections these are; one that comes before its word, or after it was lost, ends up here.
+/// Reports whether the data is the request of a container's hook, by the kubelet's user agent
+/// (pkg/kubelet/lifecycle).
+///
+/// The agent sends the keeper a message beforehand that such connections may come. A hook that
+/// comes before that message, or after the message was lost, is detected here.
 fn is_hook(received: &[u8]) -> bool {
     let name = b"\nuser-agent: kube-lifecycle/";
     let mut windows = received.windows(name.len());
@@ -267,7 +284,7 @@ fn is_hook(received: &[u8]) -> bool {
 
 const HTTP2: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// The answer to what was received so far; none when more must come.
+/// Returns the answer to the data received so far; `None` if more must come.
 fn answer(received: &[u8]) -> Option<Vec<u8>> {
     if let Some(frames) = received.strip_prefix(HTTP2) {
         return serving(frames);
@@ -278,14 +295,14 @@ fn answer(received: &[u8]) -> Option<Vec<u8>> {
         .then(|| b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".to_vec())
 }
 
-/// Kinds of HTTP/2 frames, and their flags (RFC 9113 §6).
+/// Types of HTTP/2 frames, and their flags (RFC 9113 §6).
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const SETTINGS: u8 = 4;
 const ACKNOWLEDGED: u8 = 1;
 const END_OF_STREAM: u8 = 1;
 const END_OF_HEADERS: u8 = 4;
-/// Where frames belong that are of no stream.
+/// The stream identifier of frames of the connection.
 const CONNECTION: [u8; 4] = [0; 4];
 
 fn frame(kind: u8, flags: u8, stream: [u8; 4], payload: &[u8]) -> Vec<u8> {
@@ -296,8 +313,10 @@ fn frame(kind: u8, flags: u8, stream: [u8; 4], payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// The answer SERVING to a call of `Health/Check`, once all of the call is there: HTTP/2 frames (RFC 9113 §4.1, §6), headers
-/// by index or as literals (RFC 7541 §6), one gRPC message of two bytes and a status.
+/// Returns the answer SERVING to a call of `Health/Check`, once all of the call has come.
+///
+/// The answer consists of HTTP/2 frames (RFC 9113 §4.1, §6), headers by index or as literals
+/// (RFC 7541 §6), one gRPC message of two bytes, and a status.
 fn serving(mut frames: &[u8]) -> Option<Vec<u8>> {
     let stream = loop {
         let (header, rest) = frames.split_first_chunk::<9>()?;
@@ -332,7 +351,7 @@ fn serving(mut frames: &[u8]) -> Option<Vec<u8>> {
     )
 }
 
-/// The addresses change places.
+/// Returns the header with destination and source exchanged.
 fn back(from: &[u8; ETHERNET]) -> [u8; ETHERNET] {
     let mut header = *from;
     header[..6].copy_from_slice(&from[6..12]);
@@ -340,31 +359,31 @@ fn back(from: &[u8; ETHERNET]) -> [u8; ETHERNET] {
     header
 }
 
-/// Sequence numbers are not to be guessed by who cannot see them.
+/// Returns a seed for sequence numbers that a peer off the link cannot guess.
 fn random_seed() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::process::id())
 }
 
-/// IP packets that were heard, and those to be said.
+/// The link of smoltcp's interface: IP packets that were received, and those to send.
 #[derive(Debug, Default)]
 struct Wire {
-    heard: VecDeque<Vec<u8>>,
-    said: VecDeque<Vec<u8>>,
+    received: VecDeque<Vec<u8>>,
+    sent: VecDeque<Vec<u8>>,
     last_header: [u8; ETHERNET],
 }
 
-struct Heard(Vec<u8>);
+struct ReceivedPacket(Vec<u8>);
 
-struct Said<'a>(&'a mut VecDeque<Vec<u8>>);
+struct SentPackets<'a>(&'a mut VecDeque<Vec<u8>>);
 
-impl RxToken for Heard {
+impl RxToken for ReceivedPacket {
     fn consume<R, F: FnOnce(&[u8]) -> R>(self, read: F) -> R {
         read(&self.0)
     }
 }
 
-impl TxToken for Said<'_> {
+impl TxToken for SentPackets<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, length: usize, write: F) -> R {
         let mut packet = vec![0; length];
         let result = write(&mut packet);
@@ -374,23 +393,24 @@ impl TxToken for Said<'_> {
 }
 
 impl Device for Wire {
-    type RxToken<'a> = Heard;
-    type TxToken<'a> = Said<'a>;
+    type RxToken<'a> = ReceivedPacket;
+    type TxToken<'a> = SentPackets<'a>;
 
-    fn receive(&mut self, _: smoltcp::time::Instant) -> Option<(Heard, Said<'_>)> {
-        let packet = self.heard.pop_front()?;
-        Some((Heard(packet), Said(&mut self.said)))
+    fn receive(&mut self, _: smoltcp::time::Instant) -> Option<(ReceivedPacket, SentPackets<'_>)> {
+        let packet = self.received.pop_front()?;
+        Some((ReceivedPacket(packet), SentPackets(&mut self.sent)))
     }
 
-    fn transmit(&mut self, _: smoltcp::time::Instant) -> Option<Said<'_>> {
-        Some(Said(&mut self.said))
+    fn transmit(&mut self, _: smoltcp::time::Instant) -> Option<SentPackets<'_>> {
+        Some(SentPackets(&mut self.sent))
     }
 
     fn capabilities(&self) -> DeviceCapabilities {
         let mut capabilities = DeviceCapabilities::default();
         capabilities.medium = Medium::Ip;
         capabilities.max_transmission_unit = MTU;
-        // The kernel leaves the checksum of what it sends over a veth pair to a link that never computes it.
+        // On receipt, the checksum of TCP is not verified: the kernel leaves the checksum of
+        // what it sends over a veth pair to a link that never computes it.
         capabilities.checksum.ipv4 = Checksum::Both;
         capabilities.checksum.tcp = Checksum::Tx;
         capabilities

@@ -1,12 +1,15 @@
-//! What peers are asked for a sandbox that was restored, so that it says again what was lost.
+//! Keepalives to the peers of a restored sandbox, so that the sandbox repeats what was lost.
 //!
-//! Of a peer that knows that it was heard, and waits, nothing comes that would bring back what gVisor's network stack has forgotten in a
-//! restore: see [`crate::reminder`], which is for those that have said something. So each peer that may not have all that the sandbox has
-//! sent gets a keepalive: a number that it has received long ago, and nothing else. Its answer says what it expects and where it is
-//! itself, and goes to the sandbox. It is what gVisor itself would send on an idle connection (RFC 9293 §3.8.4).
+//! In a restore, gVisor's network stack forgets its retransmissions. A peer that waits, and whose
+//! last segment was acknowledged, sends nothing that would bring them back. ([`crate::reminder`] is
+//! for peers that have sent something.) Each peer that may not have all data of the sandbox
+//! therefore gets a keepalive: a number that it has received long ago, and nothing else. Its answer
+//! contains the number that it expects and its own number, and goes to the sandbox. gVisor itself
+//! would send the same keepalive on an idle connection (RFC 9293 §3.8.4).
 //!
-//! What is known of those connections the sandbox has said itself, and it may have said anything. So a question is no more than it could
-//! have sent: from the pod's own addresses, to where it has sent before, and one for each connection.
+//! The state of those connections comes from the sandbox's own packets, which may contain anything.
+//! A question is therefore no more than the sandbox could have sent: from the pod's own addresses,
+//! to an address that it has sent to before, and one for each connection.
 
 use std::net::IpAddr;
 
@@ -14,73 +17,81 @@ use crate::acknowledgement::Acknowledgement;
 use crate::keepalive::HALF;
 use crate::packet::Ends;
 
-/// A connection on which something of the sandbox is on its way, as its packets said.
+/// A connection with unacknowledged data of the sandbox, as its packets show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Said {
+pub struct UnacknowledgedConnection {
     pub ends: Ends,
     /// The first number that was not acknowledged, and the one after the last.
     pub first: u32,
     pub after: u32,
-    /// What the sandbox acknowledged with its last words, which no TCP can take for more than that; its window then.
+    /// The number that the sandbox acknowledged in its last segment, and its window then. To repeat
+    /// the number is safe: no TCP takes it for the acknowledgement of later data.
     pub acknowledged: u32,
     pub window: u16,
-    /// TSval and TSecr (RFC 7323) of that. Without them some peers do not answer on a connection that uses them.
+    /// TSval and TSecr (RFC 7323) of that segment. Some peers do not answer without them on a
+    /// connection that uses timestamps.
     pub timestamps: Option<(u32, u32)>,
-    /// The Ethernet address that it sent to.
+    /// The Ethernet address that the sandbox sent to.
     pub neighbour: [u8; 6],
 }
 
 /// A keepalive to a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Question {
-    says: Acknowledgement,
+pub struct KeepaliveProbe {
+    acknowledgement: Acknowledgement,
     neighbour: [u8; 6],
 }
 
-impl Question {
-    /// `own`: the pod's addresses. None where there is nothing to ask, or nobody.
-    pub fn of(said: &Said, own: &[IpAddr]) -> Option<Self> {
-        let ends = &said.ends;
-        let is_on_its_way = (1..=HALF).contains(&said.after.wrapping_sub(said.first));
+impl KeepaliveProbe {
+    /// Returns the keepalive for a connection. `own`: the pod's addresses.
+    ///
+    /// Returns `None` if nothing is unacknowledged or the peer's address is not one station's.
+    pub fn of(connection: &UnacknowledgedConnection, own: &[IpAddr]) -> Option<Self> {
+        let ends = &connection.ends;
+        let is_unacknowledged =
+            (1..=HALF).contains(&connection.after.wrapping_sub(connection.first));
         let of_pod = own.contains(&ends.local) && ends.local_port != 0;
-        if !is_on_its_way || !of_pod || !is_somebody(ends) || is_of_many(said.neighbour) {
+        if !is_unacknowledged || !of_pod || !is_valid_peer(ends) || is_group(connection.neighbour) {
             return None;
         }
-        let says = Acknowledgement {
+        let acknowledgement = Acknowledgement {
             source: (ends.local, ends.local_port),
             destination: (ends.remote, ends.remote_port),
-            sequence: said.first.wrapping_sub(1),
-            number: said.acknowledged,
-            window: said.window,
-            timestamps: said.timestamps,
+            sequence: connection.first.wrapping_sub(1),
+            number: connection.acknowledged,
+            window: connection.window,
+            timestamps: connection.timestamps,
         };
-        let neighbour = said.neighbour;
-        Some(Self { says, neighbour })
+        let neighbour = connection.neighbour;
+        Some(Self {
+            acknowledgement,
+            neighbour,
+        })
     }
 
-    /// As it goes out of the pod's link, whose Ethernet address is `from`.
+    /// Returns the Ethernet frame. `from`: the address of the pod's end of the link.
     pub fn frame(&self, from: [u8; 6]) -> Option<Vec<u8>> {
-        self.says.frame(from, self.neighbour)
+        self.acknowledgement.frame(from, self.neighbour)
     }
 }
 
-/// Whether there is one whom the pod can have a connection with.
-fn is_somebody(ends: &Ends) -> bool {
+/// Reports whether the pod can have a connection with this peer.
+fn is_valid_peer(ends: &Ends) -> bool {
     let remote = ends.remote;
-    let of_many = match remote {
+    let is_group_address = match remote {
         IpAddr::V4(v4) => v4.is_multicast() || v4.is_broadcast(),
         IpAddr::V6(v6) => v6.is_multicast(),
     };
-    let same_kind = remote.is_ipv4() == ends.local.is_ipv4();
-    same_kind
-        && !of_many
+    let same_family = remote.is_ipv4() == ends.local.is_ipv4();
+    same_family
+        && !is_group_address
         && !remote.is_unspecified()
         && !remote.is_loopback()
         && ends.remote_port != 0
 }
 
-/// Of more than one station (IEEE 802, the lowest bit of the first byte).
-fn is_of_many([first, ..]: [u8; 6]) -> bool {
+/// Reports whether the address is that of a group (IEEE 802, the lowest bit of the first byte).
+fn is_group([first, ..]: [u8; 6]) -> bool {
     first & 1 != 0
 }
 
@@ -106,15 +117,15 @@ mod tests {
         [IpAddr::from([10, 1, 0, 1]), IpAddr::from(v6)]
     }
 
-    /// Five bytes are on their way.
-    fn said(local: IpAddr, remote: IpAddr) -> Said {
+    /// Returns a connection with five unacknowledged bytes.
+    fn connection(local: IpAddr, remote: IpAddr) -> UnacknowledgedConnection {
         let ends = Ends {
             remote,
             remote_port: 4000,
             local,
             local_port: 80,
         };
-        Said {
+        UnacknowledgedConnection {
             ends,
             first: 100,
             after: 105,
@@ -125,27 +136,27 @@ mod tests {
         }
     }
 
-    fn over_ipv4() -> Said {
+    fn over_ipv4() -> UnacknowledgedConnection {
         let ([local, _], [remote, _]) = (own(), remotes());
-        said(local, remote)
+        connection(local, remote)
     }
 
-    fn sequence(said: &Said) -> Option<u32> {
-        Question::of(said, &own()).map(|question| question.says.sequence)
+    fn sequence(connection: &UnacknowledgedConnection) -> Option<u32> {
+        KeepaliveProbe::of(connection, &own()).map(|question| question.acknowledgement.sequence)
     }
 
     #[test]
     fn a_question_is_a_keepalive_of_the_pod() {
         for (local, remote) in own().into_iter().zip(remotes()) {
             for timestamps in [Some((70, 60)), None] {
-                let said = Said {
+                let connection = UnacknowledgedConnection {
                     timestamps,
-                    ..said(local, remote)
+                    ..connection(local, remote)
                 };
-                let question = Question::of(&said, &own()).expect("a question");
+                let question = KeepaliveProbe::of(&connection, &own()).expect("a question");
                 let frame = question.frame(POD).expect("a frame");
                 assert_eq!((&frame[..6], &frame[6..12]), (&NEIGHBOUR[..], &POD[..]));
-                // As its peer reads it.
+                // The segment as the peer reads it.
                 let expected = Segment {
                     ends: Ends {
                         remote: local,
@@ -163,7 +174,7 @@ mod tests {
 
     #[test]
     fn the_number_is_the_one_before_the_first_that_was_not_acknowledged() {
-        let from = |first, after| Said {
+        let from = |first, after| UnacknowledgedConnection {
             first,
             after,
             ..over_ipv4()
@@ -207,10 +218,17 @@ mod tests {
             },
         ];
         for ends in ends {
-            assert_eq!(sequence(&Said { ends, ..four }), None, "{ends:?}");
+            assert_eq!(
+                sequence(&UnacknowledgedConnection { ends, ..four }),
+                None,
+                "{ends:?}"
+            );
         }
         for neighbour in [[0xff; 6], [1, 0, 0x5e, 0, 0, 1]] {
-            assert_eq!(sequence(&Said { neighbour, ..four }), None);
+            assert_eq!(
+                sequence(&UnacknowledgedConnection { neighbour, ..four }),
+                None
+            );
         }
     }
 
@@ -222,14 +240,14 @@ mod tests {
         ]
     }
 
-    fn anything() -> impl Strategy<Value = Said> {
+    fn anything() -> impl Strategy<Value = UnacknowledgedConnection> {
         let ends = (address(), any::<u16>(), address(), any::<u16>());
         let numbers = any::<(u32, u32, u32, u16)>();
         let rest = any::<(Option<(u32, u32)>, [u8; 6])>();
         (ends, numbers, rest).prop_map(|(ends, numbers, rest)| {
             let (remote, remote_port, local, local_port) = ends;
             let (first, after, acknowledged, window) = numbers;
-            Said {
+            UnacknowledgedConnection {
                 ends: Ends {
                     remote,
                     remote_port,
@@ -247,28 +265,29 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the sandbox has said: a question bears nothing, begins and ends nothing, is the pod's, and goes where the pod's packet went.
+        /// For any packets of the sandbox: a question has no data, begins and ends nothing, has an
+        /// address of the pod, and goes where the pod's packet went.
         #[test]
-        fn a_question_is_never_more_than_the_sandbox_could_have_sent(said in anything()) {
-            let Some(question) = Question::of(&said, &own()) else { return Ok(()) };
+        fn a_question_is_never_more_than_the_sandbox_could_have_sent(connection in anything()) {
+            let Some(question) = KeepaliveProbe::of(&connection, &own()) else { return Ok(()) };
             let frame = question.frame(POD).expect("a frame");
-            prop_assert_eq!((&frame[..6], &frame[6..12]), (&said.neighbour[..], &POD[..]));
-            let read = segment(&frame, &[said.ends.remote]).expect("a segment to the peer");
-            prop_assert!(read.says_nothing() && !read.other_options);
+            prop_assert_eq!((&frame[..6], &frame[6..12]), (&connection.neighbour[..], &POD[..]));
+            let read = segment(&frame, &[connection.ends.remote]).expect("a segment to the peer");
+            prop_assert!(read.has_no_data() && !read.other_options);
             prop_assert!(own().contains(&read.ends.remote));
-            prop_assert_eq!(read.ends.local_port, said.ends.remote_port);
-            prop_assert_eq!(read.sequence.wrapping_add(1), said.first);
-            prop_assert_eq!(read.acknowledgment, said.acknowledged);
+            prop_assert_eq!(read.ends.local_port, connection.ends.remote_port);
+            prop_assert_eq!(read.sequence.wrapping_add(1), connection.first);
+            prop_assert_eq!(read.acknowledgment, connection.acknowledged);
             let packet = LaxSlicedPacket::from_ethernet(&frame).expect("a packet");
             let is_tcp = matches!(packet.transport, Some(TransportSlice::Tcp(_)));
             prop_assert!(is_tcp && packet.stop_err.is_none());
         }
 
-        /// What is on its way is asked for, wherever the numbers are.
+        /// Unacknowledged data makes a question, for all numbers.
         #[test]
         fn every_peer_of_the_pod_is_asked(first in any::<u32>(), length in 1..=HALF) {
-            let said = Said { first, after: first.wrapping_add(length), ..over_ipv4() };
-            prop_assert_eq!(sequence(&said), Some(first.wrapping_sub(1)));
+            let connection = UnacknowledgedConnection { first, after: first.wrapping_add(length), ..over_ipv4() };
+            prop_assert_eq!(sequence(&connection), Some(first.wrapping_sub(1)));
         }
     }
 }

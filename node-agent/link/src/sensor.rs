@@ -1,33 +1,36 @@
-//! When a packet wakes a sandbox.
+//! Decides when a packet wakes a sandbox.
 //!
 //! ```text
 //!            asleep                     wake
 //!   Saving ─────────► Asleep ◄──────────────────► Waking
-//!      └─────────────────┴──── release ──────────────┘  gives the frames to the sandbox, which runs
+//!      └─────────────────┴──── release ──────────────┘  the sandbox runs and gets the frames
 //! ```
-//! It is told what happens and says what to do. A thousand packets make one wake; one that failed is tried again after a waiting time,
-//! by itself some times (who sent one datagram does not send it again), then by a packet that comes, which TCP's repetitions are.
+//! The keeper reports events to the [`Sensor`], which returns what to do. A thousand packets make
+//! one wake. A wake that failed is retried after a waiting time. It is retried some times without a
+//! packet, because the sender of a datagram does not repeat it. Then it is retried when a packet
+//! comes, for instance a repetition of TCP.
 
 use std::time::{Duration, Instant};
 
 use crate::held::Held;
-use crate::packet::{Cause, Meaning, Says};
+use crate::packet::{Cause, Meaning, SegmentContent};
 
-/// The first wait after a wake that failed; it doubles.
+/// The waiting time after the first wake that failed. It doubles with each failure.
 const RETRY_MIN: Duration = Duration::from_secs(1);
 const RETRY_MAX: Duration = Duration::from_secs(60);
-/// So often a wake is tried again although nothing comes any more: for two minutes. An image that cannot be restored is not tried for ever.
-const RETRIES_BY_ITSELF: u32 = 7;
+/// Retries of a wake without a packet; they take two minutes. An image that cannot be restored is
+/// not tried for ever.
+const RETRIES_WITHOUT_PACKET: u32 = 7;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// The sandbox is there, paused, and its memory is being written: what arrives now is in no image.
+    /// The sandbox is paused, and its memory is being written. No image contains what arrives now.
     Saving,
     Asleep,
     Waking,
 }
 
-/// What is to be done now.
+/// The action to take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     Nothing,
@@ -35,7 +38,7 @@ pub enum Next {
 }
 
 impl Next {
-    /// Both: one wake is enough.
+    /// Combines two actions: one wake is enough.
     pub fn or(self, other: Self) -> Self {
         match self {
             Self::Nothing => other,
@@ -44,13 +47,13 @@ impl Next {
     }
 }
 
-/// The sensor of one sandbox, from the moment its memory is about to be written until it runs again.
+/// The state machine of one sandbox, from the begin of a save until the sandbox runs again.
 #[derive(Debug)]
 pub struct Sensor {
     phase: Phase,
     held: Held,
-    /// The first packet since the sandbox slept that wanted an answer.
-    wanted: Option<Cause>,
+    /// The first packet since the save began that wants an answer.
+    cause: Option<Cause>,
     failures: u32,
     not_before: Option<Instant>,
 }
@@ -60,7 +63,7 @@ impl Default for Sensor {
         Self {
             phase: Phase::Saving,
             held: Held::default(),
-            wanted: None,
+            cause: None,
             failures: 0,
             not_before: None,
         }
@@ -68,46 +71,52 @@ impl Default for Sensor {
 }
 
 impl Sensor {
-    /// Something came before this sensor was there, and the sandbox has not answered it yet.
-    pub fn came_before(&mut self) {
-        self.wanted.get_or_insert(Cause::Earlier);
+    /// Records that a packet came before this sensor existed and has no answer of the sandbox yet.
+    pub fn record_earlier_packet(&mut self) {
+        self.cause.get_or_insert(Cause::Earlier);
     }
 
-    /// A frame has arrived.
+    /// Records a frame, and keeps it if the sandbox is to get it.
+    ///
+    /// `content`: of a TCP segment.
     pub fn arrived(
         &mut self,
         frame: &[u8],
-        says: Option<Says>,
+        content: Option<SegmentContent>,
         meaning: Meaning,
         now: Instant,
     ) -> Next {
         match meaning {
             Meaning::NotForPod => return Next::Nothing,
-            // Nothing of it is in the image, and nobody knows for how long it would lie here. It is as if it had been lost on
-            // its way: TCP sends it again. A sandbox that still, or almost, runs gets it.
+            // The image has no state of this packet, and the frame could lie here for any time. It
+            // counts as lost on its way: TCP sends it again. A sandbox that still runs, or almost
+            // runs again, gets it.
             Meaning::Unwanted if self.phase == Phase::Asleep => return Next::Nothing,
-            Meaning::Unwanted | Meaning::Quiet | Meaning::Wakes(_) => self.held.keep(frame, says),
+            Meaning::Unwanted | Meaning::Quiet | Meaning::Wakes(_) => {
+                self.held.keep(frame, content)
+            }
         }
-        // Only what wants an answer starts a try, also the next one after a failure.
+        // Only a packet that wants an answer starts a wake, also after a failure.
         match meaning {
             Meaning::Wakes(cause) => {
-                self.wanted.get_or_insert(cause);
-                self.next(now)
+                self.cause.get_or_insert(cause);
+                self.wake_if_due(now)
             }
             Meaning::NotForPod | Meaning::Quiet | Meaning::Unwanted => Next::Nothing,
         }
     }
 
-    /// The sandbox' processes have ended and its image is its memory. Packets may have come while it was written.
-    /// Told once or more often.
+    /// Records that the sandbox's processes have ended and its image is its memory.
+    ///
+    /// Packets may have come during the save. Repeated calls change nothing.
     pub fn asleep(&mut self, now: Instant) -> Next {
         if self.phase == Phase::Saving {
             self.phase = Phase::Asleep;
         }
-        self.next(now)
+        self.wake_if_due(now)
     }
 
-    /// A wake that this sensor asked for has ended and the sandbox does not run.
+    /// Records that a wake of this sensor has failed: the sandbox does not run.
     pub fn wake_failed(&mut self, now: Instant) {
         let wait = RETRY_MIN
             .saturating_mul(2_u32.saturating_pow(self.failures.min(30)))
@@ -119,37 +128,37 @@ impl Sensor {
         }
     }
 
-    /// When to call [`Sensor::turn`] although nothing comes.
-    pub fn turn_again(&self, now: Instant) -> Option<Duration> {
-        let waits = self.phase == Phase::Asleep && self.wanted.is_some();
+    /// Returns the time until the next call of [`Sensor::turn`] if no packet comes.
+    pub fn next_deadline(&self, now: Instant) -> Option<Duration> {
+        let waits = self.phase == Phase::Asleep && self.cause.is_some();
         let at = self
             .not_before
-            .filter(|_| waits && self.failures <= RETRIES_BY_ITSELF)?;
+            .filter(|_| waits && self.failures <= RETRIES_WITHOUT_PACKET)?;
         Some(at.saturating_duration_since(now))
     }
 
-    /// Time has passed: a wake that failed may be tried again.
+    /// Retries a wake that failed, if its waiting time is over.
     pub fn turn(&mut self, now: Instant) -> Next {
-        match self.turn_again(now) {
-            Some(Duration::ZERO) => self.next(now),
+        match self.next_deadline(now) {
+            Some(Duration::ZERO) => self.wake_if_due(now),
             _ => Next::Nothing,
         }
     }
 
-    /// The sandbox runs: what it is to be given, in order.
+    /// Records that the sandbox runs. Returns the frames for it, in order.
     pub fn release(&mut self) -> Vec<Box<[u8]>> {
         let frames = self.held.take();
         *self = Self::default();
         frames
     }
 
-    /// Whether the sandbox sleeps, as far as the sensor was told.
+    /// Reports whether the sandbox sleeps or wakes, by the recorded events.
     pub fn is_asleep(&self) -> bool {
         self.phase != Phase::Saving
     }
 
-    fn next(&mut self, now: Instant) -> Next {
-        match (self.phase, self.wanted) {
+    fn wake_if_due(&mut self, now: Instant) -> Next {
+        match (self.phase, self.cause) {
             (Phase::Asleep, Some(cause)) if self.not_before.is_none_or(|at| at <= now) => {
                 self.phase = Phase::Waking;
                 Next::Wake(cause)
@@ -192,7 +201,7 @@ mod tests {
     fn what_came_before_and_was_not_answered_wakes_at_once() {
         let now = Instant::now();
         let mut sensor = Sensor::default();
-        sensor.came_before();
+        sensor.record_earlier_packet();
         assert_eq!(sensor.asleep(now), Next::Wake(Cause::Earlier));
         sensor.release();
         assert_eq!(sensor.asleep(now), Next::Nothing);
@@ -250,7 +259,7 @@ mod tests {
             );
             assert_eq!(sensor.arrived(b"a", None, SYN, now), WAKE);
         }
-        // The first, and of each time three.
+        // The first frame, and three of each try.
         assert_eq!(sensor.release().len(), 1 + 3 * 8);
     }
 
@@ -259,18 +268,18 @@ mod tests {
         let mut now = Instant::now();
         let mut sensor = Sensor::default();
         sensor.asleep(now);
-        assert_eq!(sensor.turn_again(now), None);
+        assert_eq!(sensor.next_deadline(now), None);
         assert_eq!(sensor.arrived(b"datagram", None, SYN, now), WAKE);
-        assert_eq!(sensor.turn_again(now), None, "it wakes");
+        assert_eq!(sensor.next_deadline(now), None, "it wakes");
         for wait in [1, 2, 4, 8, 16, 32, 60].map(Duration::from_secs) {
             sensor.wake_failed(now);
-            assert_eq!(sensor.turn_again(now), Some(wait));
+            assert_eq!(sensor.next_deadline(now), Some(wait));
             assert_eq!(sensor.turn(now), Next::Nothing);
             now += wait;
             assert_eq!(sensor.turn(now), WAKE);
         }
         sensor.wake_failed(now);
-        assert_eq!(sensor.turn_again(now), None);
+        assert_eq!(sensor.next_deadline(now), None);
         now += RETRY_MAX;
         assert_eq!(sensor.turn(now), Next::Nothing);
         assert_eq!(sensor.arrived(b"another", None, SYN, now), WAKE);
@@ -299,7 +308,7 @@ mod tests {
         ]
     }
 
-    /// What the events so far ask of the sensor.
+    /// The expected state after the events so far.
     #[derive(Debug, Default)]
     struct Model {
         asleep: bool,
@@ -310,13 +319,13 @@ mod tests {
     }
 
     impl Model {
-        /// Whether the event must make a wake, and no other may.
+        /// Reports whether the event must make a wake. No other event may.
         fn must_wake(&self, event: Event, now: Instant) -> bool {
             let over = self.not_before.is_none_or(|at| at <= now);
             match event {
                 Event::Frame(_, meaning) => self.sleeps() && meaning == SYN && over,
                 Event::Asleep => !self.waking && self.wanted && over,
-                Event::Turn => self.waits() && over && self.is_tried_by_itself(),
+                Event::Turn => self.waits() && over && self.is_retried_without_packet(),
                 Event::Failed | Event::Released | Event::Later(_) => false,
             }
         }
@@ -325,16 +334,16 @@ mod tests {
             self.asleep && !self.waking
         }
 
-        /// Somebody waits for an answer, and nobody wakes the sandbox.
+        /// Reports whether a peer waits for an answer and no wake is under way.
         fn waits(&self) -> bool {
             self.sleeps() && self.wanted
         }
 
-        fn is_tried_by_itself(&self) -> bool {
-            self.failures <= RETRIES_BY_ITSELF
+        fn is_retried_without_packet(&self) -> bool {
+            self.failures <= RETRIES_WITHOUT_PACKET
         }
 
-        /// Whether a frame that comes now is for the sandbox.
+        /// Reports whether a frame that comes now is for the sandbox.
         fn keeps(&self, meaning: Meaning) -> bool {
             let lost = meaning == Meaning::Unwanted && self.sleeps();
             meaning != Meaning::NotForPod && !lost
@@ -349,9 +358,10 @@ mod tests {
     }
 
     proptest! {
-        /// At every moment of a save, a sleep or a wake: a frame that is for the pod is given to it as often as it came, in order;
-        /// never two wakes at once; no wake before the sandbox sleeps; and a wake whenever somebody waits for an answer, at the
-        /// latest when the time after a failure is over.
+        /// At every moment of a save, a sleep or a wake: the pod gets each of its frames as often
+        /// as it came, in order. Two wakes are never under way at once. No wake comes before the
+        /// sandbox sleeps. A wake comes whenever a peer waits for an answer, at the latest when
+        /// the waiting time after a failure is over.
         #[test]
         fn no_frame_is_lost_or_given_twice(events in proptest::collection::vec(event(), 0..200)) {
             let mut now = Instant::now();
@@ -379,8 +389,8 @@ mod tests {
                     }
                     Event::Released => {
                         let given = sensor.release();
-                        let wanted: Vec<Box<[u8]>> = expected.drain(..).map(|n| Box::from(n.to_be_bytes())).collect();
-                        prop_assert_eq!(given, wanted);
+                        let frames: Vec<Box<[u8]>> = expected.drain(..).map(|n| Box::from(n.to_be_bytes())).collect();
+                        prop_assert_eq!(given, frames);
                         model = Model::default();
                         Next::Nothing
                     }
@@ -393,8 +403,8 @@ mod tests {
                 };
                 prop_assert_eq!(next != Next::Nothing, must_wake, "{:?} {:?}", event, model);
                 model.waking |= must_wake;
-                let is_due = sensor.turn_again(now).is_some();
-                prop_assert_eq!(is_due, model.waits() && model.is_tried_by_itself(), "{:?}", model);
+                let is_due = sensor.next_deadline(now).is_some();
+                prop_assert_eq!(is_due, model.waits() && model.is_retried_without_packet(), "{:?}", model);
             }
         }
     }

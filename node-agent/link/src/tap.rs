@@ -1,53 +1,37 @@
-//! The two ends of a pod's link: at the host's, seeing what goes to the pod and sending it more; at the pod's, speaking for it.
+//! Packet sockets at the two ends of a pod's link.
 //!
-//! A packet socket on that end sees every frame on its way to the pod, whatever becomes of it in the pod's namespace, and
-//! what it sends arrives there as any other. Frames carry a `virtio_net_hdr` (PACKET_VNET_HDR), so that one whose checksum
-//! or segmentation the kernel has left to the link comes back as it was. Numbers and layouts are the kernel's ABI
+//! At the host's end, a [`Tap`] receives the frames to the pod and sends more of them. At the pod's
+//! end, a [`Tap`] receives the pod's frames, and a [`FrameSender`] sends frames in the pod's name.
+//!
+//! A packet socket at the host's end receives every frame on its way to the pod, even if the pod's
+//! namespace drops the frame. A frame that the socket sends arrives as any other. Frames carry a
+//! `virtio_net_hdr` (PACKET_VNET_HDR). If the kernel has left a frame's checksum or segmentation to
+//! the link, the frame therefore comes back as it was. Numbers and layouts are the kernel's ABI
 //! (packet(7), include/uapi/linux/{if_packet,virtio_net}.h).
 
 #![allow(unsafe_code)]
 
 use std::io;
-use std::mem::{size_of, zeroed};
+use std::mem::zeroed;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use nix::libc;
 
 use crate::filter;
+use crate::packet_socket::{length_of, set};
 
-/// Before each frame.
+pub use crate::packet_socket::Error;
+
+/// Length of the `virtio_net_hdr` before each frame.
 pub const HEADER: usize = 10;
-/// The kernel hands over at most 64 KiB in one piece, and its headers.
+/// The largest frame: the kernel hands over at most 64 KiB in one piece, and its headers.
 const LARGEST: usize = (64 << 10) + 256;
-/// For the moment between two looks; what has no room is sent again.
+/// Bytes that wait between two reads. A sender repeats what has no room.
 const QUEUE: libc::c_int = 1 << 20;
 
 const PACKET_VNET_HDR: libc::c_int = 15;
 
-/// Why a link cannot be watched.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("cannot open a packet socket (needs CAP_NET_RAW)")]
-    Open(#[source] io::Error),
-    #[error("cannot set {what} of a packet socket")]
-    Set {
-        what: &'static str,
-        #[source]
-        source: io::Error,
-    },
-    #[error("cannot watch the link with index {index}")]
-    Bind {
-        index: u32,
-        #[source]
-        source: io::Error,
-    },
-    #[error("cannot read a frame")]
-    Read(#[source] io::Error),
-    #[error("cannot send a frame")]
-    Send(#[source] io::Error),
-}
-
-/// Sees what the host sends into one link. Does not block.
+/// A packet socket that receives the frames that leave by one link. It does not block.
 #[derive(Debug)]
 pub struct Tap {
     socket: OwnedFd,
@@ -55,21 +39,23 @@ pub struct Tap {
 }
 
 impl AsFd for Tap {
-    /// Can be polled: readable when a frame has come.
+    /// Returns the socket for poll: it is readable when a frame has come.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
 impl Tap {
-    /// On the link with this index in the calling thread's network namespace, at the host's end: what is for routers is left out.
+    /// Opens a tap at the host's end of a pod's link. It receives no frames for routers.
+    ///
+    /// `index`: the link's in the calling thread's network namespace.
     pub fn open(index: u32) -> Result<Self, Error> {
         let socket = open()?;
         filter::take_outgoing(&socket)?;
         Self::on(socket, index)
     }
 
-    /// The same at the pod's end: all that the pod says.
+    /// Opens a tap at the pod's end of its link. It receives all frames of the pod.
     pub fn of_pod(index: u32) -> Result<Self, Error> {
         let socket = open()?;
         filter::take_all_outgoing(&socket)?;
@@ -92,7 +78,7 @@ impl Tap {
         })
     }
 
-    /// The next frame, with its header; none when there is none.
+    /// Returns the next frame, with its header; `None` if no frame waits.
     pub fn receive(&mut self) -> Result<Option<&[u8]>, Error> {
         // SAFETY: the buffer is writable for its whole length while it is borrowed here.
         let length = unsafe {
@@ -107,25 +93,27 @@ impl Tap {
             Ok(length) => Ok(self.buffer.get(..length)),
             Err(_) => match io::Error::last_os_error() {
                 error if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
-                // The link went down; it says so once.
+                // The kernel reports once that the link went down.
                 error if error.raw_os_error() == Some(libc::ENETDOWN) => Ok(None),
                 error => Err(Error::Read(error)),
             },
         }
     }
 
-    /// Puts a frame, with its header, into the link. This tap does not see it.
+    /// Puts a frame, with its header, into the link. This tap does not receive that frame.
     pub fn send(&self, frame: &[u8]) -> Result<(), Error> {
         send(&self.socket, frame)
     }
 }
 
-/// Sends frames from one link and receives nothing.
+/// A packet socket that sends frames from one link and receives nothing.
 #[derive(Debug)]
-pub struct Mouth(OwnedFd);
+pub struct FrameSender(OwnedFd);
 
-impl Mouth {
-    /// On the link with this index in the calling thread's network namespace. What it sends bears the mark (SO_MARK).
+impl FrameSender {
+    /// Opens the socket on the link with this index in the calling thread's network namespace.
+    ///
+    /// The frames that it sends bear the mark (SO_MARK).
     pub fn open(index: u32, mark: u32) -> Result<Self, Error> {
         let socket = open()?;
         set(&socket, "SO_MARK", libc::SOL_SOCKET, libc::SO_MARK, &mark)?;
@@ -133,13 +121,13 @@ impl Mouth {
         Ok(Self(socket))
     }
 
-    /// Sends a frame: an Ethernet header and what follows, complete in itself.
+    /// Sends a frame: an Ethernet header and what follows, complete and without a `virtio_net_hdr`.
     pub fn send(&self, frame: &[u8]) -> Result<(), Error> {
         send(&self.0, frame)
     }
 }
 
-/// Protocol 0: nothing is received before the socket is bound to its link.
+/// Opens a socket with protocol 0: it receives nothing before it is bound to its link.
 fn open() -> Result<OwnedFd, Error> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no pointers.
@@ -147,7 +135,7 @@ fn open() -> Result<OwnedFd, Error> {
     if raw < 0 {
         return Err(Error::Open(io::Error::last_os_error()));
     }
-    // SAFETY: the kernel has just made this descriptor; nobody else owns it.
+    // SAFETY: the kernel has just made this descriptor; nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
@@ -167,7 +155,7 @@ fn send(socket: &OwnedFd, frame: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The frame after its header.
+/// Returns the Ethernet frame after the `virtio_net_hdr`.
 pub fn ethernet(frame: &[u8]) -> &[u8] {
     frame.get(HEADER..).unwrap_or_default()
 }
@@ -198,47 +186,18 @@ fn bind(socket: &OwnedFd, index: u32, protocol: libc::c_int) -> Result<(), Error
     Ok(())
 }
 
-/// Room for so many bytes that wait to be read. The kernel gives no more than `net.core.rmem_max`, a fifth of what is wanted here if nobody
-/// has changed it, but to who has CAP_NET_ADMIN and insists.
+/// Makes room for `bytes` that wait to be read.
+///
+/// The kernel gives at most `net.core.rmem_max`, by default a fifth of what is wanted here. A
+/// process with CAP_NET_ADMIN gets more by SO_RCVBUFFORCE.
 fn make_room(socket: &OwnedFd, bytes: libc::c_int) -> Result<(), Error> {
-    let ask = |what, option| set(socket, what, libc::SOL_SOCKET, option, &bytes);
-    match ask("SO_RCVBUFFORCE", libc::SO_RCVBUFFORCE) {
+    let set_option = |what, option| set(socket, what, libc::SOL_SOCKET, option, &bytes);
+    match set_option("SO_RCVBUFFORCE", libc::SO_RCVBUFFORCE) {
         Err(Error::Set { source, .. }) if source.raw_os_error() == Some(libc::EPERM) => {
-            ask("SO_RCVBUF", libc::SO_RCVBUF)
+            set_option("SO_RCVBUF", libc::SO_RCVBUF)
         }
         other => other,
     }
-}
-
-fn length_of<T>() -> libc::socklen_t {
-    libc::socklen_t::try_from(size_of::<T>()).unwrap_or(libc::socklen_t::MAX)
-}
-
-/// `value`: what the option's name promises, as the kernel lays it out.
-pub(crate) fn set<T>(
-    socket: impl AsFd,
-    what: &'static str,
-    level: libc::c_int,
-    option: libc::c_int,
-    value: &T,
-) -> Result<(), Error> {
-    // SAFETY: the kernel reads the value, by its size, and of a filter what it points to, which lives until then.
-    let done = unsafe {
-        libc::setsockopt(
-            socket.as_fd().as_raw_fd(),
-            level,
-            option,
-            std::ptr::from_ref(value).cast(),
-            length_of::<T>(),
-        )
-    };
-    if done < 0 {
-        return Err(Error::Set {
-            what,
-            source: io::Error::last_os_error(),
-        });
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -256,7 +215,7 @@ mod tests {
         const MUCH: libc::c_int = 1 << 29;
         let socket = OwnedFd::from(UdpSocket::bind("127.0.0.1:0").expect("bound"));
         make_room(&socket, MUCH).expect("set");
-        // The kernel doubles it, for what it needs itself. It takes no memory before there is something to keep.
+        // The kernel doubles the size, for its own needs. It takes no memory before a frame comes.
         let room = getsockopt(&socket, sockopt::RcvBuf).expect("told");
         assert_eq!(Some(room), usize::try_from(2 * MUCH).ok());
     }
@@ -268,24 +227,29 @@ mod tests {
             Tap::open(LOOPBACK).expect("a tap"),
             Tap::of_pod(LOOPBACK).expect("a tap"),
         );
-        // A router solicitation, known by its sender.
-        let mut said = [
+        // A router solicitation; its source address distinguishes it from other frames.
+        let mut solicitation = [
             &[0x33, 0x33, 0, 0, 0, 2, 2, 0x70, 1, 2, 3, 4, 0x86, 0xdd][..],
             &[0; 48],
         ]
         .concat();
-        (said[14], said[19], said[20], said[54]) = (0x60, 8, 58, 133);
-        let mouth = Mouth::open(LOOPBACK, 0).expect("a mouth");
-        mouth.send(&said).expect("sent");
-        let hears = |tap: &mut Tap| {
+        (
+            solicitation[14],
+            solicitation[19],
+            solicitation[20],
+            solicitation[54],
+        ) = (0x60, 8, 58, 133);
+        let sender = FrameSender::open(LOOPBACK, 0).expect("a mouth");
+        sender.send(&solicitation).expect("sent");
+        let receives = |tap: &mut Tap| {
             while let Some(frame) = tap.receive().expect("read") {
-                if ethernet(frame) == said {
+                if ethernet(frame) == solicitation {
                     return true;
                 }
             }
             false
         };
-        assert!(hears(&mut pod) && !hears(&mut host));
+        assert!(receives(&mut pod) && !receives(&mut host));
     }
 
     #[test]
@@ -295,20 +259,20 @@ mod tests {
         const LOOPBACK: u32 = 1;
         let mut tap = Tap::open(LOOPBACK).expect("a tap");
         take_marked(&tap.socket, MARK);
-        // What was there before the filter.
+        // Frames that came before the filter.
         while tap.receive().expect("read").is_some() {}
-        // Of a kind that is nobody's: IEEE 802's first for experiments.
-        let said = |word: &[u8]| [&[0; 12][..], &[0x88, 0xb5], word].concat();
+        // The type is IEEE 802's first one for experiments; no protocol uses it.
+        let experiment = |word: &[u8]| [&[0; 12][..], &[0x88, 0xb5], word].concat();
         for (word, mark) in [(b"a", MARK + 1), (b"b", MARK)] {
-            let mouth = Mouth::open(LOOPBACK, mark).expect("a mouth");
-            mouth.send(&said(word)).expect("sent");
+            let sender = FrameSender::open(LOOPBACK, mark).expect("a mouth");
+            sender.send(&experiment(word)).expect("sent");
         }
-        let mut heard = || {
+        let mut received = || {
             let frame = tap.receive().expect("read")?;
             Some(ethernet(frame).to_vec())
         };
-        // It is seen as it leaves and as it arrives.
-        assert_eq!(heard(), Some(said(b"b")));
-        assert!(heard().is_none_or(|frame| frame == said(b"b")));
+        // The tap sees the frame as it leaves, and perhaps as it arrives.
+        assert_eq!(received(), Some(experiment(b"b")));
+        assert!(received().is_none_or(|frame| frame == experiment(b"b")));
     }
 }

@@ -1,24 +1,30 @@
-//! When a pod last sent or received something that matters.
+//! Times of a pod's last packets that count as use.
 //!
-//! Two small BPF programs on the pod's link, one for each direction, note the time of each packet in a map; they let every packet
-//! pass. They are attached through the link's own clsact queueing discipline (Linux 4.5 or later), so they live exactly as long as the
-//! link, whoever dies, and there is nothing to take away. For a packet that counts they cost two map operations, for one that does
-//! not, a look at its header; large segments are one packet here.
+//! Two small BPF programs on the pod's link, one for each direction, record the time of each
+//! packet in a map. They let every packet pass. They are attached through the link's own clsact
+//! queueing discipline (Linux 4.5 or later), so they live exactly as long as the link, without any
+//! process, and need no removal. A packet that counts costs two map operations, any other one a
+//! look at its header. A large segment is one packet here.
 //!
-//! What does not count:
-//! - what is for another link: a bridge sends to all of its ports what is for one that it does not know (any more);
-//! - what is not IP (ARP), multicast, IGMP, neighbour and listener discovery: it comes and goes without anybody's wish;
-//! - TCP segments without data that begin or end nothing: acknowledgements follow data that counted, and keepalives of a connection
-//!   on which nothing is said are no use of the sandbox;
-//! - the answer to who begins a connection: the pod's network stack gives it, and the program may not even have seen it. That somebody has
-//!   begun one counts.
+//! These packets do not count:
 //!
-//! What comes in and may want an answer is noted apart from the rest, so that it can be told whether the pod owes one ([`unanswered`]).
+//! - Packets for another link: a bridge sends a packet to all of its ports if it does not know,
+//!   or no longer knows, the receiver's.
+//! - Packets other than IP (ARP), multicast, IGMP, neighbour and listener discovery: network stacks
+//!   send them by themselves.
+//! - TCP segments without data that begin or end nothing: acknowledgements follow data that
+//!   counted, and keepalives of an idle connection are no use of the sandbox.
+//! - The pod's answer to the begin of a connection: its network stack sends the answer, and the
+//!   pod's program may not even have seen the connection. The begin itself counts.
 //!
-//! What the node itself exchanges with a TCP port of the pod is noted by port, because the kubelet's probes are among it: the
-//! address that the node's kernel takes for connections to the pod. Which ports are probed is only known to who asks. Traffic
-//! of others that arrives with that address (a NodePort with masquerading, somebody on the node) and goes to a probed port is
-//! therefore taken for probes.
+//! Incoming packets that may want an answer are recorded apart from the rest. The difference shows
+//! whether the pod owes an answer ([`unanswered`]).
+//!
+//! Packets between the node itself and a TCP port of the pod are recorded by port, because the
+//! kubelet's probes are among them. The node's address is the one that its kernel chooses for
+//! connections to the pod. The caller of this module passes the probed ports. If other traffic
+//! arrives with that address (a NodePort with masquerading, a process on the node) and goes to a
+//! probed port, it therefore counts as probes.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket};
@@ -32,16 +38,15 @@ use torpor_records::TrafficMap;
 use crate::bpf::{self, Hook};
 use crate::net::{self, Direction, within};
 
+use program::{MAY_WANT_ANSWER, NodeAddresses, OTHER_TRAFFIC};
+
 mod program;
 
-/// Ports are noted as themselves; this is everything else.
-const OTHERS: u32 = 1 << 16;
-/// Added to the key of what comes in and begins a connection or bears data.
-const MAY_WANT_ANSWER: u32 = 1 << 17;
-/// Ports of one pod that its node talks to; beyond them everything counts as others' traffic.
+/// The largest number of recorded ports of one pod. Traffic between the node and further ports
+/// counts as other traffic.
 const MOST_PORTS: u32 = 64;
 
-/// Why traffic cannot be watched.
+/// Why traffic cannot be recorded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -58,45 +63,41 @@ pub enum Error {
     },
 }
 
-/// The node's own addresses towards a pod.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct NodeAddresses {
-    v4: Option<Ipv4Addr>,
-    v6: Option<Ipv6Addr>,
-}
-
-/// How long ago it was that something last happened.
+/// Ages of the last packets.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Ages {
-    /// Between the node and TCP ports of the pod, in milliseconds by port.
+    /// The last packet between the node and each TCP port of the pod, in milliseconds by port.
     pub node_millis: BTreeMap<u16, u64>,
-    /// Everything else; none: nothing since the pod was made.
+    /// The last one of all other packets, in milliseconds; `None`: none since the pod was made.
     pub other_millis: Option<u64>,
 }
 
 impl Ages {
-    /// The youngest of what counts when the node's talk with `probed` ports is the kubelet's probing.
+    /// Returns the age of the last use. Packets between the node and `probed` ports are no
+    /// use: they count as the kubelet's probes.
     pub fn youngest(&self, probed: &[u16]) -> Option<Duration> {
-        let of_node = self.node_millis.iter();
-        let counted = of_node.filter(|(port, _)| !probed.contains(port));
+        let by_port = self.node_millis.iter();
+        let counted = by_port.filter(|(port, _)| !probed.contains(port));
         let ages = counted.map(|(_, age)| *age).chain(self.other_millis);
         ages.min().map(Duration::from_millis)
     }
 
-    /// Of the node's talk with `probed` ports, the kubelet's probes among it.
+    /// Returns the age of the last packet between the node and `probed` ports, probes included.
     pub fn youngest_probe(&self, probed: &[u16]) -> Option<Duration> {
         let ages = probed.iter().filter_map(|port| self.node_millis.get(port));
         ages.min().copied().map(Duration::from_millis)
     }
 }
 
-/// Begins to watch the links of the network namespace at `path`, whose addresses are `pod`. Called in the node's own namespace.
+/// Begins to record packets on the links of the network namespace at `path`.
+///
+/// `pod`: the pod's addresses. The caller is in the node's own namespace.
 pub fn begin(path: &Path, pod: &[IpAddr]) -> Result<TrafficMap, Error> {
     let node = node_addresses(pod)?;
     let map = bpf::time_map(2 * (MOST_PORTS + 1))?;
-    // The programs find these always, so that there is a place for what has none.
-    for key in [OTHERS, OTHERS | MAY_WANT_ANSWER] {
+    // The programs can always update these entries, even if there is no room for further ones.
+    for key in [OTHER_TRAFFIC, OTHER_TRAFFIC | MAY_WANT_ANSWER] {
         bpf::insert_time(map.as_fd(), key, 0)?;
     }
     let id = bpf::map_id(map.as_fd())?;
@@ -109,56 +110,62 @@ pub fn begin(path: &Path, pod: &[IpAddr]) -> Result<TrafficMap, Error> {
     Ok(TrafficMap { map: id })
 }
 
-/// Reads what [`begin`] watches.
+/// Reads the ages of the packets that the programs of [`begin`] record.
 pub fn last(watch: TrafficMap) -> Result<Ages, Error> {
     let mut ages = Ages::default();
-    for Seen { port, age, .. } in seen(watch)? {
+    for Entry { port, age, .. } in entries(watch)? {
         let age = u64::try_from(age.as_millis()).unwrap_or(u64::MAX);
-        let noted = match port {
+        let youngest = match port {
             Some(port) => ages.node_millis.entry(port).or_insert(age),
             None => ages.other_millis.get_or_insert(age),
         };
-        *noted = age.min(*noted);
+        *youngest = age.min(*youngest);
     }
     Ok(ages)
 }
 
-/// How long ago something came in that the pod may have to answer, if it has said nothing since: also who has begun a connection may wait to be
-/// spoken to. What the node says to `probed` ports does not count.
+/// Returns the age of the last incoming packet that the pod may have to answer, if the pod has sent
+/// nothing since.
+///
+/// The begin of a connection is such a packet: its peer may wait for the pod's first data.
+/// Packets from the node to `probed` ports do not count.
 pub fn unanswered(watch: TrafficMap, probed: &[u16]) -> Result<Option<Duration>, Error> {
-    let mut seen = seen(watch)?;
-    seen.retain(|seen| seen.port.is_none_or(|port| !probed.contains(&port)));
+    let mut entries = entries(watch)?;
+    entries.retain(|entry| entry.port.is_none_or(|port| !probed.contains(&port)));
     let youngest = |may_want_answer| {
-        let of = seen
+        let ages = entries
             .iter()
-            .filter(|seen| seen.may_want_answer == may_want_answer);
-        of.map(|seen| seen.age).min()
+            .filter(|entry| entry.may_want_answer == may_want_answer);
+        ages.map(|entry| entry.age).min()
     };
-    let said = youngest(false);
-    Ok(youngest(true).filter(|asked| said.is_none_or(|said| *asked < said)))
+    let other = youngest(false);
+    Ok(youngest(true).filter(|age| other.is_none_or(|other| *age < other)))
 }
 
-/// One entry of the map.
-struct Seen {
-    /// Of the node's talk with it.
+/// An entry of the map.
+struct Entry {
+    /// The pod's port, if the node is the other end of a TCP connection.
     port: Option<u16>,
     may_want_answer: bool,
     age: Duration,
 }
 
-fn seen(watch: TrafficMap) -> Result<Vec<Seen>, Error> {
+fn entries(watch: TrafficMap) -> Result<Vec<Entry>, Error> {
     let map = bpf::map_by_id(watch.map)?;
     let now = bpf::now();
     let times = bpf::times(map.as_fd())?.into_iter();
-    let seen = times.filter(|(_, at)| !at.is_zero()).map(|(key, at)| Seen {
-        port: u16::try_from(key & !MAY_WANT_ANSWER).ok(),
-        may_want_answer: key & MAY_WANT_ANSWER != 0,
-        age: now.saturating_sub(at),
-    });
-    Ok(seen.collect())
+    let entries = times
+        .filter(|(_, at)| !at.is_zero())
+        .map(|(key, at)| Entry {
+            port: u16::try_from(key & !MAY_WANT_ANSWER).ok(),
+            may_want_answer: key & MAY_WANT_ANSWER != 0,
+            age: now.saturating_sub(at),
+        });
+    Ok(entries.collect())
 }
 
-/// The kubelet's probes come from the address that the kernel chooses for connections to the pod.
+/// Returns the addresses that the kernel chooses for connections to the pod. The kubelet's
+/// probes come from them.
 fn node_addresses(pod: &[IpAddr]) -> Result<NodeAddresses, Error> {
     let mut found = NodeAddresses::default();
     for address in pod {

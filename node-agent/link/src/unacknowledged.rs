@@ -1,16 +1,22 @@
-//! What a pod has said over TCP and nobody has acknowledged.
+//! TCP data of a pod that no peer has acknowledged.
 //!
-//! gVisor's network stack forgets in a restore what it was to say again. So two small BPF programs on the pod's link, one for each
-//! direction, keep a map of the connections on which something is on its way: who has restored the sandbox asks those peers where they
-//! are, and their answers remind it (docs/decisions/2026-11-23-tcp-connections-revived-after-restore.md). They are attached as those of
-//! [`crate::traffic`], and beside them; every packet passes. Where the kernel does not take them nothing else is missing.
+//! In a restore, gVisor's network stack forgets its retransmissions. Two small BPF programs on the
+//! pod's link, one for each direction, therefore keep a map of the connections with unacknowledged
+//! data. The keeper of a restored sandbox sends keepalives to those peers, and their answers make
+//! the sandbox repeat its data
+//! (docs/decisions/2026-11-23-tcp-connections-revived-after-restore.md). The programs are attached
+//! like those of [`crate::traffic`], beside them; every packet passes. If the kernel refuses them,
+//! nothing else is missing.
 //!
-//! - Out, data or the end of a connection makes an entry, or says how far it goes. What begins or resets the connection ends it. A segment
-//!   that only acknowledges costs a look at its header.
-//! - In, an acknowledgement moves the first number, or ends the entry; so does a reset. One lookup for each segment.
+//! - Out: data or the end of a connection makes an entry, or moves its last number. The begin or
+//!   a reset of the connection removes it. A segment that only acknowledges costs a look at its
+//!   header.
+//! - In: an acknowledgement moves the first number, or removes the entry. A reset removes it. Each
+//!   segment costs one lookup.
 //!
-//! The map's content is the sandbox' own words: it may be anything. There is room for few, and what was not looked at for longest is
-//! forgotten, so that a sandbox harms only itself. TCP over IPv4, and over IPv6 without extension headers.
+//! The map's content comes from the sandbox's own packets and may be anything. The map has room for
+//! few connections and drops the least recently used one, so a sandbox harms only itself. The
+//! programs read TCP over IPv4, and over IPv6 without extension headers.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd;
@@ -21,21 +27,24 @@ use torpor_records::UnacknowledgedMap;
 use crate::bpf::{self, Hook};
 use crate::net::{self, Direction, within};
 
+pub use program::NOT_OF_SANDBOX;
+
 mod program;
 
-/// Connections of one pod with something on its way.
-const MOST: u32 = 256;
-/// The mark of packets (SO_MARK) that leave by the pod's link and are not the sandbox' words. It does not leave the pod's namespace.
-pub const NOT_OF_SANDBOX: u32 = 0x746f_7270;
+/// The largest number of recorded connections of one pod.
+const MAX_CONNECTIONS: u32 = 256;
 
-/// Addresses of the pod's end and of the other, from their first byte on; ports likewise, in network byte order; 4 or 6.
+/// Size of a key: the addresses of the pod's end and of the other, each from its first byte on;
+/// their ports, in network byte order; the IP version, 4 or 6.
 const KEY: usize = 16 + 16 + 2 + 2 + 4;
-/// The first number, the one after the last (as the machine orders bytes); [`HEADER`]; the neighbour's Ethernet address; two bytes.
+/// Size of a value: the first number and the one after the last (in the machine's byte order);
+/// [`HEADER`]; the neighbour's Ethernet address; two bytes of padding.
 const VALUE: usize = 4 + 4 + HEADER + 6 + 2;
-/// Of the last segment: its TCP header from the acknowledged number on, with the first twelve bytes of its options, or what follows it.
+/// Size of the part of the last segment's TCP header in a value: from the acknowledgement
+/// number on, with the first twelve bytes after the fixed header, which are options or data.
 const HEADER: usize = 24;
 
-/// Why nothing is noted.
+/// Why unacknowledged data cannot be recorded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -46,28 +55,28 @@ pub enum Error {
     Note(#[from] bpf::Error),
 }
 
-/// A connection on which something is on its way.
+/// A connection with unacknowledged data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unacknowledged {
-    /// The pod's end. No more than what its packets said.
+    /// The pod's end, as its packets show; no proof that it is the pod's.
     pub local: (IpAddr, u16),
     pub remote: (IpAddr, u16),
     /// The first number that was not acknowledged, and the one after the last.
     pub first: u32,
     pub after: u32,
-    /// What the pod has acknowledged with its last words, and its window then.
+    /// The number that the pod acknowledged in its last segment, and its window then.
     pub acknowledged: u32,
     pub window: u16,
-    /// TSval and TSecr (RFC 7323) of that.
+    /// TSval and TSecr (RFC 7323) of that segment.
     pub timestamps: Option<(u32, u32)>,
     /// The Ethernet address that the pod sent to.
     pub neighbour: [u8; 6],
 }
 
-/// Begins to note for the links of the network namespace at `path`.
+/// Begins to record for the links of the network namespace at `path`.
 pub fn begin(path: &Path) -> Result<UnacknowledgedMap, Error> {
     let size = |bytes| u32::try_from(bytes).unwrap_or(u32::MAX);
-    let map = bpf::forgetful_map(size(KEY), size(VALUE), MOST)?;
+    let map = bpf::lru_map(size(KEY), size(VALUE), MAX_CONNECTIONS)?;
     let id = bpf::map_id(map.as_fd())?;
     let program = |direction| bpf::load(Hook::Classify, &program::code(direction, &map));
     let programs = [
@@ -78,7 +87,7 @@ pub fn begin(path: &Path) -> Result<UnacknowledgedMap, Error> {
     Ok(UnacknowledgedMap { map: id })
 }
 
-/// Reads what [`begin`] notes.
+/// Reads the connections that the programs of [`begin`] record.
 pub fn read(noted: UnacknowledgedMap) -> Result<Vec<Unacknowledged>, Error> {
     let map = bpf::map_by_id(noted.map)?;
     let entries = bpf::entries::<KEY, VALUE>(map.as_fd())?;
@@ -122,18 +131,19 @@ fn address(kind: u32, bytes: &[u8; 16]) -> Option<IpAddr> {
     }
 }
 
-/// If they lie where gVisor, as Linux, puts them, and there are options at all: else it is data.
+/// Returns the timestamps, if they lie where gVisor and Linux put them and the header is long
+/// enough. Otherwise these bytes are data.
 fn timestamps(header: &[u8; HEADER]) -> Option<(u32, u32)> {
-    /// Twice nothing, then timestamps, of ten bytes.
+    /// Two padding bytes, and the kind and length of the timestamps: ten bytes.
     const BEGIN: [u8; 4] = [1, 1, 8, 10];
-    /// Words of a header with room for them.
+    /// Length of a header with room for them, in words of four bytes.
     const WORDS: u8 = 8;
     let [_, _, _, _, length, ..] = header;
     let options = header.get(12..)?;
     let (begin, rest) = options.split_first_chunk()?;
     let (value, echo) = rest.split_first_chunk()?;
-    let there = length >> 4 >= WORDS && *begin == BEGIN;
-    there.then_some((
+    let is_present = length >> 4 >= WORDS && *begin == BEGIN;
+    is_present.then_some((
         u32::from_be_bytes(*value),
         u32::from_be_bytes(echo.try_into().ok()?),
     ))

@@ -80,8 +80,8 @@ pub(crate) enum Command {
     },
     /// Print what this runtime supports
     Features,
-    /// Wake a hibernated or dozing sandbox and print a JSON answer (run by a keeper). With an image: for the agent, which writes the ledger;
-    /// standard input holds the pod's lock
+    /// Wake a hibernated or dozing sandbox and print a JSON answer (run by a keeper). With an
+    /// image: for the agent, which writes the ledger; standard input holds the pod's lock
     #[command(hide = true)]
     Wake {
         sandbox: SandboxId,
@@ -90,13 +90,16 @@ pub(crate) enum Command {
         #[arg(long)]
         cause: Option<WakeCause>,
     },
-    /// Push the memory of a dozing sandbox into swap, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
+    /// Push the memory of a dozing sandbox into swap, and print a JSON answer (run by a keeper;
+    /// standard input holds the pod's lock)
     #[command(hide = true)]
     Doze { sandbox: SandboxId, image: ImageId },
-    /// End the processes of a sandbox whose image is committed, and print a JSON answer (run by a keeper; standard input holds the pod's lock)
+    /// End the processes of a sandbox whose image is committed, and print a JSON answer (run by a
+    /// keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     End { sandbox: SandboxId, image: ImageId },
-    /// Handle a container whose keeper has ended and cannot report the end of its program (run by the pause container's keeper)
+    /// Handle a container whose keeper has ended and cannot report the end of its program (run by
+    /// the pause container's keeper)
     #[command(hide = true)]
     Bereave { id: ContainerId },
     /// End a process that exec started, and whose waiter was killed (run by its container's keeper)
@@ -106,14 +109,16 @@ pub(crate) enum Command {
         /// Process id in the sandbox
         pid: i32,
     },
-    /// Print as a JSON answer when the pod's links last carried a packet (run by a keeper; standard input holds the pod's lock)
+    /// Print as a JSON answer when the pod's links last carried a packet (run by a keeper; standard
+    /// input holds the pod's lock)
     #[command(hide = true)]
     Traffic { sandbox: SandboxId },
-    /// Print as a JSON answer the size of the files in which gVisor keeps what the containers write (run by a keeper; standard input holds the pod's lock)
+    /// Print as a JSON answer the size of the files in which gVisor keeps what the containers write
+    /// (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     Measure { sandbox: SandboxId },
-    /// End every process of a sandbox that still writes an image after its save was stopped, and print a JSON answer (run by a keeper; standard input
-    /// holds the pod's lock)
+    /// End every process of a sandbox that still writes an image after its save was stopped, and
+    /// print a JSON answer (run by a keeper; standard input holds the pod's lock)
     #[command(hide = true)]
     ForceEnd { sandbox: SandboxId },
     /// Run as the waiter of a process that exec started (run by exec)
@@ -139,19 +144,23 @@ pub(crate) enum Command {
     /// Run as the keeper of a container (run by create)
     #[command(hide = true)]
     Keeper(KeeperArgs),
-    /// Become a sandbox's first process, or a container's gofer (run by a wake; standard input is the connection to it)
+    /// Become a sandbox's first process, or a container's gofer (run by a wake; standard input is
+    /// the connection to it)
     #[command(hide = true, name = torpor_runsc_direct::COMMAND)]
     SandboxProcess {
         /// Id of the container, shown in the machine's list of processes
         id: ContainerId,
     },
-    /// Wake the sandbox and carry one connection to the pod's loopback into it (run by a keeper; standard input is the connection)
+    /// Wake the sandbox and carry one connection to the pod's loopback into it (run by a keeper;
+    /// standard input is the connection)
     #[command(hide = true)]
     Forward { sandbox: SandboxId },
-    /// Write the generation of the container in which this command runs (run in the sandbox after a restore)
+    /// Write the generation of the container in which this command runs (run in the sandbox after a
+    /// restore)
     #[command(hide = true)]
     SetGeneration { generation: String },
-    /// Connect to a port in the sandbox and carry its bytes to and from standard input (the part of forward that runs in the sandbox)
+    /// Connect to a port in the sandbox and carry its bytes to and from standard input (the part of
+    /// forward that runs in the sandbox)
     #[command(hide = true)]
     ForwardInside { port: u16 },
 }

@@ -1,5 +1,7 @@
-//! Terminals. The shim gets the master of a terminal that the keeper holds, because gVisor's own dies with each
-//! hibernation; the keeper carries bytes between the two.
+//! Terminals of containers and of exec'd processes.
+//!
+//! Each hibernation ends gVisor's own terminal of a container. So the keeper holds another
+//! terminal, whose master the shim gets, and carries bytes between the two terminals.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,9 +13,11 @@ use torpor_runsc::command::Runsc;
 
 use crate::node::COMMAND_LIMIT;
 
-/// A terminal: what the shim gets, and what the keeper holds.
+/// Both ends of a terminal of the host.
 pub(crate) struct Terminal {
+    /// The shim's end.
     pub(crate) master: OwnedFd,
+    /// The end of the keeper, or of the process in the sandbox.
     pub(crate) slave: OwnedFd,
 }
 
@@ -32,7 +36,7 @@ impl Terminal {
     }
 }
 
-/// Sends the master to the shim, as the OCI runtime's console socket expects it.
+/// Sends the master to the shim over the OCI runtime's console socket.
 pub(crate) fn hand_over(socket: &Path, master: &OwnedFd) -> anyhow::Result<()> {
     use std::os::fd::AsFd;
     let peer = UnixStream::connect(socket)
@@ -41,20 +45,20 @@ pub(crate) fn hand_over(socket: &Path, master: &OwnedFd) -> anyhow::Result<()> {
         .context("cannot send the terminal to the shim")
 }
 
-/// `runsc create` for a container with a terminal: answers the master of gVisor's terminal.
+/// Runs `runsc create` for a container with a terminal; returns the master of gVisor's terminal.
 pub(crate) fn create_with_console(
     runsc: &Runsc,
     id: &str,
     bundle: &Path,
 ) -> anyhow::Result<OwnedFd> {
     let path = bundle.join("console.sock");
-    // Left over from an earlier try.
+    // An earlier try may have left its socket.
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path)
         .with_context(|| format!("cannot listen on {}", path.display()))?;
     runsc.create(id, bundle, Some(&path), COMMAND_LIMIT)?;
     listener.set_nonblocking(true)?;
-    // runsc connected and sent before it returned: what has not arrived does not come.
+    // runsc connects and sends before it returns. A connection that is not here now never comes.
     let (peer, _) = listener.accept().context("runsc sent no console")?;
     let (_, fds) = torpor_runsc::keeper::receive(&peer.into()).context("runsc sent no console")?;
     std::fs::remove_file(&path)?;

@@ -1,5 +1,5 @@
-//! `create`: a container's record, cgroup and keeper, and, unless it is part of an image that will be restored, its
-//! gVisor container.
+//! `create`: make a container's record, cgroup and keeper, and its gVisor container. A container
+//! that is part of an image to be restored gets its gVisor container in the restore.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -31,15 +31,14 @@ use torpor_snapshots::Digest;
 use crate::args::CreateArgs;
 use crate::console::{Terminal, create_with_console, hand_over};
 use crate::delete;
-use crate::doze;
 use crate::generation;
 use crate::limits;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
-use crate::restore;
+use crate::restore::{self, transitions};
 
 const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 
-/// Answers what the container has to do without.
+/// Creates a container. Returns warnings: features that this container lacks.
 pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyhow::Error>> {
     let spec = Spec(read_oci_json(&args.bundle.join("config.json"), "spec")?);
     let sandbox = SandboxId::try_from(spec.sandbox_id()?.to_owned())?;
@@ -53,12 +52,12 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
     let mut record = record_of(args, &spec, sandbox.clone(), role)?;
     let state = match role {
         Role::Sandbox => {
-            // Also for what is done before runsc runs: an image is read and hashed.
+            // Work before runsc counts for the pod, too: an image is read and hashed.
             node.cgroups.place(&pod.cgroup, std::process::id())?;
             restore::begin(node, &pod, &spec)?
         }
         Role::Container => {
-            delete::supersede(node, &record)?;
+            delete::delete_superseded(node, &record)?;
             admit(node, &pod, &record)?;
             restore::join(node, &sandbox)?
         }
@@ -66,9 +65,9 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
     let swap_limit = spec.swap_limit().map(str::to_owned);
     let mut rewritten = rewrite(spec, &args.bundle, &pod.volumes)?;
     if role == Role::Sandbox
-        && let Some((under, spec_digest)) = under_own_root(node, &pod, &state, &rewritten)?
+        && let Some((spec, spec_digest)) = with_own_root(node, &pod, &state, &rewritten)?
     {
-        (rewritten, record.spec_digest) = (under, spec_digest);
+        (rewritten, record.spec_digest) = (spec, spec_digest);
     }
     if let SandboxState::Restoring { image, .. } = &state {
         record.completed = restore::completed(node, &pod, image, &record)?;
@@ -93,7 +92,7 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
         None
     };
     let (loopback, warning) = match role {
-        Role::Sandbox => take_loopback(node, &pod),
+        Role::Sandbox => open_loopback(node, &pod),
         Role::Container => (None, None),
     };
     let mut warnings = Vec::from_iter(warning);
@@ -111,7 +110,7 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
     record.keeper_pid = start_keeper(node, &record, &dir, console_socket, loopback)?;
     node.records.write_container(&record)?;
     if role == Role::Container {
-        mind(node, &record);
+        register_keeper(node, &record);
     }
     if let Some(console) = console {
         keeper::ask(&dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
@@ -123,9 +122,10 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
     Ok(warnings)
 }
 
-/// The pause container's spec with the root file system that Torpor brings along, and its digest; none where it has its files from a gofer: an emptyDir is
-/// mounted in it, the root is not installed, or the image was saved with a gofer.
-fn under_own_root(
+/// Returns the pause container's spec with Torpor's own root file system, and the spec's digest.
+/// None where a gofer serves the container's files: an emptyDir is mounted in the container, the
+/// root file system is not installed, or the image was saved with a gofer.
+fn with_own_root(
     node: &Node,
     pod: &PodRecord,
     state: &SandboxState,
@@ -141,17 +141,22 @@ fn under_own_root(
     Ok(root.serve(rewritten, saved))
 }
 
-/// A container that the Pod has not had before (`kubectl debug` adds such) is somebody who needs the sandbox, and wakes it as an exec does. One
-/// that the kubelet brings back is part of a hibernated sandbox' image, and comes back with that. The caller holds the lock.
+/// Prepares the sandbox for a container that joins it.
+///
+/// A container that is new to the Pod (`kubectl debug` adds such) wakes the sandbox, as an exec
+/// does. A container that the kubelet recreates is part of a hibernated sandbox' image, and is
+/// restored with that image. The caller holds the lock.
 fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Result<()> {
-    match restore::settled(node, &pod.sandbox)? {
+    transitions::settle(node, &pod.sandbox)?;
+    match node.records.state(&pod.sandbox)? {
         SandboxState::Running => {
-            doze::rouse(node, &pod.sandbox, WakeCause::Container)?;
+            transitions::rouse(node, &pod.sandbox, WakeCause::Container)?;
         }
         SandboxState::Hibernated { image } if restore::is_new(node, pod, &image, record)? => {
-            restore::wake_locked(node, &pod.sandbox, WakeCause::Container)?;
+            transitions::wake_hibernated(node, &pod.sandbox, WakeCause::Container)?;
         }
-        // Of a Pod that goes on from its own image all containers are known: this one is no mismatch.
+        // The image is the Pod's own and has all containers that the Pod had. So this container is
+        // new, and no mismatch.
         SandboxState::Restoring { image, .. }
             if *image.pod() == pod.pod_uid && restore::is_new(node, pod, &image, record)? =>
         {
@@ -165,8 +170,10 @@ fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Resu
     Ok(())
 }
 
-/// The pause container's keeper sees to a container whose own is killed. Where it cannot (an old kernel, a keeper of an older version), nobody does, and the container's end is seen with that of the pod.
-fn mind(node: &Node, record: &ContainerRecord) {
+/// Registers the container's keeper with the pause container's keeper, which handles the container
+/// when its keeper is killed. That fails with an old kernel or a keeper of an older version: then
+/// the end of such a container is noticed only at the end of the pod.
+fn register_keeper(node: &Node, record: &ContainerRecord) {
     let pid = i32::try_from(record.keeper_pid)
         .ok()
         .and_then(Pid::from_raw);
@@ -183,8 +190,9 @@ fn mind(node: &Node, record: &ContainerRecord) {
     );
 }
 
-/// A pod whose loopback cannot be taken (an old kernel, BPF locked down) starts all the same: it has no port-forward.
-fn take_loopback(node: &Node, pod: &PodRecord) -> (Option<Loopback>, Option<anyhow::Error>) {
+/// Opens the loopback of the pod's network namespace for port-forward. On failure (an old kernel,
+/// BPF locked down) the pod starts without port-forward; then returns a warning.
+fn open_loopback(node: &Node, pod: &PodRecord) -> (Option<Loopback>, Option<anyhow::Error>) {
     let Some(namespace) = &pod.network_namespace else {
         return (None, None);
     };
@@ -192,7 +200,7 @@ fn take_loopback(node: &Node, pod: &PodRecord) -> (Option<Loopback>, Option<anyh
         Ok(loopback) => (Some(loopback), None),
         Err(error) => {
             let warning = anyhow::Error::new(error).context("port-forward will not work");
-            // The warning itself goes to the log.
+            // If the note cannot be written, the warning is still in the log.
             let _ = node
                 .records
                 .note_not_forwarded(&pod.sandbox, &format!("{warning:#}"));
@@ -201,36 +209,39 @@ fn take_loopback(node: &Node, pod: &PodRecord) -> (Option<Loopback>, Option<anyh
     }
 }
 
-/// A pod whose packets cannot be watched starts all the same: it does not fall asleep by itself, and the agent says why.
+/// Begins to watch the pod's traffic. A pod whose packets cannot be watched still starts, and never
+/// falls asleep by itself: the agent reports the recorded reason.
 fn watch_traffic(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     let Some(namespace) = &pod.network_namespace else {
         return Ok(());
     };
-    let begun = net::ips(&pod.addresses)
+    let watch = net::ips(&pod.addresses)
         .map_err(anyhow::Error::new)
         .and_then(|ips| Ok(traffic::begin(namespace, &ips)?))
         .map_err(|error| format!("{error:#}"));
-    Ok(node.records.write_traffic(&pod.sandbox, &begun)?)
+    Ok(node.records.write_traffic(&pod.sandbox, &watch)?)
 }
 
-/// A pod of which nobody notes what is on its way starts all the same. Answers why.
+/// Begins to record the pod's unacknowledged data. On failure the pod still starts; then returns a
+/// warning.
 fn note_unacknowledged(node: &Node, pod: &PodRecord) -> anyhow::Result<Option<anyhow::Error>> {
     let Some(namespace) = &pod.network_namespace else {
         return Ok(None);
     };
-    let noted = match unacknowledged::begin(namespace) {
-        Ok(noted) => noted,
+    let watch = match unacknowledged::begin(namespace) {
+        Ok(watch) => watch,
         Err(error) => {
             let lost = "data that is lost while the sandbox falls asleep may not be sent again";
             return Ok(Some(anyhow::Error::new(error).context(lost)));
         }
     };
     let records = &node.records;
-    records.write_unacknowledged(&pod.sandbox, noted)?;
+    records.write_unacknowledged(&pod.sandbox, watch)?;
     Ok(None)
 }
 
-/// What must be known of the pod before runsc takes the addresses off its interfaces.
+/// Writes the pod's record and makes its cgroup, before runsc removes the addresses from the pod's
+/// interfaces.
 fn record_pod(node: &Node, spec: &Spec, sandbox: &SandboxId) -> anyhow::Result<()> {
     let annotation = |key: &'static str| {
         spec.annotation(key)
@@ -259,14 +270,12 @@ fn record_pod(node: &Node, spec: &Spec, sandbox: &SandboxId) -> anyhow::Result<(
         pod_uid,
     };
     node.records.create_pod_dir(sandbox)?;
-    // Before runsc runs, and for as long as the pod lives.
-    node.records.note_spread(sandbox)?;
     node.cgroups.create(&pod.cgroup)?;
     node.records.write_pod(&pod)?;
     Ok(())
 }
 
-/// The volumes that the sandbox keeps inside: its emptyDirs and its /dev/shm.
+/// Returns the volumes that gVisor keeps inside the sandbox: the emptyDirs and `/dev/shm`.
 fn volumes(node: &Node, spec: &Spec, pod_uid: &PodUid) -> anyhow::Result<Vec<SandboxVolume>> {
     let mut volumes = empty_dirs(node, pod_uid)?;
     if let Some(source) = shm_source(spec) {
@@ -275,7 +284,8 @@ fn volumes(node: &Node, spec: &Spec, pod_uid: &PodUid) -> anyhow::Result<Vec<San
     Ok(volumes)
 }
 
-/// The kubelet makes a pod's emptyDirs, with their owners and sizes, before its sandbox.
+/// Returns the pod's emptyDirs, sorted by name. The kubelet makes them, with their owners and
+/// sizes, before it requests the sandbox.
 fn empty_dirs(node: &Node, pod_uid: &PodUid) -> anyhow::Result<Vec<SandboxVolume>> {
     let dir = node
         .config
@@ -306,7 +316,7 @@ fn volume(name: String, source: PathBuf) -> anyhow::Result<SandboxVolume> {
     let memory = file_system.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC;
     let bytes = || {
         let block = u64::try_from(file_system.block_size()).ok()?;
-        // A tmpfs without a limit says that it has no blocks.
+        // A tmpfs without a limit reports 0 blocks.
         file_system
             .blocks()
             .checked_mul(block)
@@ -349,7 +359,8 @@ fn record_of(
     })
 }
 
-/// Answers the console of a container that has a terminal.
+/// Creates the gVisor container in its sandbox; returns the console of a container with a terminal.
+/// `dir`: the container's directory.
 pub(crate) fn create_in_sandbox(
     node: &Node,
     record: &ContainerRecord,
@@ -363,7 +374,8 @@ pub(crate) fn create_in_sandbox(
     Ok(None)
 }
 
-/// The socket listens before the keeper runs, so nobody has to wait for it.
+/// Starts the keeper; returns its pid. The keeper's socket listens before the keeper runs, so no
+/// caller has to wait for it.
 fn start_keeper(
     node: &Node,
     record: &ContainerRecord,
@@ -384,7 +396,8 @@ fn start_keeper(
         .arg(socket.as_raw_fd().to_string())
         .current_dir("/");
     if let Some(Loopback { listener, link }) = &loopback {
-        // Only now: the programs that were run before were not to inherit them.
+        // The descriptors become inheritable only here, so that programs that were run before did
+        // not inherit them.
         for fd in [listener, link] {
             rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
         }
@@ -408,8 +421,9 @@ fn start_keeper(
     Ok(child.id())
 }
 
+/// Returns a sequenced-packet socket that listens on the path.
 pub(crate) fn listening_socket(path: &Path) -> anyhow::Result<OwnedFd> {
-    // Not close-on-exec: the keeper inherits it.
+    // The keeper inherits the socket, so it is not close-on-exec.
     let listener = socket(
         AddressFamily::Unix,
         SockType::SeqPacket,

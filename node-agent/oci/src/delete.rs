@@ -1,5 +1,5 @@
-//! `delete`: nothing of the container is left afterwards: no process, no cgroup, no socket, no file. Images and ledgers
-//! stay: they belong to the Pod, and the agent removes them when the Pod is gone.
+//! `delete`: remove a container's processes, cgroup, socket and files. Images and ledgers stay:
+//! they belong to the Pod, and the agent removes them when the Pod is gone.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -15,15 +15,19 @@ use torpor_runsc::held_open::{has_lost_its_shim, keeper_lives};
 use torpor_runsc::keeper::{self, Request};
 
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
-use crate::restore::{self, end_processes, kill_processes};
+use crate::restore::{self, end_processes, kill_processes, transitions};
 
-/// A killed process leaves its cgroup within milliseconds, unless it is stuck in the kernel.
+/// Limit for a cgroup to become empty. A killed process leaves its cgroup within milliseconds,
+/// unless it is stuck in the kernel.
 const CGROUP_EMPTY_LIMIT: Duration = Duration::from_secs(10);
 
-/// containerd removes by force what a dead shim has left, once, and kills whoever needs more than five seconds. A wake or an end
-/// that the shim's death came upon may hold the pod's lock for longer, and so may processes that nobody reaps: the work is
-/// done by a process of its own, which goes on when this one is killed.
-pub(crate) fn delete_surely(id: &ContainerId) -> anyhow::Result<()> {
+/// Deletes a container by force, in another process, and waits for that process.
+///
+/// containerd deletes the containers of a dead shim once, by force, and kills a delete that takes
+/// more than five seconds. The delete may take longer: a wake or an end that runs when the shim
+/// dies holds the pod's lock, and ended processes may be reaped late. The other process continues
+/// when containerd kills this one.
+pub(crate) fn delete_by_force(id: &ContainerId) -> anyhow::Result<()> {
     let removed = Command::new("/proc/self/exe")
         .arg0("torpor-remove")
         .arg("remove")
@@ -32,13 +36,14 @@ pub(crate) fn delete_surely(id: &ContainerId) -> anyhow::Result<()> {
         .process_group(0)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        // Not our own standard error: containerd reads that to its end.
+        // containerd reads the standard error of this process to its end, so the other process
+        // gets a pipe.
         .stderr(Stdio::piped())
         .spawn()
         .and_then(Child::wait_with_output)
         .context("cannot start the removal")?;
-    let words = String::from_utf8_lossy(&removed.stderr);
-    ensure!(removed.status.success(), "{}", words.trim());
+    let message = String::from_utf8_lossy(&removed.stderr);
+    ensure!(removed.status.success(), "{}", message.trim());
     Ok(())
 }
 
@@ -46,18 +51,19 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
     let record = match node.records.container(id) {
         Ok(record) => record,
         // A create that failed half-way leaves a directory without a record.
-        Err(_) if force => return forget_half_made(node, id),
+        Err(_) if force => return remove_partial(node, id),
         Err(_) => bail!("container {} does not exist", id.as_str()),
     };
     let lock = node.records.lock(&record.sandbox).ok();
     if force && has_lost_its_shim(&record) {
-        // The pod's shim is dead, and containerd gives the removal of each of its containers five seconds. `runsc delete`
-        // waits for every process to be reaped, by whoever inherited it: so all of them end now, and are waited for once.
+        // The pod's shim is dead, and containerd allows five seconds for each container's removal.
+        // `runsc delete` waits until the process that inherited the sandbox' processes has reaped
+        // each of them. So all of them end now, with one wait for all.
         let processes = cgroup::beside(&record.cgroup, record.sandbox.as_str());
         kill_processes(node, &processes)?;
     }
     match record.role {
-        Role::Container if lock.is_some() => take_out(node, &record)?,
+        Role::Container if lock.is_some() => delete_from_sandbox(node, &record)?,
         Role::Container => delete_container(node, &record)?,
         Role::Sandbox => delete_sandbox(node, &record)?,
     }
@@ -65,22 +71,24 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
     Ok(())
 }
 
-/// Removes what stands in the way of a container that is to be made: an earlier one of its name that containerd has lost. containerd that is
-/// killed while it takes up a dead keeper's end forgets the container without having asked for its removal. The caller holds the lock.
-pub(crate) fn supersede(node: &Node, next: &ContainerRecord) -> anyhow::Result<()> {
+/// Deletes earlier containers with the name of `next`, which is about to be created. containerd
+/// loses a container when it is killed while it handles the end of the container's keeper: then
+/// containerd never requests the removal. The caller holds the lock.
+pub(crate) fn delete_superseded(node: &Node, next: &ContainerRecord) -> anyhow::Result<()> {
     for known in node.records.containers_of(&next.sandbox)? {
         if next.supersedes(&known) && !keeper_lives(&known) {
-            take_out(node, &known)?;
+            delete_from_sandbox(node, &known)?;
         }
     }
     Ok(())
 }
 
-/// The caller holds the lock.
-fn take_out(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
+/// Deletes a container whose sandbox stays. If the memory of a paused sandbox is in an image, the
+/// sandbox' processes end first. The caller holds the lock.
+fn delete_from_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     let state = node.records.state(&record.sandbox);
     if matches!(state, Ok(SandboxState::Running)) {
-        restore::sleep_on(node, &record.sandbox)?;
+        transitions::stay_in_image(node, &record.sandbox)?;
     }
     delete_container(node, record)
 }
@@ -99,15 +107,14 @@ fn delete_container(node: &Node, record: &ContainerRecord) -> anyhow::Result<()>
 
 fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     for container in node.records.containers_of(&record.sandbox)? {
-        // Sub-containers first, while their sandbox can still be asked.
+        // The sandbox must still answer while its other containers are deleted.
         if container.role == Role::Container {
             delete_container(node, &container)?;
         }
     }
-    // Once, for all of it: where a sandbox' records are is seen by those of its root container.
     let runsc = node.runsc_of(&record.sandbox);
     runsc.delete(record.sandbox.as_str(), COMMAND_LIMIT)?;
-    // Not from the pod's record: what is to go must go also when that cannot be read.
+    // The container's cgroup gives the path: a pod whose record cannot be read is removed, too.
     remove_cgroup(
         node,
         &cgroup::beside(&record.cgroup, record.sandbox.as_str()),
@@ -116,21 +123,22 @@ fn delete_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     end_keeper(node, record)?;
     remove_cgroup(node, &record.cgroup)?;
     node.records.remove_container(&record.id)?;
-    forget_pod(node, &record.sandbox)
+    remove_pod(node, &record.sandbox)
 }
 
-/// A wake or a creation that was cut off may have left the pod without its limit of processor time or with a wider one of memory, and its cgroup is the kubelet's: another
-/// sandbox may come into it.
-fn forget_pod(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+/// Removes the pod's records and restores its limits. An interrupted wake or creation may have left
+/// the pod without its limit of processor time, or with a raised limit of memory. The pod's cgroup
+/// belongs to the kubelet and may get another sandbox.
+fn remove_pod(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     restore::put_quotas_back(node, sandbox);
     restore::room::give_back(node, sandbox);
     node.records.remove_pod(sandbox)?;
     Ok(())
 }
 
-/// `create` failed before there was a record of the container.
-fn forget_half_made(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
-    for runsc in node.runsc.that_know(id.as_str())? {
+/// Removes a container whose `create` failed before it wrote the container's record.
+fn remove_partial(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
+    for runsc in node.runsc.runscs_with_record(id.as_str())? {
         runsc.delete(id.as_str(), COMMAND_LIMIT)?;
     }
     node.records.remove_container(id)?;
@@ -141,10 +149,11 @@ fn forget_half_made(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
         kill_processes(node, &pod.cgroup)?;
         remove_cgroup(node, &pod.cgroup)?;
     }
-    forget_pod(node, &sandbox)
+    remove_pod(node, &sandbox)
 }
 
-/// It has usually ended: delete comes after the end. One that hangs on is killed with its cgroup.
+/// Ends the container's keeper, which has usually ended before `delete`. A keeper that does not
+/// answer is killed with its cgroup.
 fn end_keeper(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     let dir = node.records.container_dir(&record.id);
     match keeper::ask(&dir, &Request::Exit { code: 137 }, &[], CALL_LIMIT) {
@@ -160,7 +169,8 @@ fn remove_cgroup(node: &Node, path: &Path) -> anyhow::Result<()> {
     loop {
         match node.cgroups.remove(path) {
             Ok(()) => return Ok(()),
-            // The kernel takes an ended process out of its cgroup a moment after its end, and tells nobody on v1.
+            // The kernel removes an ended process from its cgroup a moment after the end. With
+            // cgroup v1 there is no event for that.
             Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
             Err(error) => return Err(error).context("the cgroup does not become empty"),
         }

@@ -1,7 +1,8 @@
 //! `exec`: run a process in a container. A hibernated sandbox is woken first.
 //!
-//! The process is started over the sandbox' control socket, which costs less than a tenth of the runsc command. The shim
-//! wants a pid to watch: a waiter, which ends as the process in the sandbox ends.
+//! The process is started over the sandbox' control socket, which takes less than a tenth of the
+//! time of the runsc command. The shim needs a pid to watch. So exec starts a waiter, which ends
+//! with the exit code of the process in the sandbox.
 
 use std::io::PipeWriter;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,7 +11,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use nix::errno::Errno;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{Gid, Uid, fchown};
@@ -24,16 +25,16 @@ use torpor_runsc::left;
 
 use crate::args::ExecArgs;
 use crate::console::{Terminal, hand_over};
-use crate::doze;
 use crate::node::{CALL_LIMIT, Node, read_oci_json};
-use crate::restore;
-use crate::state::{refuse_frozen, stands_still};
+use crate::restore::transitions;
+use crate::state;
 
-/// Between two looks at a sandbox that somebody else is at work on. The kubelet gives a probe a second, if it is told nothing else.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// What the shim is told when the sandbox died under the process: as if it had been killed.
+/// Time between two reads of the state of a sandbox whose lock another process holds. The kubelet's
+/// default timeout of a probe is a second.
+const PROBE_INTERVAL: Duration = Duration::from_millis(20);
+/// Exit code of a process whose sandbox ended: that of a killed process.
 const KILLED: u8 = 137;
-/// A killed process is gone within a millisecond.
+/// Limit for the end of a killed process, which takes less than a millisecond.
 const END_LIMIT: Duration = Duration::from_secs(3);
 
 pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
@@ -48,14 +49,14 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
         Session::Use => Some(node.records.lock(&record.sandbox)?),
         Session::Probe => lock_for_probe(node, &record.sandbox)?,
     };
-    // Held until the process runs: a save that begins now would otherwise take the sandbox away under it.
+    // The lock is held until the process runs: a save could otherwise end the sandbox meanwhile.
     let Some(_lock) = lock else {
         return answer_probe(node, args, &record);
     };
-    wake_up(node, &record.sandbox, WakeCause::Exec)?;
+    transitions::wake_up(node, &record.sandbox, WakeCause::Exec)?;
     let spec = node.records.spec(&args.id)?;
     let process = match session {
-        Session::Use => marked(process),
+        Session::Use => with_exec_mark(process),
         Session::Probe => process,
     };
     let request = exec_args(&process, &spec, args.id.as_str())?;
@@ -72,13 +73,15 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
         Session::Use => None,
     };
     let (end, ended) = std::io::pipe().context("cannot make a pipe")?;
-    // Before it runs: what it leaves behind is looked for.
+    // The note must exist before the process runs: it causes the search for processes that the
+    // process leaves behind.
     if session == Session::Use {
         node.records.note_exec(&record.sandbox)?;
     }
     let pid = start(node, &record.sandbox, &request, terminal.as_ref())?;
     let dir = node.records.container_dir(&args.id);
-    // Without it (a keeper of an older version) the process runs on when its waiter is killed.
+    // If the keeper refuses the request (it is of an older version), the process runs on when its
+    // waiter is killed.
     let _ = keeper::ask(&dir, &Request::Exec { pid }, &[end.as_fd()], CALL_LIMIT);
     node.records.note_session(&record.sandbox, session)?;
     let mut waiter = waiter(&record.sandbox, &args.id, pid, terminal, ended);
@@ -89,11 +92,12 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
         waiter.arg("--used-micros").arg(micros.to_string());
     }
     let waiter = waiter.spawn().context("cannot start the waiter")?;
-    stand_for(node, args, &record, waiter.id())
+    hand_to_shim(node, args, &record, waiter.id())
 }
 
-/// With the mark by which what it leaves behind is known.
-fn marked(mut process: Value) -> Value {
+/// Adds the mark to the process' environment by which [`left`] finds the processes that the process
+/// leaves behind.
+fn with_exec_mark(mut process: Value) -> Value {
     match process.get_mut("env").and_then(Value::as_array_mut) {
         Some(env) => env.push(json!(left::MARK)),
         None => process["env"] = json!([left::MARK]),
@@ -101,15 +105,17 @@ fn marked(mut process: Value) -> Value {
     process
 }
 
-/// Microseconds of the sandbox' cgroup; none where the host does not count them.
+/// Returns the processor time of the sandbox' cgroup in microseconds; none where the host does not
+/// count it.
 fn processor_time(node: &Node, sandbox: &SandboxId) -> Option<u64> {
     let pod = node.records.pod(sandbox).ok()?;
     let used = node.cgroups.processor_time(&pod.cgroup)?;
     u64::try_from(used.as_micros()).ok()
 }
 
-/// The shim watches this process in place of the one in the sandbox.
-fn stand_for(
+/// Writes the pid file and places the process in the container's cgroup: the shim watches this
+/// process in place of the process in the sandbox.
+fn hand_to_shim(
     node: &Node,
     args: &ExecArgs,
     record: &ContainerRecord,
@@ -123,50 +129,58 @@ fn stand_for(
     Ok(())
 }
 
-/// What becomes of a probe.
+/// The handling of a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Probed {
-    /// It is answered in the sandbox' place.
-    Answered,
-    /// It is run in the sandbox.
+enum ProbeHandling {
+    /// Torpor answers the probe in place of the sandbox.
+    Answer,
+    /// The probe runs in the sandbox.
     Run,
-    /// Nobody knows yet: somebody is at work on the sandbox.
+    /// Undecided while another process works on the sandbox.
     LookAgain,
 }
 
-/// A save and a wake that waits for its turn take longer than the kubelet waits for a probe, and have the lock: what they leave standing is answered for
-/// without it. `stands_still`: paused, whatever for.
-fn of_probe(state: &SandboxState, stands_still: bool, has_lock: bool) -> Probed {
+/// Returns the handling of a probe. `paused`: the sandbox is paused, for any reason. `has_lock`:
+/// this process has the sandbox' lock.
+///
+/// A save, and a wake that waits for its turn, hold the lock for longer than the kubelet waits for
+/// a probe. So the probe of a paused sandbox is answered without the lock.
+fn probe_handling(state: &SandboxState, paused: bool, has_lock: bool) -> ProbeHandling {
     match state {
-        SandboxState::Hibernated { .. } => Probed::Answered,
-        SandboxState::Running if stands_still => Probed::Answered,
+        SandboxState::Hibernated { .. } => ProbeHandling::Answer,
+        SandboxState::Running if paused => ProbeHandling::Answer,
         SandboxState::Running | SandboxState::Restoring { .. } => match has_lock {
-            true => Probed::Run,
-            false => Probed::LookAgain,
+            true => ProbeHandling::Run,
+            false => ProbeHandling::LookAgain,
         },
     }
 }
 
-/// The pod's lock, for a probe that is run in the sandbox; none for one that is answered in its place.
+/// Waits for the handling of a probe. Returns the pod's lock for a probe that runs in the sandbox;
+/// none for a probe that is answered in its place.
 fn lock_for_probe(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<PodLock>> {
     loop {
         let lock = node.records.try_lock(sandbox)?;
         let state = node.records.state(sandbox)?;
-        let stands_still = match &lock {
-            Some(_) => state == SandboxState::Running && stands_still(node, sandbox),
-            // Whoever has the lock has paused it, or has not resumed it yet.
+        let paused = match &lock {
+            Some(_) => state == SandboxState::Running && state::is_paused(node, sandbox),
+            // With this note, the process that has the lock has paused the sandbox, or has not
+            // resumed it yet.
             None => node.records.is_noted_paused(sandbox),
         };
-        match of_probe(&state, stands_still, lock.is_some()) {
-            Probed::Answered => return Ok(None),
-            Probed::Run => return Ok(lock),
-            Probed::LookAgain => std::thread::sleep(LOOK_AGAIN),
+        match probe_handling(&state, paused, lock.is_some()) {
+            ProbeHandling::Answer => return Ok(None),
+            ProbeHandling::Run => return Ok(lock),
+            ProbeHandling::LookAgain => std::thread::sleep(PROBE_INTERVAL),
         }
     }
 }
 
-/// A sandbox that sleeps, or stands still, is as it was when that began, and a probe is no reason to let it run: it is answered by a process that
-/// succeeds. The kubelet would restart what fails it, and the memory would be lost. When the sandbox is awake, its own answer counts again.
+/// Answers a probe of a sandbox that sleeps or is paused, by a process that succeeds.
+///
+/// Such a sandbox does not change until it runs again, and a probe is no reason to let it run. The
+/// kubelet restarts a container whose probe fails, and the container's memory would be lost. A
+/// probe of an awake sandbox runs in the sandbox again.
 fn answer_probe(node: &Node, args: &ExecArgs, record: &ContainerRecord) -> anyhow::Result<()> {
     let succeeds = Command::new("/proc/self/exe")
         .arg0("torpor-exec")
@@ -177,15 +191,17 @@ fn answer_probe(node: &Node, args: &ExecArgs, record: &ContainerRecord) -> anyho
         .stderr(Stdio::null())
         .spawn()
         .context("cannot answer the probe")?;
-    stand_for(node, args, record, succeeds.id())
+    hand_to_shim(node, args, record, succeeds.id())
 }
 
-/// The kubelet's exec probes come the way every exec comes; their commands tell them apart.
+/// Returns the purpose of an exec. The kubelet's exec probes arrive like every exec, and are
+/// recognized by their commands.
 fn session_of(node: &Node, sandbox: &SandboxId, process: &Value) -> Session {
     let command: Option<Vec<String>> = process
         .get("args")
         .and_then(|args| serde_json::from_value(args.clone()).ok());
-    // Without the note it is somebody's: the sandbox stays awake for it.
+    // Without the note of the kubelet's probes each exec counts as use: the sandbox stays awake for
+    // it.
     let probes = node.records.probes(sandbox).unwrap_or_default();
     match command.is_some_and(|command| probes.commands.contains(&command)) {
         true => Session::Probe,
@@ -193,26 +209,15 @@ fn session_of(node: &Node, sandbox: &SandboxId, process: &Value) -> Session {
     }
 }
 
-/// The pod's lock, with the sandbox running: one that hibernates or dozes is woken, one that is frozen is not.
+/// Wakes a sandbox that hibernates or dozes; returns the pod's lock. Fails for a frozen sandbox.
 pub(crate) fn awake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<PodLock> {
     let lock = node.records.lock(sandbox)?;
-    wake_up(node, sandbox, cause)?;
+    transitions::wake_up(node, sandbox, cause)?;
     Ok(lock)
 }
 
-/// The caller holds the lock.
-fn wake_up(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<()> {
-    match node.records.state(sandbox)? {
-        SandboxState::Running if doze::rouse(node, sandbox, cause)? => Ok(()),
-        SandboxState::Running => refuse_frozen(node, sandbox),
-        SandboxState::Hibernated { .. } => restore::wake_locked(node, sandbox, cause),
-        SandboxState::Restoring { .. } => {
-            bail!("the sandbox is being restored: not all of its containers run yet")
-        }
-    }
-}
-
-/// Answers the pid in the sandbox. The sandbox gets copies of the standard streams, as their owner.
+/// Starts the process; returns its pid in the sandbox. The sandbox gets copies of the standard
+/// streams and becomes their owner.
 fn start(
     node: &Node,
     sandbox: &SandboxId,
@@ -227,7 +232,7 @@ fn start(
     let (uid, gid) = node.runsc.of(sandbox).sandbox_user(sandbox.as_str())?;
     for file in files {
         match fchown(file, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid))) {
-            // What has no owner (or one that cannot be changed) is used as it is.
+            // A stream without an owner, or whose owner cannot be changed, is used unchanged.
             Ok(()) | Err(Errno::EINVAL | Errno::EPERM | Errno::EROFS) => {}
             Err(error) => return Err(error).context("cannot give the streams to the sandbox"),
         }
@@ -236,8 +241,9 @@ fn start(
     Ok(control.execute(request, &files, CALL_LIMIT)?)
 }
 
-/// A waiter for a terminal has it as its controlling terminal, so that the kernel tells it of new window sizes and of keys
-/// that mean signals. `ended`: where the container's keeper hears that the process has ended.
+/// Returns the command of a waiter. A waiter for a terminal has it as its controlling terminal, so
+/// that the kernel signals new window sizes and the terminal's signal keys to the waiter. `ended`:
+/// pipe through which the waiter reports to the container's keeper that the process has ended.
 fn waiter(
     sandbox: &SandboxId,
     container: &ContainerId,
@@ -259,7 +265,8 @@ fn waiter(
     command
 }
 
-/// Waits for a probe, and notes what it took: that was not the work of the sandbox' program.
+/// Waits for a probe, and records its processor time and duration: this processor time was not used
+/// by the sandbox' program. Exits with the probe's code.
 pub(crate) fn wait_for_probe(
     node: &Node,
     sandbox: &SandboxId,
@@ -274,13 +281,13 @@ pub(crate) fn wait_for_probe(
             used_micros: after.saturating_sub(before),
             took_micros: u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX),
         };
-        // The pod may be gone with the process.
+        // The pod may have been removed when the process ended.
         let _ = node.records.note_probe(sandbox, taken);
     }
     Ok(code)
 }
 
-/// Waits for the process and ends as it ended; passes on what its terminal signals.
+/// Waits for the process, and returns its exit code. Passes on the signals of its terminal.
 pub(crate) fn wait(
     node: &Node,
     sandbox: &SandboxId,
@@ -289,7 +296,8 @@ pub(crate) fn wait(
     terminal: bool,
     session: Session,
 ) -> anyhow::Result<ExitCode> {
-    // The agent does not put the sandbox to sleep under a session. Without the lock it might, which ends only the session.
+    // With the lock of the session the agent keeps the sandbox awake. Without the lock a sleep of
+    // the sandbox may end the session, and nothing else.
     let _session = node.records.join_sessions(sandbox, session).ok();
     let mut control = node.runsc.connect(sandbox)?;
     control.begin_wait_pid(container.as_str(), pid)?;
@@ -300,7 +308,7 @@ pub(crate) fn wait(
         let container = container.clone();
         let signals = terminal_signals();
         signals.thread_block().context("cannot block signals")?;
-        // Ends with the process.
+        // This thread ends with this process.
         std::thread::spawn(move || {
             while let Ok(signal) = signals.wait() {
                 let scope = SignalScope::Foreground;
@@ -314,17 +322,19 @@ pub(crate) fn wait(
     let code = control
         .wait_result()
         .map_or(KILLED, |status| status.exit_code());
-    // A keeper that is gone, or of an older version, does not listen.
+    // A keeper that has ended, or is of an older version, does not read the pipe.
     let _ = rustix::io::write(std::io::stdout(), &[0]);
-    // The pod may be gone with the process.
+    // The pod may have been removed when the process ended.
     let _ = node.records.note_session(sandbox, session);
     Ok(ExitCode::from(code))
 }
 
-/// Ends a process whose waiter was killed: the shim kills the waiter of what takes too long (a probe), and knows of nobody else. The process would run on, one more
-/// for each probe, and hold the streams for whose end containerd waits before it answers the kubelet.
+/// Ends a process whose waiter was killed. The shim kills the waiter of a process that takes too
+/// long (a probe), and cannot reach the process in the sandbox. Without this call one more such
+/// process would run after each probe, and would hold the standard streams: containerd waits for
+/// their end before it answers the kubelet.
 pub(crate) fn end(node: &Node, container: &ContainerId, pid: i32) {
-    // One whose container was removed has ended with it.
+    // The processes of a removed container have ended with it.
     if let Ok(record) = node.container(container) {
         end_process(
             &node.runsc.root_of(&record.sandbox),
@@ -335,11 +345,12 @@ pub(crate) fn end(node: &Node, container: &ContainerId, pid: i32) {
     }
 }
 
-/// Waits for its end too: gVisor keeps the status of one that nobody waits for.
+/// Kills the process and waits for its end. gVisor keeps the status of an ended process until a
+/// caller has waited for it.
 fn end_process(root: &Path, sandbox: &SandboxId, container: &ContainerId, pid: i32) {
     let container = container.as_str();
     let connect = || Control::connect(root, sandbox.as_str());
-    // What has ended by itself, or with its sandbox, needs no signal.
+    // A process that has ended by itself, or with its sandbox, needs no signal.
     let Ok(mut waiting) = connect() else { return };
     let waits = waiting.begin_wait_pid(container, pid).is_ok();
     let (kill, scope) = (Signal::SIGKILL as i32, SignalScope::Process);
@@ -380,15 +391,15 @@ mod tests {
         let path = socket_path(dir.path(), sandbox.as_str());
         let listener = UnixListener::bind(path).expect("a socket");
         let sandbox_answers = std::thread::spawn(move || {
-            // All at once: a request is one message.
-            let hear = || {
+            // A request is one message, so one read gets all of it.
+            let receive = || {
                 let (mut peer, _) = listener.accept().expect("a connection");
                 let mut request = [0; 4096];
                 let length = peer.read(&mut request).expect("a request");
                 let request: Value = serde_json::from_slice(&request[..length]).expect("JSON");
                 (peer, request)
             };
-            let ((mut waits, wait), (mut kills, kill)) = (hear(), hear());
+            let ((mut waits, wait), (mut kills, kill)) = (receive(), receive());
             for (peer, result) in [(&mut kills, "null"), (&mut waits, "9")] {
                 let answer = format!(r#"{{"success":true,"err":"","result":{result}}}"#);
                 peer.write_all(answer.as_bytes()).expect("answered");
@@ -399,8 +410,8 @@ mod tests {
         let (wait, kill) = sandbox_answers.join().expect("no panic");
         assert_eq!(wait["method"], json!("containerManager.WaitPID"));
         assert_eq!(kill["method"], json!("containerManager.Signal"));
-        let whom = json!({ "CID": container.as_str(), "Signo": 9, "PID": 7, "Mode": 0 });
-        assert_eq!(kill["arg"], whom);
+        let arg = json!({ "CID": container.as_str(), "Signo": 9, "PID": 7, "Mode": 0 });
+        assert_eq!(kill["arg"], arg);
         drop(dir);
         let gone = Path::new("/nonexistent");
         end_process(gone, &sandbox, &container, 7);
@@ -414,26 +425,31 @@ mod tests {
             image: image(),
             started: Vec::new(),
         };
-        for (state, stands_still, has_lock, expected) in [
-            // Asleep, and while somebody wakes it or waits for his turn to.
-            (&hibernated, false, true, Probed::Answered),
-            (&hibernated, false, false, Probed::Answered),
-            (&hibernated, true, false, Probed::Answered),
-            // Dozing or frozen, and while it is saved or resumed.
-            (&SandboxState::Running, true, true, Probed::Answered),
-            (&SandboxState::Running, true, false, Probed::Answered),
+        for (state, paused, has_lock, expected) in [
+            // Asleep, also while another process wakes the sandbox or waits for its turn.
+            (&hibernated, false, true, ProbeHandling::Answer),
+            (&hibernated, false, false, ProbeHandling::Answer),
+            (&hibernated, true, false, ProbeHandling::Answer),
+            // Dozing or frozen, also while the sandbox is saved or resumed.
+            (&SandboxState::Running, true, true, ProbeHandling::Answer),
+            (&SandboxState::Running, true, false, ProbeHandling::Answer),
             // About to be paused, or in use.
-            (&SandboxState::Running, false, false, Probed::LookAgain),
-            (&SandboxState::Running, false, true, Probed::Run),
-            // There is no container to speak for yet.
-            (&restoring, false, false, Probed::LookAgain),
-            (&restoring, false, true, Probed::Run),
-            (&restoring, true, false, Probed::LookAgain),
+            (
+                &SandboxState::Running,
+                false,
+                false,
+                ProbeHandling::LookAgain,
+            ),
+            (&SandboxState::Running, false, true, ProbeHandling::Run),
+            // The sandbox has no container yet for which Torpor could answer.
+            (&restoring, false, false, ProbeHandling::LookAgain),
+            (&restoring, false, true, ProbeHandling::Run),
+            (&restoring, true, false, ProbeHandling::LookAgain),
         ] {
             assert_eq!(
-                of_probe(state, stands_still, has_lock),
+                probe_handling(state, paused, has_lock),
                 expected,
-                "{state:?} {stands_still} {has_lock}"
+                "{state:?} {paused} {has_lock}"
             );
         }
     }

@@ -1,11 +1,13 @@
-//! `forward`: carry one connection to the pod's loopback (a `kubectl port-forward`) to the same port in the sandbox. A
-//! hibernated sandbox is woken first.
+//! `forward`: carries one connection to the pod's loopback (a `kubectl port-forward`) to the same
+//! port in the sandbox. A hibernated sandbox is woken first.
 //!
-//! The keeper starts one such program for each connection, and has set the connection so that it is reset when it is
-//! closed: whatever fails here, who dialled sees an error. Within the sandbox' own network stack the connection is made by
-//! a helper: this same program, run in the pause container by gVisor from our file (`forward-inside`), with one end of a
-//! pair of sockets as its standard input. gVisor has a call for port-forwarding too; why it is not used says
-//! docs/decisions/2026-11-21-port-forward-over-loopback.md.
+//! The keeper starts one such program for each connection. It has set the connection so that it is
+//! reset when it is closed: after any failure here, the client sees an error.
+//!
+//! A helper makes the connection in the sandbox's own network stack. The helper is this same
+//! program, which gVisor runs in the pause container from the host's file (`forward-inside`). Its
+//! standard input is one end of a pair of sockets. gVisor has a call for port-forwarding, too;
+//! docs/decisions/2026-11-21-port-forward-over-loopback.md has the reasons against it.
 
 use std::net::TcpStream;
 use std::os::fd::AsFd;
@@ -30,34 +32,37 @@ mod inside;
 use carry::{Ended, carry};
 pub(crate) use inside::inside;
 
+/// Carries the connection on standard input to the sandbox. Returns when the connection has ended.
 pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     let client: TcpStream = std::io::stdin().as_fd().try_clone_to_owned()?.into();
     let port = client
         .local_addr()
         .context("standard input is not a connection")?
         .port();
-    // Before it is awake nothing may end this program: a wake should not be cut off.
+    // Until the sandbox is awake, nothing may end this program: a wake must not be cut off.
     let lock = awake(node, sandbox, WakeCause::Forward)?;
     let pause = ContainerId::from(sandbox.clone());
     let record = node.container(&pause)?;
-    // A wake is done in the sandbox' cgroup, whose processes are killed when the sandbox is put to sleep.
+    // The wake has moved this program into the sandbox's cgroup, whose processes are killed when
+    // the sandbox falls asleep. So the program moves to the pause container's.
     node.cgroups.place(&record.cgroup, std::process::id())?;
     end_with_parent(record.keeper_pid)?;
     let open = forward::begin(&node.records, sandbox)?;
     let helper = Helper::start(node, sandbox, &pause, port)?;
     node.records.note_call(sandbox)?;
-    // From now on a pause asks this program to end, and waits until it has.
+    // From now on a pause requests the end of this program, and waits for it.
     drop(lock);
     let ended = serve(&client, &helper.stream, &open);
     helper.process.end(node, sandbox);
     drop(open);
-    if let Ended::ByFar = ended? {
-        // All is delivered, so that it is an ordinary end.
+    if let Ended::Far = ended? {
+        // All bytes are delivered, so the connection ends without a reset.
         sockopt::set_socket_linger(&client, None)?;
     }
     Ok(())
 }
 
+/// Makes the kernel kill this program when its keeper ends.
 fn end_with_parent(keeper: u32) -> anyhow::Result<()> {
     set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let keeper = i32::try_from(keeper).ok().and_then(Pid::from_raw);
@@ -65,16 +70,17 @@ fn end_with_parent(keeper: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Waits for the helper's connection and carries the bytes, until a pause requests the end.
 fn serve(client: &TcpStream, stream: &UnixStream, open: &Forward) -> anyhow::Result<Ended> {
-    let mut asked = [
+    let mut fds = [
         PollFd::new(open, PollFlags::IN),
         PollFd::new(stream, PollFlags::IN),
     ];
-    while let Err(errno) = poll(&mut asked, None) {
+    while let Err(errno) = poll(&mut fds, None) {
         ensure!(errno == rustix::io::Errno::INTR, errno);
     }
-    if !asked[0].revents().is_empty() {
-        return Ok(Ended::Asked);
+    if !fds[0].revents().is_empty() {
+        return Ok(Ended::Stopped);
     }
     let mut answer = [0];
     if rustix::io::read(stream, &mut answer)? == 0 || answer != inside::CONNECTED {

@@ -1,6 +1,7 @@
-//! The generation of a container: a file in it that has another content whenever a new sandbox goes
-//! on from memory, so that a program can tell that it may be one of several (as a virtual machine's
-//! Generation ID does, which gVisor has none of). See docs/clones.md.
+//! The generation of a container: a file in the container whose content changes whenever a new
+//! sandbox continues from memory. A program recognizes by the file that other copies of it may
+//! exist. A virtual machine has its Generation ID for that, and gVisor has none. See
+//! docs/clones.md.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -12,22 +13,22 @@ use nix::libc;
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat2};
 use rustix::io::Errno;
 
-/// Where programs find it: the folder and the file.
+/// Path in the container: the folder and the file.
 const FOLDER: &str = "/run/torpor";
 const FILE: &str = "generation";
-/// Each part of [`FOLDER`] with the folder that it is in.
+/// Each part of [`FOLDER`]: its parent folder and its name.
 const FOLDERS: [(&str, &str); 2] = [("/", "run"), ("/run", "torpor")];
 
-/// A random UUID (RFC 9562, version 4), as the kernel makes one.
+/// Returns a random UUID (RFC 9562, version 4) that the kernel makes.
 pub(crate) fn new() -> anyhow::Result<String> {
     let path = "/proc/sys/kernel/random/uuid";
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {path}"))?;
     Ok(text.trim().to_owned())
 }
 
-/// Puts the file into a container's root file system, before its programs run. `root`: the path of
-/// that on the host. The image may have links in it, which lead nowhere but into the root; a file
-/// that is there stays as it is.
+/// Creates the file in a container's root file system, before the container's programs run. `root`:
+/// path of the root file system on the host. Symbolic links of the container image resolve within
+/// the root. An existing file stays unchanged.
 pub(crate) fn place(root: &Path) -> anyhow::Result<()> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let inside = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
@@ -49,8 +50,8 @@ pub(crate) fn place(root: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Writes the file, in the container: over what is there, so that whoever watches the file
-/// (inotify) sees it change.
+/// Writes the file. The caller runs in the container. An existing file is overwritten in place, so
+/// that a program that watches it (inotify) gets an event.
 pub(crate) fn set(generation: &str) -> anyhow::Result<()> {
     std::fs::create_dir_all(FOLDER)?;
     let mut file = OpenOptions::new()
@@ -73,16 +74,16 @@ mod tests {
     fn a_container_has_a_generation_of_its_own_that_stays_while_it_is_there() {
         let roots = [(); 2].map(|()| tempfile::tempdir().expect("a directory"));
         let read = |root: &Path| std::fs::read_to_string(root.join("run/torpor/generation"));
-        let mut said = Vec::new();
+        let mut generations = Vec::new();
         for root in &roots {
             place(root.path()).expect("placed");
             let text = read(root.path()).expect("read");
             place(root.path()).expect("again");
             assert_eq!(read(root.path()).expect("read"), text);
             assert_eq!(text.len(), 37, "{text:?}");
-            said.push(text);
+            generations.push(text);
         }
-        assert_ne!(said[0], said[1]);
+        assert_ne!(generations[0], generations[1]);
     }
 
     #[test]

@@ -1,11 +1,13 @@
-//! The keeper: the process whose pid the shim watches in place of the container's first process.
+//! The keeper: the process that the shim watches in place of the container's first process.
 //!
-//! It holds the container's standard streams, sits in the container's cgroup, waits for the container's end over the
-//! sandbox' control socket and ends with the same code. When the sandbox is hibernated, its end is no end: the keeper
-//! goes on listening until it is told that the sandbox runs again. It is one thread that sleeps in poll.
+//! The keeper holds the container's standard streams, and is in the container's cgroup. It waits
+//! for the container's end over the sandbox's control socket, and ends with the same code. The end
+//! of a sandbox that hibernates is not the container's end: the keeper listens until a request
+//! reports that the sandbox runs again. The keeper is one thread, which sleeps in poll.
 //!
-//! The pause container's keeper also starts programs: wakes and ends for the agent, one for each connection to the
-//! loopback of the pod's network namespace (port-forward), and a wake when a packet arrives for a sandbox that sleeps.
+//! The pause container's keeper also starts programs: wakes and ends for the agent, a program for
+//! each connection to the loopback of the pod's network namespace (port-forward), and a wake when a
+//! packet arrives for a sleeping sandbox.
 
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -24,38 +26,38 @@ use torpor_runsc::control::{self, Control};
 use torpor_runsc::keeper::{Answer, Rules};
 
 use crate::args::KeeperArgs;
-use crate::doze;
 use crate::node::{CALL_LIMIT, Node};
-use crate::restore;
+use crate::restore::{self, transitions};
 
 mod children;
+mod container_keepers;
 mod egress_hold;
 mod execs;
+mod input;
+mod keepalive_probes;
 mod loopback;
-mod others;
-mod owed;
-mod questions;
+mod memory_room;
+mod own_memory;
 mod relay;
 mod requests;
-mod text;
-mod typing;
+mod sender;
 mod watch;
 
 use children::{Children, Purpose};
+use container_keepers::ContainerKeepers;
 use execs::Execs;
-use loopback::{Arrival, Loopback, MOST_FORWARDS};
-use others::Others;
-use owed::{Look, Owed};
+use input::Input;
+use loopback::{Accepted, Loopback, MAX_FORWARDS};
+use memory_room::{Attempt, MemoryRoom};
 use relay::Relay;
-use requests::Handled;
-use typing::Typing;
 use watch::Watch;
 
-/// How often a keeper that holds packets back makes sure that it still has to: whoever was to tell it may have died.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
-/// A collection of gVisor's garbage takes some hundredths of a second.
+/// Time between two checks by a keeper that holds packets whether it still has to: the process that
+/// should send the request may have died.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Time limit of a garbage collection of gVisor, which takes some hundredths of a second.
 const COLLECT_LIMIT: Duration = Duration::from_secs(1);
-/// What the shim is told when the sandbox died under its container: as if it had been killed.
+/// The exit code of a container whose sandbox has died: that of a killed process.
 const KILLED: u8 = 137;
 
 struct Keeper<'a> {
@@ -65,24 +67,25 @@ struct Keeper<'a> {
     /// The pending wait for the container's end.
     waiting: Option<Control>,
     relay: Option<Relay>,
-    /// Of the terminal that went to sleep.
+    /// The settings of the container's terminal when the sandbox fell asleep.
     terminal_mode: Option<Termios>,
-    typing: Typing,
+    input: Input,
     children: Children,
-    /// The pause container's keeper minds those of the other containers.
-    others: Others,
+    /// The keepers of the pod's other containers; only the pause container's keeper has any.
+    container_keepers: ContainerKeepers,
     execs: Execs,
-    /// The pause container's keeper has it, unless the kernel has no way to it.
+    /// Present in the pause container's keeper, if the kernel can direct the connections to the
+    /// pod's loopback there.
     loopback: Option<Loopback>,
-    /// While the pod's sandbox is saved, sleeps and wakes.
+    /// Present while the pod's sandbox is saved, sleeps and wakes.
     watch: Option<Watch>,
-    /// It has done something since it gave its memory back.
-    stirred: bool,
-    /// The pod's limit of memory may still be wider than it is to be.
-    owed: Option<Owed>,
+    /// An event was handled since the keeper gave its memory back.
+    was_active: bool,
+    /// Present while the pod's limit of memory may be raised because of a wake.
+    memory_room: Option<MemoryRoom>,
 }
 
-/// Runs until the container has ended.
+/// Runs until the container has ended, and returns its exit code.
 pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
     let loopback = match (args.loopback, args.loopback_link) {
         (Some(listener), Some(link)) => Some(Loopback::new(inherited(listener)?, inherited(link)?)),
@@ -95,113 +98,115 @@ pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
         waiting: None,
         relay: None,
         terminal_mode: None,
-        typing: Typing::new(relay::borrow_stdin()),
+        input: Input::new(relay::borrow_stdin()),
         children: Children::default(),
-        others: Others::default(),
+        container_keepers: ContainerKeepers::default(),
         execs: Execs::default(),
         loopback,
         watch: None,
-        stirred: true,
-        owed: None,
+        was_active: true,
+        memory_room: None,
     };
     if keeper.record.terminal {
         relay::own_terminal()?;
     }
     loop {
-        if let Some(code) = keeper.turn()? {
+        if let Some(code) = keeper.handle_event()? {
             return Ok(ExitCode::from(code));
         }
     }
 }
 
+/// Takes over a descriptor that create has passed to the keeper.
 #[allow(unsafe_code)]
 fn inherited(socket: i32) -> anyhow::Result<OwnedFd> {
     anyhow::ensure!(
         socket > 2,
         "a descriptor that the keeper inherits must not be a standard stream"
     );
-    // SAFETY: create passes this descriptor to the keeper alone, for one use, and nothing here has opened one by that
-    // number.
+    // SAFETY: create passes this descriptor to the keeper alone, for one use, and the keeper has
+    // opened no descriptor with that number.
     let socket = unsafe { OwnedFd::from_raw_fd(socket) };
     rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
     Ok(socket)
 }
 
 impl Keeper<'_> {
-    /// Waits for one event and handles it; a code when the container has ended.
-    fn turn(&mut self) -> anyhow::Result<Option<u8>> {
+    /// Waits for one event and handles it. Returns the exit code when the container has ended.
+    fn handle_event(&mut self) -> anyhow::Result<Option<u8>> {
         let ready = self.poll()?;
-        self.stirred = true;
+        self.was_active = true;
         let ended = self.children.reap();
-        for container in self.others.gone() {
-            self.bereave(&container);
+        for container in self.container_keepers.remove_ended() {
+            self.end_container(&container);
         }
         for pid in self.execs.abandoned() {
             self.end_exec(pid);
         }
         if let Some(watch) = &mut self.watch {
             let sandbox = &self.record.sandbox;
-            // Somebody may have let it go on without waking it.
-            if watch.is_halted() && !self.node.runsc.is_halted(sandbox) {
-                watch.go_on();
+            // Another process may have continued the sandbox's processes without a wake.
+            if watch.must_be_stopped() && !self.node.runsc.is_stopped_by_signal(sandbox) {
+                watch.end_answers();
             }
-            let next = watch.turn();
-            self.follow(next);
+            let next = watch.handle_frames();
+            self.act(next);
         }
-        self.look_at_sandbox(&ended);
-        if self.owed.is_some_and(|owed| owed.is_due(Instant::now())) {
+        self.check_sandbox(&ended);
+        if self
+            .memory_room
+            .is_some_and(|room| room.is_due(Instant::now()))
+        {
             self.give_room_back();
         }
-        // Who woke it from a doze may not have told.
-        if ended.contains(&Purpose::Rouse) && self.waiting.is_some() && !self.dozes() {
-            self.typing.woke();
+        // The program that has woken the sandbox from a doze may not have sent a request.
+        if ended.contains(&Purpose::Wake) && self.waiting.is_some() && !self.is_dozing() {
+            self.input.woke();
         }
-        if ready.quiet && self.waiting.is_none() && self.children.is_empty() {
-            text::give_back();
-            self.stirred = false;
+        if ready.timed_out && self.waiting.is_none() && self.children.is_empty() {
+            own_memory::give_back();
+            self.was_active = false;
         }
-        if ready.dialled {
+        if ready.loopback {
             self.forward();
         }
         if ready.relay
             && let Some(relay) = &mut self.relay
         {
-            let (goes_on, typed) = (relay.turn()?, relay.has_taken());
-            if !goes_on {
+            let (is_open, has_input) = (relay.carry()?, relay.has_input());
+            if !is_open {
                 self.terminal_mode = relay.mode();
                 self.relay = None;
             }
-            // A dozing sandbox reads its terminal as little as one that hibernates.
-            if typed && self.dozes() {
-                self.typed();
+            // Neither a dozing nor a hibernated sandbox reads its terminal.
+            if has_input && self.is_dozing() {
+                self.wake_for_input();
             }
         }
-        if let Some(seen) = ready.typed
+        if let Some(events) = ready.input
             && self
-                .typing
-                .calls(seen, relay::borrow_stdin(), Instant::now())
+                .input
+                .requires_wake(events, relay::borrow_stdin(), Instant::now())
         {
-            self.typed();
+            self.wake_for_input();
         }
-        // Before requests: one may bring another wait.
+        // The end is handled before a request: the request may begin another wait.
         if ready.ended {
             if let Some(code) = self.container_ended() {
                 return Ok(Some(code));
             }
             if self.waiting.is_none() {
-                self.typing.fell_asleep(relay::borrow_stdin());
+                self.input.fell_asleep(relay::borrow_stdin());
             }
         }
-        if ready.request
-            && let Handled::Exit(code) = self.serve()?
-        {
-            return Ok(Some(code));
+        if ready.request {
+            return self.serve();
         }
         Ok(None)
     }
 
     fn poll(&mut self) -> anyhow::Result<Ready> {
-        let patience = self.patience();
+        let timeout = self.poll_timeout();
         let mut fds = vec![PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
         let waiting = fds.len();
         if let Some(control) = &self.waiting {
@@ -213,19 +218,19 @@ impl Keeper<'_> {
         }
         let relay = fds.len();
         if let Some(relay) = &self.relay {
-            fds.extend(relay.interests());
+            fds.extend(relay.poll_fds());
         }
-        let typing = fds.len();
-        fds.extend(self.typing.interest(relay::borrow_stdin(), Instant::now()));
+        let input = fds.len();
+        fds.extend(self.input.poll_fd(relay::borrow_stdin(), Instant::now()));
         let packets = fds.len();
-        // Waking up is all that these are for.
+        // The following descriptors only end the poll.
         if let Some(watch) = &self.watch {
             fds.extend(watch.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         }
-        fds.extend(self.children.interests());
-        fds.extend(self.others.interests());
-        fds.extend(self.execs.interests());
-        let quiet = match poll(&mut fds, patience) {
+        fds.extend(self.children.poll_fds());
+        fds.extend(self.container_keepers.poll_fds());
+        fds.extend(self.execs.poll_fds());
+        let timed_out = match poll(&mut fds, timeout) {
             Ok(happened) => happened == 0,
             Err(nix::Error::EINTR) => false,
             Err(error) => return Err(error).context("cannot poll"),
@@ -234,103 +239,116 @@ impl Keeper<'_> {
         Ok(Ready {
             request: happened(&fds[0]),
             ended: fds[waiting..loopback].iter().any(happened),
-            dialled: fds[loopback..relay].iter().any(happened),
-            relay: fds[relay..typing].iter().any(happened),
-            typed: fds[typing..packets]
+            loopback: fds[loopback..relay].iter().any(happened),
+            relay: fds[relay..input].iter().any(happened),
+            input: fds[input..packets]
                 .first()
                 .filter(|fd| happened(fd))
                 .and_then(PollFd::revents),
-            quiet,
+            timed_out,
         })
     }
 
-    /// A sandbox that sleeps soundly needs nobody to look.
-    fn patience(&mut self) -> PollTimeout {
+    /// Returns the time after which the keeper has to act without an event.
+    fn poll_timeout(&mut self) -> PollTimeout {
+        // A sandbox that is asleep needs no checks.
         let settled = self.watch.as_ref().is_none_or(Watch::is_asleep) && self.children.is_empty();
-        // Without a sandbox to wait for there is memory to give back, once nothing more comes.
-        let drowsy = self.waiting.is_none() && self.stirred;
-        let look = (!settled || drowsy).then_some(LOOK_AGAIN);
-        let turn = self.watch.as_mut().and_then(Watch::turn_again);
-        let owed = self.owed.map(|owed| owed.wait(Instant::now()));
-        look.into_iter()
-            .chain(turn)
-            .chain(owed)
-            .chain(self.typing.patience(Instant::now()))
+        // Without a sandbox to wait for, the keeper gives its memory back once no event comes.
+        let may_give_back = self.waiting.is_none() && self.was_active;
+        let check = (!settled || may_give_back).then_some(CHECK_INTERVAL);
+        let watch = self.watch.as_mut().and_then(Watch::due_in);
+        let room = self.memory_room.map(|room| room.due_in(Instant::now()));
+        check
+            .into_iter()
+            .chain(watch)
+            .chain(room)
+            .chain(self.input.due_in(Instant::now()))
             .min()
             .map_or(PollTimeout::NONE, |wait| {
-                // Rounded up: a poll that ends too early would only be made again.
+                // Rounded up: a poll that ends too early would only be repeated.
                 let millis = wait.as_millis().saturating_add(1);
                 PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX)
             })
     }
 
-    /// Whether the sandbox that is watched still sleeps, has just fallen asleep, or runs.
-    fn look_at_sandbox(&mut self, ended: &[Purpose]) {
+    /// Updates the watch by the recorded state of the sandbox: it still sleeps, has just fallen
+    /// asleep, or runs.
+    fn check_sandbox(&mut self, ended: &[Purpose]) {
         let Some(watch) = &mut self.watch else { return };
         let sandbox = &self.record.sandbox;
         let records = &self.node.records;
         match records.state(sandbox) {
             Ok(SandboxState::Hibernated { .. }) => {
-                if ended.contains(&Purpose::Rouse) {
+                if ended.contains(&Purpose::Wake) {
                     watch.wake_failed();
                 }
-                if !watch.is_home() {
-                    let next = watch.asleep();
-                    self.follow(next);
+                if !watch.is_hibernated() {
+                    let next = watch.hibernated();
+                    self.act(next);
                 }
             }
             Ok(SandboxState::Running) if !records.is_noted_paused(sandbox) => self.release(),
             Ok(SandboxState::Running | SandboxState::Restoring { .. }) | Err(_) => {
-                if ended.contains(&Purpose::Rouse) {
+                if ended.contains(&Purpose::Wake) {
                     watch.wake_failed();
                 }
             }
         }
     }
 
-    /// The sandbox runs. To take the programs off the pod's link, and to close what watched it, each waits for a grace period of the
-    /// kernel's RCU: 6 to 15 ms in which the keeper hears nobody else.
+    /// Releases the pod's packets, because the sandbox runs.
+    ///
+    /// To detach the programs from the pod's link, and to close the sockets that watched it, each
+    /// takes a grace period of the kernel's RCU: 6 to 15 ms in which the keeper handles no other
+    /// event.
     fn release(&mut self) {
         if let Some(watch) = self.watch.take() {
             let _expedited = self.node.expedited();
             watch.release();
-            // The room of another wake, whose time begins now.
-            self.owed = None;
+            // The schedule was that of an earlier wake. The time of this wake's room begins now.
+            self.memory_room = None;
         }
         self.put_quotas_back();
         self.give_room_back();
     }
 
-    /// Who has woken the sandbox does so too, as soon as he can, and holds the pod's lock until he has: none of it is touched in the middle of a wake.
+    /// Gives back the room that a wake has added to the pod's limit of memory.
+    ///
+    /// The process that has woken the sandbox does so too, as soon as it can, and holds the pod's
+    /// lock until then. So the keeper changes no room in the middle of a wake.
     fn give_room_back(&mut self) {
         let sandbox = &self.record.sandbox;
         let records = &self.node.records;
-        let is_owed = || records.room(sandbox).is_ok_and(|rooms| !rooms.is_empty());
-        if self.record.role != Role::Sandbox || !is_owed() {
-            self.owed = None;
+        let has_room = || records.room(sandbox).is_ok_and(|rooms| !rooms.is_empty());
+        if self.record.role != Role::Sandbox || !has_room() {
+            self.memory_room = None;
             return;
         }
         let now = Instant::now();
-        let look = self.owed.map_or(Look::GiveBack, |owed| owed.look(now));
+        let attempt = self
+            .memory_room
+            .map_or(Attempt::GiveBack, |room| room.attempt(now));
         let all_back = match records.try_lock(sandbox) {
-            Ok(Some(_lock)) => self.end_room(look),
+            Ok(Some(_lock)) => self.end_room(attempt),
             _ => false,
         };
         let next = || {
-            self.owed
-                .map_or_else(|| Owed::new(now), |owed| owed.again(now))
+            self.memory_room
+                .map_or_else(|| MemoryRoom::new(now), |room| room.next(now))
         };
-        self.owed = (!all_back).then(next);
+        self.memory_room = (!all_back).then(next);
     }
 
-    /// Answers whether no room is left. The caller holds the pod's lock.
-    fn end_room(&self, look: Look) -> bool {
+    /// Makes an attempt to give the room back. Returns whether no room is left.
+    ///
+    /// The caller holds the pod's lock.
+    fn end_room(&self, attempt: Attempt) -> bool {
         let (node, sandbox) = (self.node, &self.record.sandbox);
         if restore::room::give_back(node, sandbox) {
             return true;
         }
-        // A sandbox that dozes is not connected to, which would let its processes go on.
-        if look == Look::GiveBack || !matches!(node.records.doze(sandbox), Ok(None)) {
+        // A connection to a dozing sandbox would continue its processes.
+        if attempt == Attempt::GiveBack || !matches!(node.records.doze(sandbox), Ok(None)) {
             return false;
         }
         let connected = node.runsc.connect(sandbox);
@@ -338,24 +356,28 @@ impl Keeper<'_> {
         {
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
         }
-        match look {
-            Look::GiveBack | Look::Collect => restore::room::narrow(node, sandbox),
-            Look::Enforce => restore::room::enforce(node, sandbox),
+        match attempt {
+            Attempt::GiveBack | Attempt::Collect => restore::room::narrow(node, sandbox),
+            Attempt::Enforce => restore::room::enforce(node, sandbox),
         }
     }
 
-    /// Who has woken the sandbox does so too, unless he was killed before it.
+    /// Restores the pod's limit of processor time, which a wake has lifted. The process that has
+    /// woken the sandbox does so too, unless it was killed before.
     fn put_quotas_back(&self) {
         if self.record.role == Role::Sandbox {
             restore::put_quotas_back(self.node, &self.record.sandbox);
         }
     }
 
-    /// Where more is to be done than to resume it, a program does it, which takes the pod's lock by itself.
-    fn follow(&mut self, next: Next) {
+    /// Takes an action of the watch.
+    ///
+    /// The keeper itself resumes a dozing sandbox. Any other wake is the work of a program, which
+    /// takes the pod's lock by itself.
+    fn act(&mut self, next: Next) {
         let Next::Wake(cause) = next else { return };
-        // What has failed here is tried again by the program, and fails there.
-        if doze::rouse_at_once(self.node, &self.record.sandbox).is_ok_and(|roused| roused) {
+        // After a failure here, the program tries again and reports the failure.
+        if transitions::resume_in_keeper(self.node, &self.record.sandbox).is_ok_and(|runs| runs) {
             return self.release();
         }
         if !self.begin_wake(WakeCause::Packet, format_args!("{cause:?}"))
@@ -365,89 +387,101 @@ impl Keeper<'_> {
         }
     }
 
-    /// Starts the program that wakes the sandbox; answers whether it runs. `who` wants it, in words.
-    fn begin_wake(&mut self, cause: WakeCause, who: std::fmt::Arguments<'_>) -> bool {
+    /// Starts the program that wakes the sandbox. Returns whether the program runs.
+    ///
+    /// `client`: a description of the client that needs the sandbox, for the log.
+    fn begin_wake(&mut self, cause: WakeCause, client: std::fmt::Arguments<'_>) -> bool {
         let sandbox = self.record.sandbox.as_str();
         let args = ["wake", sandbox, "--cause", cause.as_str()];
         match spawn("torpor-wake", &args) {
             Ok(child) => {
-                self.children.add(Purpose::Rouse, child);
+                self.children.add(Purpose::Wake, child);
                 true
             }
             Err(error) => {
-                eprintln!("torpor-oci: cannot wake the sandbox for {who}: {error}");
+                eprintln!("torpor-oci: cannot wake the sandbox for {client}: {error}");
                 false
             }
         }
     }
 
-    /// A pod that cannot be watched sleeps all the same if somebody has asked for that, and is woken by everything else. Of what it does by itself the agent knows.
-    fn watch(&mut self, rules: &Rules) -> Answer {
+    /// Begins to watch the pod's packets, or replaces the rules of the watch.
+    ///
+    /// A pod that cannot be watched still sleeps on request, and everything but a packet wakes it.
+    /// The recorded reason shows the agent that such a pod must not fall asleep by itself.
+    fn watch_packets(&mut self, rules: &Rules) -> Answer {
         let records = &self.node.records;
         let pod = match records.pod(&self.record.sandbox) {
             Ok(pod) => pod,
             Err(error) => return Answer::refused("NoRecord", error.to_string()),
         };
         if let Some(watch) = &mut self.watch {
-            // It dozed before it is saved: what waits goes on waiting.
+            // The sandbox dozed before this save. The held frames stay held.
             let next = watch.set_rules(rules);
-            self.follow(next);
+            self.act(next);
             return Answer::ok(serde_json::Value::Null);
         }
-        // Without the times nothing is known of what came before.
-        let seen = records
+        // Without the map, no packet from before the watch is known.
+        let traffic_map = records
             .traffic(&self.record.sandbox)
             .ok()
             .and_then(Result::ok);
-        let noted = records.unacknowledged(&self.record.sandbox).ok().flatten();
-        match Watch::begin(&pod, rules, self.node.config.kubelet_port, seen, noted) {
+        let unacknowledged = records.unacknowledged(&self.record.sandbox).ok().flatten();
+        let port = self.node.config.kubelet_port;
+        match Watch::begin(&pod, rules, port, traffic_map, unacknowledged) {
             Ok(watch) => {
                 self.watch = Some(watch);
-                // One that stays does no more than to tell what was once so.
+                // A note that cannot be removed only reports an earlier state.
                 let _ = records.forget_not_watched(&self.record.sandbox);
                 Answer::ok(serde_json::Value::Null)
             }
             Err(error) => {
                 let why = format!("packets will not wake the Pod: {error:#}");
-                // The answer says it too.
+                // If the note fails, the answer still has the reason.
                 let _ = records.note_not_watched(&self.record.sandbox, &why);
                 Answer::refused(NOT_WATCHED, why)
             }
         }
     }
 
-    /// Gives one connection to the pod's loopback to a program. One that is not taken is reset.
+    /// Starts a program for one connection to the pod's loopback. A connection without a program is
+    /// reset.
     fn forward(&mut self) {
         let Some(loopback) = &self.loopback else {
             return;
         };
         match loopback.accept() {
-            Arrival::Connection(connection) if self.children.forwards() < MOST_FORWARDS => {
+            Accepted::Connection(connection) if self.children.forwards() < MAX_FORWARDS => {
                 if let Ok(child) = loopback::forward(&self.record.sandbox, connection) {
                     self.children.add(Purpose::Forward, child);
                 }
             }
-            Arrival::Connection(_) | Arrival::Nobody => {}
-            // A connection that waits and cannot be accepted would keep the keeper awake: better none is taken from now on.
-            Arrival::Exhausted => self.loopback = None,
+            Accepted::Connection(_) | Accepted::Nothing => {}
+            // A waiting connection that cannot be accepted would end every poll at once. So the
+            // keeper accepts no more connections.
+            Accepted::Exhausted => self.loopback = None,
         }
     }
 
-    /// The wait on the control socket is over: with the container's status, or because the sandbox is gone.
+    /// Handles the end of the wait on the control socket: the container's exit code came, or the
+    /// sandbox is gone. Returns the exit code if the container has ended.
     fn container_ended(&mut self) -> Option<u8> {
         let mut control = self.waiting.take()?;
-        // It is there in one piece, unless the sandbox wants to keep its keeper from hearing anybody else.
+        // The result is there in one piece. The limit is for a sandbox that tries to block its
+        // keeper.
         match control.wait_result_within(CALL_LIMIT) {
-            Ok(status) => Some(self.last_words(status.exit_code())),
+            Ok(status) => Some(self.drain_terminal(status.exit_code())),
             Err(control::Error::Refused { .. }) => self.sandbox_gone(),
-            // Of a sandbox that sleeps or is being restored it is told when there is something to wait for.
+            // If the sandbox sleeps or is being restored, a request comes as soon as there is a
+            // sandbox to wait for.
             Err(_) => self.sandbox_gone().and_then(|_| self.wait_anew()),
         }
     }
 
-    /// Waits for the container's end, unless it does already; a code when it has ended.
+    /// Waits for the container's end, unless the keeper waits already. Returns the exit code if the
+    /// container has ended.
     fn wait_on(&mut self) -> Option<u8> {
-        // What it waits for may be a sandbox that has ended meanwhile.
+        // The pending wait may be that for a sandbox that has ended meanwhile.
         if self.waiting.as_ref().is_some_and(is_readable)
             && let Some(code) = self.container_ended()
         {
@@ -459,7 +493,10 @@ impl Keeper<'_> {
         }
     }
 
-    /// A keeper that was not given the processor for long may hear of the end of a sandbox when another runs in its place already: the pod has slept and woken meanwhile.
+    /// Begins a wait for the container's end. Returns the exit code if the sandbox is gone.
+    ///
+    /// If the keeper got no processor time for long, it may detect a sandbox's end only when the
+    /// next sandbox runs in its place: the pod has slept and woken meanwhile.
     fn wait_anew(&mut self) -> Option<u8> {
         match self.attach() {
             Ok(control) => {
@@ -470,25 +507,28 @@ impl Keeper<'_> {
         }
     }
 
-    /// What the container wrote last may still be in its terminal.
-    fn last_words(&mut self, code: u8) -> u8 {
+    /// Carries the container's last output, which may still be in its terminal. Returns `code`.
+    fn drain_terminal(&mut self, code: u8) -> u8 {
         if let Some(relay) = &mut self.relay {
             relay.drain();
         }
         code
     }
 
-    fn dozes(&self) -> bool {
+    fn is_dozing(&self) -> bool {
         let doze = self.node.records.doze(&self.record.sandbox);
         doze.is_ok_and(|doze| doze.is_some())
     }
 
-    /// A client of `attach` has typed something into a sandbox that sleeps. It stays where it is, and the next look finds it again.
-    fn typed(&mut self) {
+    /// Begins a wake of the sleeping sandbox, because a client of `attach` has sent input.
+    ///
+    /// The input stays where it is, and the next poll finds it again.
+    fn wake_for_input(&mut self) {
         self.begin_wake(WakeCause::Typed, format_args!("an attached client"));
     }
 
-    /// A sandbox that is asleep is not dead. Whoever puts it to sleep says so before its processes end.
+    /// Returns the exit code of a container whose sandbox is gone; none if the sandbox sleeps or is
+    /// being restored. A sandbox's sleep is recorded before its processes end.
     fn sandbox_gone(&self) -> Option<u8> {
         match self.node.records.state(&self.record.sandbox) {
             Ok(SandboxState::Hibernated { .. } | SandboxState::Restoring { .. }) => None,
@@ -496,22 +536,27 @@ impl Keeper<'_> {
         }
     }
 
-    /// A program does it, because it may have to wait for the pod's lock. One that cannot be started is not missed: the end of the pod ends the container too.
-    fn bereave(&mut self, container: &ContainerId) {
+    /// Ends a container that has lost its keeper.
+    ///
+    /// This is the work of a program, because it may have to wait for the pod's lock. If the
+    /// program cannot be started, the container ends with the pod.
+    fn end_container(&mut self, container: &ContainerId) {
         if let Ok(child) = spawn("torpor-bereave", &["bereave", container.as_str()]) {
-            self.children.add(Purpose::Verb, child);
+            self.children.add(Purpose::Command, child);
         }
     }
 
-    /// A program does it, because the sandbox may take its time to answer.
+    /// Ends an exec'd process whose waiter was killed. This is the work of a program, because the
+    /// sandbox may answer late.
     fn end_exec(&mut self, pid: i32) {
         let pid = pid.to_string();
         let args = ["end-exec", self.record.id.as_str(), pid.as_str()];
         if let Ok(child) = spawn("torpor-end-exec", &args) {
-            self.children.add(Purpose::Verb, child);
+            self.children.add(Purpose::Command, child);
         }
     }
 
+    /// Connects to the sandbox and begins to wait for the container's end.
     fn attach(&self) -> Result<Control, control::Error> {
         let sandbox = &self.record.sandbox;
         let mut control = self.node.runsc.connect(sandbox)?;
@@ -520,7 +565,7 @@ impl Keeper<'_> {
     }
 }
 
-/// Runs this program with one of the verbs that nobody waits for an answer of.
+/// Runs torpor-oci with a command whose answer is not needed.
 fn spawn(name: &str, args: &[&str]) -> std::io::Result<Child> {
     Command::new("/proc/self/exe")
         .arg0(name)
@@ -531,18 +576,20 @@ fn spawn(name: &str, args: &[&str]) -> std::io::Result<Child> {
         .spawn()
 }
 
+/// The events of one poll.
 struct Ready {
     request: bool,
     ended: bool,
-    dialled: bool,
+    /// A connection to the pod's loopback waits.
+    loopback: bool,
     relay: bool,
-    /// What was seen of the container's standard input, while gVisor does not read it.
-    typed: Option<PollFlags>,
-    /// Nothing for as long as it was willing to wait.
-    quiet: bool,
+    /// The events of the container's standard input, while gVisor does not read it.
+    input: Option<PollFlags>,
+    /// The poll's time is over, and no event has come.
+    timed_out: bool,
 }
 
-/// Whether the wait is over.
+/// Reports whether the wait is over.
 fn is_readable(control: &Control) -> bool {
     let mut fds = [PollFd::new(borrow(control), PollFlags::POLLIN)];
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
@@ -550,6 +597,6 @@ fn is_readable(control: &Control) -> bool {
 
 #[allow(unsafe_code)]
 fn borrow(control: &Control) -> BorrowedFd<'_> {
-    // SAFETY: the descriptor lives as long as the control connection that is borrowed here.
+    // SAFETY: the descriptor is open as long as the control connection, which is borrowed here.
     unsafe { BorrowedFd::borrow_raw(control.as_raw_fd()) }
 }

@@ -1,58 +1,52 @@
-//! `kill`: a signal to a container. One that ends a hibernated container needs no wake.
+//! `kill`: send a signal to a container. A signal that ends a hibernated container needs no wake.
 
 use std::str::FromStr;
 
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::Signal;
 use torpor_cgroup as cgroup;
-use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_records::{ContainerRecord, SandboxState, WakeCause};
+use torpor_core::ids::ContainerId;
+use torpor_core::transition::{Delivery, Recorded};
+use torpor_records::{ContainerRecord, WakeCause};
 use torpor_runsc::control::{self, SignalScope};
-use torpor_runsc::held_open::{self};
 use torpor_runsc::keeper::{self, Request};
 
 use crate::doze;
 use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
-use crate::restore;
+use crate::restore::{self, transitions};
 
-/// The shim knows by these words that there is nothing left to kill.
+/// Error for a container without processes. The shim recognizes it by these words.
 const FINISHED: &str = "container not running";
 
-/// By its number: nix knows no real-time signals, by one of which (SIGRTMIN+3) an image that runs systemd wants to be stopped.
+/// The number of a signal. nix has no real-time signals, and the stop signal of an image that runs
+/// systemd is one (SIGRTMIN+3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Number(i32);
+struct SignalNumber(i32);
 
-impl Number {
-    /// Linux has signals from 1 to this one.
+impl SignalNumber {
+    /// The highest signal of Linux; the lowest is 1.
     const LAST: i32 = 64;
-    /// The first that means what its sender wants it to mean.
+    /// The first signal without a meaning of its own.
     const FIRST_REAL_TIME: i32 = 32;
 }
 
-impl From<Signal> for Number {
+impl From<Signal> for SignalNumber {
     fn from(signal: Signal) -> Self {
         Self(signal as i32)
     }
 }
 
-impl PartialEq<Signal> for Number {
+impl PartialEq<Signal> for SignalNumber {
     fn eq(&self, signal: &Signal) -> bool {
         *self == Self::from(*signal)
     }
 }
 
-/// How a container gets a signal.
+/// The method by which a signal reaches a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
-    /// Its keeper is gone: the shim sends this to what is left of a container that has ended.
-    ToOrphan,
-    /// Its program does not run, but there may be processes of a restore that was cut off.
-    ToRemains,
-    /// Its program is in an image.
-    ToKeeper,
-    /// The sandbox runs, and its program with it.
-    ToProgram,
-    /// The sandbox is ended as a whole.
+enum Method {
+    Deliver(Delivery),
+    /// The whole sandbox is ended.
     ByForce,
 }
 
@@ -60,138 +54,116 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
     let signal = parse(signal)?;
     let record = node.container(id)?;
     if ends(signal) {
-        // What cannot be found out here is asked again below, with the lock.
-        let _ = doze::left_to_agent(node, &record.sandbox);
+        // An error here occurs again below, where the lock is held.
+        let _ = doze::wait_for_agent(node, &record.sandbox);
     }
     let _lock = node.records.lock(&record.sandbox)?;
-    match way(signal, prepare(node, &record, signal))? {
-        Way::ToOrphan => end_orphaned(node, &record),
-        Way::ToRemains => {
+    match method(signal, prepare(node, &record, signal))? {
+        Method::Deliver(Delivery::Orphan) => end_orphaned(node, &record),
+        Method::Deliver(Delivery::Remains) => {
             end_sandbox(node, &record)?;
             end_keeper(node, id, signal)
         }
-        Way::ToKeeper => end_keeper(node, id, signal),
-        Way::ToProgram => deliver(node, &record, signal, all),
-        Way::ByForce => end_by_force(node, &record),
+        Method::Deliver(Delivery::Keeper) => end_keeper(node, id, signal),
+        Method::Deliver(Delivery::Program) => deliver(node, &record, signal, all),
+        Method::ByForce => end_by_force(node, &record),
     }
 }
 
-/// A sandbox of which nothing can be found out (it answers no question in time, or its records cannot be read) is ended as a whole when the
-/// kubelet has decided that it must go: otherwise it would stay for as long as it is silent, and its programs have that in their hands.
-fn way(signal: Number, prepared: anyhow::Result<Way>) -> anyhow::Result<Way> {
+/// Returns the method for a signal. `prepared`: result of [`prepare`].
+///
+/// `prepare` fails where the sandbox does not answer in time, or where its records cannot be read.
+/// SIGKILL means that the kubelet has decided to remove the container, so such a sandbox is ended
+/// as a whole. Otherwise the sandbox would stay as long as it does not answer, and its programs
+/// could cause that.
+fn method(signal: SignalNumber, prepared: anyhow::Result<Delivery>) -> anyhow::Result<Method> {
     match prepared {
         Err(error) if signal == Signal::SIGKILL => {
             eprintln!("torpor-oci: ending the whole sandbox: {error:#}");
-            Ok(Way::ByForce)
+            Ok(Method::ByForce)
         }
-        other => other,
+        prepared => prepared.map(Method::Deliver),
     }
 }
 
-/// What has to be before the container can get the signal, and how it then does. The caller holds the lock.
-fn prepare(node: &Node, record: &ContainerRecord, signal: Number) -> anyhow::Result<Way> {
-    let sandbox = &record.sandbox;
-    let state = restore::settled(node, sandbox)?;
-    let is_end = ends(signal) || is_suspended(node, sandbox);
-    match state {
-        SandboxState::Running if keeper_is_gone(node, &record.id) => Ok(Way::ToOrphan),
-        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } if is_end => {
-            Ok(Way::ToRemains)
-        }
-        SandboxState::Hibernated { .. } => {
-            restore::wake_locked(node, sandbox, WakeCause::Signal)?;
-            Ok(Way::ToProgram)
-        }
-        SandboxState::Restoring { .. } => {
-            bail!("the sandbox is being restored: none of its processes runs yet")
-        }
-        SandboxState::Running if is_end && is_saved_and_paused(node, record)? => Ok(Way::ToKeeper),
-        // Nobody may wake it, and nobody brings back what it has lost: who ends it must not wait for that.
-        SandboxState::Running
-            if is_end
-                && !held_open::is_held_open(&node.records, sandbox)?
-                && restore::sleep_on(node, sandbox)? =>
-        {
-            Ok(Way::ToKeeper)
-        }
-        SandboxState::Running => {
-            // A paused container handles no signal, and who ends one wants it to run its handlers.
-            if !doze::rouse(node, sandbox, WakeCause::Signal)? {
-                run_on(node, record)?;
-            }
-            Ok(Way::ToProgram)
-        }
-    }
+/// Brings the sandbox into the state in which the container can receive the signal. The caller
+/// holds the lock.
+fn prepare(
+    node: &Node,
+    record: &ContainerRecord,
+    signal: SignalNumber,
+) -> anyhow::Result<Delivery> {
+    let keeper_has_ended = || keeper_is_gone(node, &record.id);
+    transitions::before_signal(node, &record.sandbox, ends(signal), keeper_has_ended)
 }
 
-/// Its program goes on in another Pod, from the image, and nothing is told it here: whatever signal the image wants to be stopped by (SIGWINCH, SIGUSR1), it would wake the sandbox, and the
-/// memory would be lost with this Pod.
-fn is_suspended(node: &Node, sandbox: &SandboxId) -> bool {
-    let pod = node.records.pod(sandbox);
-    pod.is_ok_and(|pod| node.records.suspends(&pod.pod_uid))
-}
-
-/// The container's keeper is gone, and with it who tells of its end: containerd takes the container for ended, and waits for its output, which the program still holds.
-pub(crate) fn bereave(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
-    // It ended as containers do, and was removed.
+/// Ends a container whose keeper has ended. Without the keeper the end of the program cannot be
+/// reported. containerd takes the container for ended, and waits for the end of its output, which
+/// the program still holds.
+pub(crate) fn handle_lost_keeper(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
+    // A container without a record has ended normally, and was removed.
     let Ok(record) = node.container(id) else {
         return Ok(());
     };
     let _lock = node.records.lock(&record.sandbox)?;
-    let there = node.container(id).is_ok();
-    if !there {
+    let exists = node.container(id).is_ok();
+    if !exists {
         return Ok(());
     }
-    match restore::settled(node, &record.sandbox)? {
-        SandboxState::Running => end_orphaned(node, &record),
-        SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } => {
-            end_sandbox(node, &record)
-        }
+    match transitions::settle(node, &record.sandbox)? {
+        Recorded::Running => end_orphaned(node, &record),
+        Recorded::Hibernated { .. } | Recorded::Restoring => end_sandbox(node, &record),
     }
 }
 
-/// Ends every process of the sandbox. A restore that was cut off leaves some, and they hold the container's output, for whose end containerd
-/// waits. Not by the pod's record: what is to go must go also when that cannot be read. The caller holds the lock.
+/// Ends every process of the sandbox. An interrupted restore leaves processes, which hold the
+/// container's output, and containerd waits for its end. The container's cgroup gives the path: a
+/// sandbox whose pod record cannot be read is ended, too. The caller holds the lock.
 fn end_sandbox(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     let processes = cgroup::beside(&record.cgroup, record.sandbox.as_str());
     restore::kill_processes(node, &processes)
 }
 
-/// A keeper that waits for the container's end sees that by itself.
+/// Ends the whole sandbox, and the container's keeper. A keeper that waits for the container's end
+/// notices that end by itself.
 fn end_by_force(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     end_sandbox(node, record)?;
-    // One that is gone has seen it.
+    // A keeper that has ended already has noticed the container's end.
     let _ = end_keeper(node, &record.id, Signal::SIGKILL.into());
     Ok(())
 }
 
-/// A sandbox that sleeps does so without the container, and one that runs loses it. The caller holds the lock.
+/// Ends the program of a container without a keeper. A paused sandbox whose memory is in an image
+/// stays in the image; a running sandbox loses the container. The caller holds the lock.
 fn end_orphaned(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
-    if restore::sleep_on(node, &record.sandbox)? {
+    if transitions::stay_in_image(node, &record.sandbox)? {
         return Ok(());
     }
-    // Somebody died who had paused it for a save: as long as it stands still its programs do not end either.
-    run_on(node, record)?;
+    // A process may have paused the sandbox for a save and died. Programs of a paused sandbox do
+    // not end.
+    transitions::run_on(node, &record.sandbox, WakeCause::Signal)?;
     let connected = node.runsc.connect(&record.sandbox);
     let ended = connected.and_then(|mut control| {
         let (all, kill) = (SignalScope::All, Signal::SIGKILL as i32);
         control.signal(record.id.as_str(), 0, kill, all, CALL_LIMIT)
     });
     match ended {
-        // Mostly it has ended already: that is why its keeper did.
+        // In most cases the program has ended already, and its end has ended the keeper.
         Ok(()) | Err(control::Error::NotRunning { .. } | control::Error::Refused { .. }) => Ok(()),
         Err(error) => Err(error).context("cannot end the container's program"),
     }
 }
 
+/// Reports whether no keeper listens for the container.
 fn keeper_is_gone(node: &Node, id: &ContainerId) -> bool {
     let dir = node.records.container_dir(id);
     let asked = keeper::ask(&dir, &Request::Stdio, &[], CALL_LIMIT);
     matches!(asked, Err(keeper::Error::Gone { .. }))
 }
 
-/// Ends a container whose program does not run: `delete` removes the rest.
-fn end_keeper(node: &Node, id: &ContainerId, signal: Number) -> anyhow::Result<()> {
+/// Ends the keeper of a container whose program does not run, as if the signal had ended the
+/// program. `delete` removes the rest of the container.
+fn end_keeper(node: &Node, id: &ContainerId, signal: SignalNumber) -> anyhow::Result<()> {
     let code = 128 + u8::try_from(signal.0).unwrap_or(0);
     let dir = node.records.container_dir(id);
     match keeper::ask(&dir, &Request::Exit { code }, &[], CALL_LIMIT) {
@@ -200,35 +172,32 @@ fn end_keeper(node: &Node, id: &ContainerId, signal: Number) -> anyhow::Result<(
     }
 }
 
-/// One that dozes is resumed in a millisecond, and its program ends as it would have. But a save was cut off between the commit and the end of the processes: the image is the sandbox already, and one that
-/// ran on would make it stale for nothing.
-fn is_saved_and_paused(node: &Node, record: &ContainerRecord) -> anyhow::Result<bool> {
-    let dozes = node.records.doze(&record.sandbox)?.is_some();
-    Ok(!dozes && restore::stands_in(node, &record.sandbox)?.is_some())
-}
-
-/// Lets the container's sandbox run on if it stands still. The caller holds the lock.
-fn run_on(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
-    let sandbox = &record.sandbox;
-    let Ok(mut control) = node.runsc.connect(sandbox) else {
-        return Ok(());
-    };
-    restore::run_on(node, &mut control, sandbox, WakeCause::Signal).map(drop)
-}
-
-/// Sends the signal, and has the keeper wait for the container's end if it does not yet: containerd dies now and then between a container's creation and its start, in which nobody has
-/// told the keeper of a program. For one that has none the wait ends at once.
-fn deliver(node: &Node, record: &ContainerRecord, signal: Number, all: bool) -> anyhow::Result<()> {
+/// Sends the signal. After a signal that ends a process, also has the keeper wait for the
+/// container's end: containerd sometimes dies between a container's creation and its start, and
+/// then the keeper does not wait yet. The wait for a container without a program ends at once.
+fn deliver(
+    node: &Node,
+    record: &ContainerRecord,
+    signal: SignalNumber,
+    all: bool,
+) -> anyhow::Result<()> {
     let sent = send(node, record, signal, all);
     if ends(signal) {
         let dir = node.records.container_dir(&record.id);
-        // One that is gone has seen the end.
+        // A keeper that has ended already has noticed the container's end.
         let _ = keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT);
     }
     sent
 }
 
-fn send(node: &Node, record: &ContainerRecord, signal: Number, all: bool) -> anyhow::Result<()> {
+/// Sends the signal to the container's first process, or to all of them. A container that has no
+/// process to signal is ended where the signal ends a process.
+fn send(
+    node: &Node,
+    record: &ContainerRecord,
+    signal: SignalNumber,
+    all: bool,
+) -> anyhow::Result<()> {
     let scope = if all {
         SignalScope::All
     } else {
@@ -240,7 +209,8 @@ fn send(node: &Node, record: &ContainerRecord, signal: Number, all: bool) -> any
         .and_then(|mut control| control.signal(record.id.as_str(), 0, signal.0, scope, CALL_LIMIT));
     match sent {
         Ok(()) => Ok(()),
-        // Its keeper sees that too, unless the sandbox died before it listened.
+        // The keeper notices the sandbox' end, too, unless the sandbox ended before the keeper
+        // could wait for it.
         Err(control::Error::NotRunning { .. }) if ends(signal) => {
             end_keeper(node, &record.id, Signal::SIGKILL.into())
         }
@@ -250,34 +220,37 @@ fn send(node: &Node, record: &ContainerRecord, signal: Number, all: bool) -> any
         {
             bail!(FINISHED)
         }
-        // It has not been started, or has nothing that could be signalled. It is taken out of the sandbox, in which others may run: a start that was cut off may have got as far as
-        // the container's output, for whose end containerd waits.
+        // The container has not been started, or has no process. An interrupted start may already
+        // hold the container's output, and containerd waits for its end. Other containers may run
+        // in the sandbox, so only this one is removed from it.
         Err(control::Error::Refused { .. }) if ends(signal) => {
             let runsc = node.runsc_of(&record.sandbox);
             runsc.delete(record.id.as_str(), COMMAND_LIMIT)?;
             end_keeper(node, &record.id, signal)
         }
-        // A sandbox that does not answer is ended as a whole: the kubelet has decided that it must go.
+        // The kubelet has decided to remove the container, and the sandbox does not answer. So the
+        // whole sandbox is ended.
         Err(_) if signal == Signal::SIGKILL => end_sandbox(node, record),
         Err(error) => Err(error).context("cannot signal the container"),
     }
 }
 
-/// Whether the signal, unhandled, ends a process: the program of a hibernated container cannot handle it any more.
-fn ends(signal: Number) -> bool {
+/// Reports whether the signal ends a process that does not handle it. The program of a hibernated
+/// container cannot handle a signal.
+fn ends(signal: SignalNumber) -> bool {
     let known = matches!(
         Signal::try_from(signal.0),
         Ok(Signal::SIGTERM | Signal::SIGKILL | Signal::SIGINT | Signal::SIGQUIT | Signal::SIGHUP)
     );
-    known || signal.0 >= Number::FIRST_REAL_TIME
+    known || signal.0 >= SignalNumber::FIRST_REAL_TIME
 }
 
-/// A number, or a name with or without SIG.
-fn parse(signal: &str) -> anyhow::Result<Number> {
+/// Parses a signal: a number, or a name with or without `SIG`.
+fn parse(signal: &str) -> anyhow::Result<SignalNumber> {
     if let Ok(number) = signal.parse::<i32>() {
-        let known = (1..=Number::LAST).contains(&number);
+        let known = (1..=SignalNumber::LAST).contains(&number);
         ensure!(known, "unknown signal {signal}");
-        return Ok(Number(number));
+        return Ok(SignalNumber(number));
     }
     let upper = signal.to_ascii_uppercase();
     let name = if upper.starts_with("SIG") {
@@ -285,7 +258,7 @@ fn parse(signal: &str) -> anyhow::Result<Number> {
     } else {
         format!("SIG{upper}")
     };
-    let named = Signal::from_str(&name).map(Number::from);
+    let named = Signal::from_str(&name).map(SignalNumber::from);
     named.with_context(|| format!("unknown signal {signal}"))
 }
 
@@ -294,6 +267,7 @@ mod tests {
     use torpor_core::Entry;
     use torpor_core::ids::ImageId;
     use torpor_records::Role;
+    use torpor_records::SandboxState;
     use torpor_snapshots::{Digest, Store};
 
     use super::*;
@@ -307,9 +281,9 @@ mod tests {
         for text in ["SIGNONE", "0", "65", "-1"] {
             parse(text).expect_err(text);
         }
-        // What an image of systemd is stopped by.
+        // The stop signal of an image that runs systemd.
         let real_time = parse("37").expect("a signal");
-        assert!(ends(real_time) && real_time == Number(37));
+        assert!(ends(real_time) && real_time == SignalNumber(37));
     }
 
     #[test]
@@ -337,17 +311,17 @@ mod tests {
             completed: None,
         };
         for (signal, suspends, ends) in [
-            (Number::from(Signal::SIGTERM), false, true),
+            (SignalNumber::from(Signal::SIGTERM), false, true),
             (Signal::SIGWINCH.into(), false, false),
             (Signal::SIGWINCH.into(), true, true),
             (Signal::SIGUSR1.into(), true, true),
-            (Number(37), false, true),
+            (SignalNumber(37), false, true),
         ] {
             let noted = node.records.note_suspends(&pod.pod_uid, suspends);
             noted.expect("noted");
-            // A wake fails here: there is no keeper.
-            let way = prepare(&node, &record, signal);
-            let ended = way.is_ok_and(|way| way == Way::ToRemains);
+            // There is no keeper here, so a wake fails.
+            let prepared = prepare(&node, &record, signal);
+            let ended = prepared.is_ok_and(|delivery| delivery == Delivery::Remains);
             assert_eq!(ended, ends, "{signal:?} {suspends}");
         }
     }
@@ -355,15 +329,21 @@ mod tests {
     #[test]
     fn a_sandbox_that_answers_no_question_does_not_keep_the_kubelet_from_ending_it() {
         let silent = || anyhow::anyhow!("the sandbox gave no answer to debug.Stacks");
-        let killed = way(Signal::SIGKILL.into(), Err(silent())).expect("a way");
-        assert_eq!(killed, Way::ByForce);
+        let killed = method(Signal::SIGKILL.into(), Err(silent())).expect("a way");
+        assert_eq!(killed, Method::ByForce);
         for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGUSR1] {
-            way(signal.into(), Err(silent())).expect_err("it may answer later");
+            method(signal.into(), Err(silent())).expect_err("it may answer later");
         }
-        // Where all is known nothing changes.
-        for known in [Way::ToOrphan, Way::ToRemains, Way::ToKeeper, Way::ToProgram] {
+        // The delivery stays as it is where the sandbox' state is known.
+        for known in [
+            Delivery::Orphan,
+            Delivery::Remains,
+            Delivery::Keeper,
+            Delivery::Program,
+        ] {
             for signal in [Signal::SIGKILL, Signal::SIGTERM] {
-                assert_eq!(way(signal.into(), Ok(known)).expect("a way"), known);
+                let found = method(signal.into(), Ok(known)).expect("a way");
+                assert_eq!(found, Method::Deliver(known));
             }
         }
     }

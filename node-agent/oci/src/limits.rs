@@ -1,4 +1,4 @@
-//! The Pod's limits that a sandbox begins with.
+//! The Pod's limits, as a sandbox gets them when it starts.
 
 use anyhow::Context;
 use torpor_records::PodRecord;
@@ -6,7 +6,8 @@ use torpor_runsc::limits::{Machine, boot_flags, of_pod};
 
 use crate::node::Node;
 
-/// Words of `runsc boot` for the sandbox that is about to begin.
+/// Returns arguments of `runsc boot` for the sandbox that is about to start; empty for a Pod
+/// without a cgroup of its own.
 pub(crate) fn flags(node: &Node, pod: &PodRecord) -> anyhow::Result<Vec<String>> {
     let Some(limits) = of_pod(&node.records, &node.cgroups, pod)? else {
         return Ok(Vec::new());

@@ -1,6 +1,9 @@
-//! torpor-oci: the OCI runtime that containerd's stock `io.containerd.runc.v2` shim runs for pods of the RuntimeClass
-//! `torpor`. It puts the pause container and all containers of a pod into one gVisor sandbox and leaves a keeper for
-//! each, so that the sandbox can be hibernated while the shim, the kubelet and the user see a running Pod.
+//! torpor-oci: the OCI runtime that containerd's stock `io.containerd.runc.v2` shim runs for pods
+//! of the RuntimeClass `torpor`.
+//!
+//! torpor-oci runs the pause container and all containers of a pod in one gVisor sandbox. It starts
+//! a keeper for each container, and the shim watches the keepers. So the sandbox can be hibernated
+//! while the shim, the kubelet and the user see a running Pod.
 
 mod args;
 mod console;
@@ -20,6 +23,7 @@ mod restore;
 mod stages;
 mod start;
 mod state;
+mod streams;
 mod writer;
 
 use std::io::Write;
@@ -51,7 +55,7 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if let Command::ForwardInside { port } = cli.command {
-        // There is nothing of the node there.
+        // This command runs in the sandbox, where there are no files of the node.
         forward::inside(port)?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -60,11 +64,11 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if let Command::SandboxProcess { .. } = cli.command {
-        // Of the node it has what it is given.
+        // The process uses only what the wake sends to it, and no other files of the node.
         torpor_runsc_direct::become_process()?;
         return Ok(ExitCode::SUCCESS);
     }
-    let node = Node::here()?;
+    let node = Node::load()?;
     match &cli.command {
         Command::Create(args) => {
             for warning in create::create(&node, args)? {
@@ -74,16 +78,16 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Start { id } => start::start(&node, id)?,
         Command::State { id } => println!("{}", state::state(&node, id)?),
         Command::Kill { id, signal, all } => kill::kill(&node, id, signal, *all)?,
-        Command::Delete { id, force: true } => delete::delete_surely(id)?,
+        Command::Delete { id, force: true } => delete::delete_by_force(id)?,
         Command::Delete { id, force: false } => delete::delete(&node, id, false)?,
         Command::Remove { id } => delete::delete(&node, id, true)?,
-        Command::Bereave { id } => kill::bereave(&node, id)?,
+        Command::Bereave { id } => kill::handle_lost_keeper(&node, id)?,
         Command::EndExec { id, pid } => exec::end(&node, id, *pid),
         Command::Exec(args) => exec::exec(&node, args)?,
         Command::Pause { id } => state::pause(&node, id)?,
         Command::Resume { id } => state::resume(&node, id)?,
         Command::Ps { id, .. } => println!("{}", state::processes(&node, id)?),
-        // Pods' limits are the kubelet's, set on the pod's cgroup; see docs/architecture.md "Cgroups".
+        // The kubelet sets limits on the pod's cgroup: see docs/architecture.md "Cgroups".
         Command::Update { id, .. } => node.container(id).map(drop)?,
         Command::Wake {
             sandbox,
@@ -143,7 +147,8 @@ fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The shim reads the reason of a failure from the log file, and the kubelet shows it in `kubectl describe pod`.
+/// Writes the message to standard error and, if `--log` is given, to the log file. The shim reads
+/// the reason of a failure from the log file, and the kubelet shows it in `kubectl describe pod`.
 fn report(cli: &Cli, level: &str, error: &anyhow::Error) {
     let message = format!("torpor-oci: {error:#}");
     if let Some(path) = &cli.log {
@@ -152,9 +157,9 @@ fn report(cli: &Cli, level: &str, error: &anyhow::Error) {
             .create(true)
             .append(true)
             .open(path);
-        // The words go to stderr in any case.
+        // The message goes to standard error in any case.
         let _ = file.and_then(|mut file| writeln!(file, "{line}"));
     }
-    // Who started this program may have been killed meanwhile, and its pipe with it.
+    // The parent of this process may have been killed, and its end of the pipe closed.
     let _ = writeln!(std::io::stderr(), "{message}");
 }

@@ -1,4 +1,4 @@
-//! What every command needs: configuration, runsc, records, cgroups, images.
+//! The node, as every command needs it: configuration, runsc, records, cgroups, images.
 
 use std::fs::File;
 use std::io::Read;
@@ -12,20 +12,22 @@ use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_records::config::Config;
 use torpor_records::{ContainerRecord, Records};
 use torpor_runsc::command::{NodeRunsc, Runsc};
-use torpor_runsc::kernel_tuning::{self, Expedited, GRACE_PERIODS};
+use torpor_runsc::kernel_tuning::{self, GRACE_PERIODS, SettingGuard};
+use torpor_snapshots::Store;
 
-/// A runsc command that takes longer hangs: the slowest, a restore, loads a gigabyte per second or so. The kubelet's own
-/// limit for a call is two minutes.
+/// Limit for a runsc command. The slowest command, a restore, loads about a gigabyte per second, so
+/// a command that takes longer hangs. The kubelet's own limit for a call is two minutes.
 pub(crate) const COMMAND_LIMIT: Duration = Duration::from_secs(100);
-/// Calls on the control socket and to keepers that do no work.
+/// Limit for calls on the control socket and to keepers that cause no long work.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// The OCI spec of a pod with thousands of mounts is below a megabyte, and so is a process with its environment.
+/// Most bytes that are read of a JSON file of the shim. The OCI spec of a pod with thousands of
+/// mounts is below a megabyte, and so is a process with its environment.
 const MAX_OCI_JSON: u64 = 8 << 20;
 
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
-/// Reads what the shim wrote for this call; `what` is the word for it in an error.
+/// Reads a JSON file that the shim wrote for this call. `what`: the file's content, for errors.
 pub(crate) fn read_oci_json(path: &Path, what: &str) -> anyhow::Result<Value> {
     let read = || -> anyhow::Result<Value> {
         let mut bytes = Vec::new();
@@ -45,7 +47,8 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    pub(crate) fn here() -> anyhow::Result<Self> {
+    /// Loads the configuration beside this program's file, and finds the node's cgroups.
+    pub(crate) fn load() -> anyhow::Result<Self> {
         let config = Config::beside_own_binary()?;
         Ok(Self {
             runsc: NodeRunsc::new(&config),
@@ -55,14 +58,21 @@ impl Node {
         })
     }
 
-    /// For the moment in which a keeper lets through what it held, where the node's operator allows it.
-    pub(crate) fn expedited(&self) -> Option<Expedited> {
-        let begin = || Expedited::begin(&self.config.state_dir, &GRACE_PERIODS);
+    /// Opens the store of the node's images.
+    pub(crate) fn store(&self) -> anyhow::Result<Store> {
+        Ok(Store::open(&self.config.store_dir)?)
+    }
+
+    /// Expedites the kernel's grace periods while a keeper releases held packets; none if the
+    /// node's operator does not allow it.
+    pub(crate) fn expedited(&self) -> Option<SettingGuard> {
+        let begin = || SettingGuard::begin(&self.config.state_dir, &GRACE_PERIODS);
         self.config.expedite_wakes.then(begin)
     }
 
-    /// For the time of a restore of an image of so many bytes, where he does.
-    pub(crate) fn expedited_restore(&self, bytes: u64) -> Vec<Expedited> {
+    /// Expedites the kernel during a restore of an image of `bytes` bytes. If the node's operator
+    /// does not allow it, undoes earlier settings and returns none.
+    pub(crate) fn expedited_restore(&self, bytes: u64) -> Vec<SettingGuard> {
         let state_dir = &self.config.state_dir;
         if self.config.expedite_wakes {
             return kernel_tuning::for_restore(state_dir, bytes);
@@ -71,7 +81,7 @@ impl Node {
         Vec::new()
     }
 
-    /// The runsc of a pod; of one that is not known, the node's.
+    /// Returns the runsc build of a pod; the node's own build for a pod without a record.
     pub(crate) fn runsc_of(&self, sandbox: &SandboxId) -> Runsc {
         let runsc = self.runsc.of(sandbox);
         match self.records.pod(sandbox) {
@@ -80,7 +90,8 @@ impl Node {
         }
     }
 
-    /// go-runc knows a container that is gone by the words "does not exist".
+    /// Reads the record of a container. go-runc recognizes a missing container by the words "does
+    /// not exist" of the error.
     pub(crate) fn container(&self, id: &ContainerId) -> anyhow::Result<ContainerRecord> {
         let record = self.records.container(id);
         record.with_context(|| format!("container {} does not exist", id.as_str()))
@@ -97,7 +108,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// Of a pod without a network.
+    /// Returns the record of a pod without a network.
     pub(crate) fn record() -> PodRecord {
         PodRecord {
             sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
@@ -114,7 +125,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// A node on files, with one pod.
+    /// Makes a node in a temporary directory, with one pod.
     pub(crate) fn one_pod() -> (tempfile::TempDir, Node, PodRecord) {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("cgroup.controllers"), "cpu").expect("written");
@@ -146,7 +157,7 @@ pub(crate) mod tests {
         (dir, node, pod)
     }
 
-    /// A node on files, with one pod that has limits.
+    /// A node in a temporary directory, with one pod that has limits.
     pub(crate) struct Limited {
         dir: tempfile::TempDir,
         pub(crate) node: Node,
@@ -154,7 +165,7 @@ pub(crate) mod tests {
     }
 
     impl Limited {
-        /// With these files in its cgroup.
+        /// Makes the pod's cgroup with these files: name and content.
         pub(crate) fn by(files: &[(&str, &str)]) -> Self {
             let (dir, node, pod) = one_pod();
             std::fs::create_dir_all(dir.path().join(&pod.cgroup)).expect("made");

@@ -1,4 +1,5 @@
-//! A sandbox hears nothing that is for routers: see `torpor_link::filter`.
+//! Packet filters of a sandbox' sockets, so that the sandbox receives no packets for routers: see
+//! `torpor_link::filter`.
 
 use torpor_core::ids::SandboxId;
 use torpor_link::filter::leave_out_for_routers;
@@ -6,13 +7,14 @@ use torpor_runsc_direct::packet_sockets::packet_sockets;
 
 use crate::node::Node;
 
-/// For a sandbox that was just started or restored. One whose sockets cannot be had hears more than it needs, and is no worse for it.
-pub(crate) fn narrow(node: &Node, sandbox: &SandboxId) {
-    let narrowed = || -> anyhow::Result<()> {
+/// Excludes packets for routers from the sockets of a sandbox that was just started or restored.
+/// On failure the sandbox receives packets that it does not need, without other harm.
+pub(crate) fn exclude_router_packets(node: &Node, sandbox: &SandboxId) {
+    let exclude = || -> anyhow::Result<()> {
         let sockets = packet_sockets(&node.runsc.of(sandbox), sandbox.as_str())?;
         Ok(sockets.iter().try_for_each(leave_out_for_routers)?)
     };
-    if let Err(error) = narrowed() {
+    if let Err(error) = exclude() {
         eprintln!("torpor-oci: the sandbox receives packets that are for routers: {error:#}");
     }
 }

@@ -1,4 +1,4 @@
-//! Processes that this program runs in a sandbox for itself, and waits for.
+//! Processes that torpor-oci runs in a sandbox for its own purposes, and waits for.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::BorrowedFd;
@@ -12,31 +12,31 @@ use torpor_runsc::control::{Control, Error, SignalScope, WaitStatus};
 
 use crate::node::{CALL_LIMIT, Node};
 
-/// A process that was killed is gone within a millisecond.
+/// Limit for the end of a killed process, which takes less than a millisecond.
 const END_LIMIT: Duration = Duration::from_secs(3);
 
-/// A standard stream that leads nowhere.
+/// Opens `/dev/null`, for use as a standard stream.
 pub(crate) fn nothing() -> std::io::Result<File> {
     OpenOptions::new().read(true).write(true).open("/dev/null")
 }
 
-/// The file of this program, for a helper in the sandbox. Read-only: gVisor runs nothing that a
-/// program in the sandbox could write to.
+/// Opens the file of torpor-oci itself, to be run in the sandbox. The file is open for reading
+/// only: gVisor runs no file that a program in the sandbox could write to.
 pub(crate) fn own_program() -> anyhow::Result<File> {
     File::open("/proc/self/exe").context("cannot open the own program")
 }
 
-/// A process in a container.
+/// A process in a container of a sandbox.
 pub(crate) struct Process {
     container: ContainerId,
     pid: i32,
-    /// Told of its end.
+    /// The connection on which the sandbox reports the end of the process.
     waiting: Control,
 }
 
 impl Process {
-    /// Begins it. `args`: gVisor's control.ExecArgs; `files`: its standard streams, and its program
-    /// where that is none of the container's.
+    /// Starts a process. `args`: gVisor's control.ExecArgs. `files`: the process' three standard
+    /// streams, followed by its program's file, unless the program is a file of the container.
     pub(crate) fn begin(
         node: &Node,
         sandbox: &SandboxId,
@@ -44,7 +44,7 @@ impl Process {
         args: &Value,
         files: &[BorrowedFd<'_>],
     ) -> Result<Self, Error> {
-        // Both connections before the process: what has begun can be waited for.
+        // Both connections exist before the process starts, so that its end can be waited for.
         let mut control = node.runsc.connect(sandbox)?;
         let mut waiting = node.runsc.connect(sandbox)?;
         let pid = control.execute(args, files, CALL_LIMIT)?;
@@ -56,16 +56,16 @@ impl Process {
         })
     }
 
-    /// How it ended, within `limit`.
+    /// Waits for the end of the process, at most for `limit`; returns its status.
     pub(crate) fn wait(&mut self, limit: Duration) -> Result<WaitStatus, Error> {
         self.waiting.wait_result_within(limit)
     }
 
-    /// Ends it and waits for its end: gVisor cannot be saved before, and keeps the status of one
-    /// that nobody waits for.
+    /// Kills the process and waits for its end. gVisor cannot be saved before that end, and keeps
+    /// the status of an ended process until a caller has waited for it.
     pub(crate) fn end(mut self, node: &Node, sandbox: &SandboxId) {
         let (container, scope) = (self.container.as_str(), SignalScope::Process);
-        // One that has ended by itself, or with its sandbox, needs no signal.
+        // A process that has ended by itself, or with its sandbox, needs no signal.
         let _ = node.runsc.connect(sandbox).and_then(|mut control| {
             control.signal(
                 container,

@@ -1,105 +1,66 @@
-//! Bringing a pod back from an image: in place (a wake), in a new Pod (a resume), after a reboot.
+//! Restore of a pod from an image: in place (a wake), in a new Pod (a resume), after a reboot.
 //!
-//! A restored gVisor sandbox starts when its last container is there, and the kubelet brings containers one after the
-//! other. So a pod that continues an image collects them: its containers get keepers and records, and nothing of gVisor,
-//! until the last one is started. Then everything is done at once, by the same code as a wake in place.
+//! A restored gVisor sandbox starts when its last container exists, and the kubelet starts
+//! containers one after the other. So the containers of a pod that continues an image get only
+//! keepers and records at first, and no gVisor container. The start of the last one restores the
+//! whole pod, by the same code as a wake in place.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, bail, ensure};
 use jiff::Timestamp;
-use torpor_core::ids::{ImageId, SandboxId};
-use torpor_core::ledger::Memory;
-use torpor_core::{Entry, RolledBack};
+use torpor_core::ids::{ContainerId, ImageId, SandboxId};
+use torpor_core::transition::{self, Place, Source, source};
+use torpor_core::{ImageState, RolledBack};
 use torpor_records::Role;
-use torpor_records::config::Revoked;
-use torpor_records::{
-    ContainerRecord, Depth, PodRecord, RestoreReport, SandboxState, SleepNote, WakeCause,
-};
+use torpor_records::{ContainerRecord, PodRecord, RestoreReport, SandboxState, WakeCause};
 use torpor_runsc::held_open::keeper_lives;
 use torpor_runsc::keeper::{self, Answer, Request};
 use torpor_runsc::probe;
 use torpor_runsc::spec::Spec;
-use torpor_snapshots::{Image, LedgerFile, Manifest, Mismatch, Store};
+use torpor_snapshots::{Manifest, Store};
 
 use crate::node::{CALL_LIMIT, Node};
 
+mod annotations;
 mod begin;
+mod direct;
+mod end;
+mod failure;
 mod known;
-mod memory;
-mod others;
-mod recorded;
+mod processes;
+mod quotas;
+mod refusal;
+mod remains;
 mod renew;
 pub(crate) mod room;
 mod sandbox;
-mod source;
+pub(crate) mod transitions;
+mod via_runsc;
 
-use known::saved_name;
+use annotations::{ON_CRASH, RESTORE_COPY, RESTORE_IMAGE};
+pub(crate) use end::end;
+use failure::{fail, give_up};
+use known::is_complete;
 pub(crate) use known::{completed, is_new, saved_pause};
-pub(crate) use memory::{
-    AboutToRun, about_to_run, memory_image, restored, resume, run_on, sleep_on, stands_in,
-};
-use recorded::{Restored, wake_recorded};
-pub(crate) use sandbox::{end_processes, kill_processes, put_quotas_back};
-use source::{Source, last_image, source};
+pub(crate) use processes::{end_processes, kill_processes};
+pub(crate) use quotas::put_quotas_back;
+pub(crate) use refusal::Refusal;
+use refusal::reason_of;
+use transitions::{NodeSandbox, ensure_stays};
 
-/// Annotations of the Pod, set by the controller.
-const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
-const RESTORE_COPY: &str = "torpor.dev/restore-copy";
-const ON_RESTORE_EXEC: &str = "torpor.dev/on-restore-exec";
-const ON_RESTORE_EXEC_CONTAINER: &str = "torpor.dev/on-restore-exec-container";
-/// The same, of the Sandbox' user: what a sandbox that crashed while it was awake starts from.
-const ON_CRASH: &str = "torpor.dev/on-crash";
-
-/// Why an image was not restored: a reason for conditions, and words.
-#[derive(Debug, thiserror::Error)]
-#[error("{message}")]
-pub(crate) struct Refusal {
-    pub(crate) reason: &'static str,
-    pub(crate) message: String,
+/// Returns the newest committed image of the Pod in the store.
+fn last_image(store: &Store, pod: &PodRecord) -> anyhow::Result<Option<ImageId>> {
+    let images = store.list_pod(&pod.pod_uid)?.into_iter();
+    let whole = images.filter(|image| image.state == ImageState::Committed);
+    Ok(whole
+        .map(|image| image.id)
+        .max_by_key(|image| image.number()))
 }
 
-impl From<torpor_snapshots::ImageError> for Refusal {
-    fn from(error: torpor_snapshots::ImageError) -> Self {
-        let reason = error.reason();
-        Self {
-            reason,
-            message: format!("{:#}", anyhow::Error::new(error)),
-        }
-    }
-}
-
-impl From<Mismatch> for Refusal {
-    fn from(mismatch: Mismatch) -> Self {
-        Self {
-            reason: mismatch.reason(),
-            message: mismatch.to_string(),
-        }
-    }
-}
-
-impl From<Revoked> for Refusal {
-    fn from(revoked: Revoked) -> Self {
-        Self {
-            reason: Revoked::REASON,
-            message: revoked.to_string(),
-        }
-    }
-}
-
-/// The reason of a restore that failed: its own where it was refused.
-fn reason_of(error: &anyhow::Error) -> &'static str {
-    let refusal = error.downcast_ref::<Refusal>();
-    refusal.map_or("RestoreFailed", |refusal| refusal.reason)
-}
-
-fn store(node: &Node) -> anyhow::Result<Store> {
-    Ok(Store::open(&node.config.store_dir)?)
-}
-
-/// Decides how a new sandbox begins and records it. Verifies the image, so that what can be known to fail fails before
-/// anything was done. That is much work, and the pod's: the caller is in its cgroup.
+/// Decides how a new sandbox begins, and records the decision. Verifies the image, so that a
+/// restore that cannot succeed fails before it has begun. The verification takes much processor
+/// time, which counts for the pod: the caller is in the pod's cgroup.
 pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<SandboxState> {
     let given = spec
         .annotation(RESTORE_IMAGE)
@@ -107,34 +68,34 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
         .transpose()?;
     let was_restored = given.is_some();
     let copy = spec.annotation(RESTORE_COPY) == Some("true");
-    let store = store(node)?;
+    let store = node.store()?;
     let ledger = store.ledger(&pod.pod_uid)?;
-    let held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
-    let goes_back = spec.annotation(ON_CRASH) == Some("LastImage");
-    let last = match goes_back {
+    let is_held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
+    let rolls_back = spec.annotation(ON_CRASH) == Some("LastImage");
+    let last = match rolls_back {
         true => last_image(&store, pod)?,
         false => None,
     };
-    let known = ledger.read()?;
-    // For a cold start; an image brings the build that made it.
+    let ledger_state = ledger.read()?;
+    // The node's own build is for a cold start. An image is restored by the build that made it.
     let own_build = node.config.admit_runsc(&pod.runsc_digest);
-    let state = match source(&known, held, given, copy, last) {
+    let state = match source(&ledger_state, is_held, given, copy, last) {
         Source::Cold => {
             own_build?;
-            if known.seq > 0 {
-                report_cold_start(node, pod, goes_back, was_restored)?;
+            if ledger_state.seq > 0 {
+                report_cold_start(node, pod, rolls_back, was_restored)?;
             }
             SandboxState::Running
         }
         Source::Image { image, copy } => {
-            // Whatever the policy is: it only takes a moment.
-            if let Err(refusal) = is_given_back(&store, pod, &image, copy) {
-                report_failure(node, pod, &image, &refusal)?;
+            // With either policy the Pod waits for the image: the agent gives it back in a moment.
+            if let Err(refusal) = ensure_given_back(&store, pod, &image, copy) {
+                failure::report(node, pod, &image, &refusal)?;
                 return Err(refusal.into());
             }
-            // All processors hash it.
+            // The verification hashes the image on all processors.
             let fits = || admit(node, &store, pod, &image, copy);
-            match sandbox::without_quotas(node, pod, fits)? {
+            match quotas::without_quotas(node, pod, fits)? {
                 Ok(build) => {
                     node.records.write_pod(&build.of(pod))?;
                     SandboxState::Restoring {
@@ -148,7 +109,7 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
                     SandboxState::Running
                 }
                 Err(refusal) => {
-                    report_failure(node, pod, &image, &refusal)?;
+                    failure::report(node, pod, &image, &refusal)?;
                     return Err(refusal.into());
                 }
             }
@@ -158,24 +119,28 @@ pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result
     Ok(state)
 }
 
-/// A Pod that has run starts anew: that there is no memory is told where somebody wished for it, or where the last report
-/// says that there is some. Of a Pod that `was_restored` the report may be gone (a reboot takes it), and who waits for its word waits on.
+/// Reports the cold start of a Pod that has run before.
+///
+/// The report is written if the user requested a roll back (`rolls_back`), or if the last report is
+/// that of a restore. A reboot removes the last report. So the report is also written for a Pod
+/// that `was_restored` and has no report of a cold start: a user may wait for the result of that
+/// restore.
 fn report_cold_start(
     node: &Node,
     pod: &PodRecord,
-    goes_back: bool,
+    rolls_back: bool,
     was_restored: bool,
 ) -> anyhow::Result<()> {
-    let told = node.records.report(&pod.pod_uid)?;
-    let is_news = match told {
+    let last_report = node.records.report(&pod.pod_uid)?;
+    let is_new = match last_report {
         Some(RestoreReport::Restored { .. }) => true,
         Some(RestoreReport::ColdStarted { .. }) => false,
         Some(RestoreReport::Failed { .. }) | None => was_restored,
     };
-    if !goes_back && !is_news {
+    if !rolls_back && !is_new {
         return Ok(());
     }
-    let message = match goes_back {
+    let message = match rolls_back {
         true => {
             "The sandbox ended while it was awake, and its Pod has made no image to roll back to: the sandbox started cold."
         }
@@ -196,7 +161,7 @@ struct Build {
 }
 
 impl Build {
-    /// The pod, run by this build.
+    /// Returns the pod's record with this build.
     fn of(self, pod: &PodRecord) -> PodRecord {
         PodRecord {
             runsc: self.path,
@@ -206,8 +171,9 @@ impl Build {
     }
 }
 
-/// A Pod that took the image and never ran has it until the node's agent has seen that Pod gone.
-fn is_given_back(
+/// Fails where another Pod has taken the image and never ran. The node's agent gives the image back
+/// when that Pod is gone.
+fn ensure_given_back(
     store: &Store,
     pod: &PodRecord,
     image: &ImageId,
@@ -215,14 +181,14 @@ fn is_given_back(
 ) -> Result<(), Refusal> {
     let taken_by = match store.image(&pod.namespace, image) {
         Ok(found) if !copy => found.consumed_by()?,
-        // What is wrong with it is said by who admits it.
+        // [`admit`] returns the error of an unreadable image.
         _ => None,
     };
     let Some(other) = taken_by.filter(|other| *other != pod.pod_uid) else {
         return Ok(());
     };
-    let theirs = store.ledger(&other).and_then(|ledger| ledger.read());
-    if theirs.is_ok_and(|state| state.memory.image() == Some(image)) {
+    let other_state = store.ledger(&other).and_then(|ledger| ledger.read());
+    if other_state.is_ok_and(|state| state.memory.image() == Some(image)) {
         return Err(Refusal {
             reason: "RestoreFailed",
             message: format!(
@@ -233,7 +199,7 @@ fn is_given_back(
     Ok(())
 }
 
-/// Whether the image may and can be restored here; answers the build of runsc that it takes.
+/// Checks that the image may and can be restored here; returns the build of runsc that restores it.
 fn admit(
     node: &Node,
     store: &Store,
@@ -274,7 +240,8 @@ fn admit(
     })
 }
 
-/// The Pod that was saved may have run on since: its ledger, as long as it is there, says so.
+/// Fails where the Pod that was saved has run on after the image was made. The Pod's ledger records
+/// that, as long as the ledger exists.
 fn refuse_outdated(
     store: &Store,
     pod: &PodRecord,
@@ -302,62 +269,20 @@ fn refuse_outdated(
     Ok(())
 }
 
-/// From now on this Pod starts cold, and says why.
-fn give_up(
-    node: &Node,
-    pod: &PodRecord,
-    ledger: &LedgerFile,
-    image: &ImageId,
-    refusal: Refusal,
-) -> anyhow::Result<()> {
-    ledger.append(&Entry::Awake)?;
-    let report = RestoreReport::ColdStarted {
-        image: Some(image.clone()),
-        reason: refusal.reason.to_owned(),
-        message: refusal.message,
-    };
-    Ok(node.records.write_report(&pod.pod_uid, &report)?)
-}
-
-fn report_failure(
-    node: &Node,
-    pod: &PodRecord,
-    image: &ImageId,
-    refusal: &Refusal,
-) -> anyhow::Result<()> {
-    let report = RestoreReport::Failed {
-        image: image.clone(),
-        reason: refusal.reason.to_owned(),
-        message: refusal.message.clone(),
-    };
-    Ok(node.records.write_report(&pod.pod_uid, &report)?)
-}
-
-/// The kubelet brings back what was killed of a Pod, and somebody may want to exec in it, but the sandbox goes on in another one: what it did in this one would be lost, and
-/// its image would be stale. A Pod that has not run yet and is to be suspended all the same is restored first, and saved.
-fn ensure_goes_on(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
-    let ledger = store(node)?.ledger(&pod.pod_uid)?.read()?;
-    ensure!(
-        ledger.memory.image().is_none() || !node.records.suspends(&pod.pod_uid),
-        "the Sandbox is being suspended, and its memory stays in its image: this Pod is about to be deleted"
-    );
-    Ok(())
-}
-
-/// A container joins its pod: the pod's state, where a hibernated pod that gets a container back becomes one that is
-/// being restored (the kubelet brings a container back whose keeper was killed).
+/// Adds a container to its pod; returns the pod's state. A hibernated pod becomes a pod that is
+/// being restored: the kubelet recreates a container whose keeper was killed.
 pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
     let state = node.records.state(sandbox)?;
     let SandboxState::Hibernated { image } = state else {
         return Ok(state);
     };
-    ensure_goes_on(node, &node.records.pod(sandbox)?)?;
+    ensure_stays(node, sandbox)?;
     let started = node
         .records
         .containers_of(sandbox)?
         .into_iter()
         .filter(|container| container.role == Role::Container && container.completed.is_none())
-        // One that has lost its keeper comes back too.
+        // The kubelet recreates a container without a keeper, too.
         .filter(keeper_lives)
         .map(|container| container.id)
         .collect();
@@ -366,53 +291,26 @@ pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxSt
     Ok(state)
 }
 
-/// A restore has failed. With policy ColdStart the pod's sandbox is ended, so that the kubelet makes a new one, which
-/// starts cold from its first init container on. Answers the error for this call in any case.
-fn fail(
+/// Records the start of a container of the image. Restores the pod when it is the last one.
+/// `started`: ids of the containers that were started before.
+pub(crate) fn container_started(
     node: &Node,
     pod: &PodRecord,
     image: &ImageId,
-    refusal: Refusal,
-) -> anyhow::Result<anyhow::Error> {
-    if !pod.cold_start_on_failure {
-        report_failure(node, pod, image, &refusal)?;
-        return Ok(refusal.into());
-    }
-    let message = refusal.message.clone();
-    give_up(
-        node,
-        pod,
-        &store(node)?.ledger(&pod.pod_uid)?,
-        image,
-        refusal,
-    )?;
-    let pause = node.records.container_dir(&pod.sandbox.clone().into());
-    // A keeper that is gone has ended the sandbox already.
-    let _ = keeper::ask(&pause, &Request::Exit { code: 137 }, &[], CALL_LIMIT);
-    Ok(anyhow::anyhow!(
-        "the Pod starts cold, because its memory could not be restored: {message}"
-    ))
-}
-
-/// A container of the image is there. Restores the pod when it is the last one.
-pub(crate) fn arrive(
-    node: &Node,
-    pod: &PodRecord,
-    image: &ImageId,
-    mut started: Vec<torpor_core::ids::ContainerId>,
+    mut started: Vec<ContainerId>,
     record: &ContainerRecord,
 ) -> anyhow::Result<()> {
-    ensure_goes_on(node, pod)?;
+    ensure_stays(node, &pod.sandbox)?;
     if record.role == Role::Container && !started.contains(&record.id) {
         started.push(record.id.clone());
     }
-    let store = store(node)?;
+    let store = node.store()?;
     let opened = store.image(&pod.namespace, image).map_err(Refusal::from)?;
     let parts: Vec<ContainerRecord> = node
         .records
         .containers_of(&pod.sandbox)?
         .into_iter()
-        // One that has lost its keeper since is brought back by the kubelet.
+        // The kubelet recreates a container that has lost its keeper meanwhile.
         .filter(|part| {
             part.role == Role::Sandbox || started.contains(&part.id) && keeper_lives(&part)
         })
@@ -425,27 +323,28 @@ pub(crate) fn arrive(
         return Ok(node.records.write_state(&pod.sandbox, &state)?);
     }
     let ledger = store.ledger(&pod.pod_uid)?;
-    let goes_back = ledger.read()?.was_left(image);
+    let rolls_back = ledger.read()?.was_left(image);
     let takes = image.pod() != &pod.pod_uid && !is_copy(node, pod)?;
     let pause = node.records.container_dir(&pod.sandbox.clone().into());
     sandbox::hold_packets(pod, &pause);
     let report = RestoreReport::Restored {
         image: image.clone(),
-        rolled_back: goes_back.then(|| rolled_back(opened.manifest())),
+        rolled_back: rolls_back.then(|| rolled_back(opened.manifest())),
     };
-    let anew = Restored::Anew {
+    let place = Place::Anew {
         takes,
-        report: &report,
+        tries_again: !pod.cold_start_on_failure,
     };
-    match wake_recorded(node, pod, &opened, &parts, &ledger, &anew) {
-        Ok(stages) => {
-            // It runs: that nobody learns where the time went is no reason to end it.
-            let note = stages.restore_note(image);
+    let sandbox = NodeSandbox::anew(node, pod, opened, parts, report);
+    match transition::restore(&sandbox, image, place) {
+        Ok(()) => {
+            // The sandbox runs. A failure to record its stages is no failure of the restore.
+            let note = sandbox.stages().restore_note(image);
             let _ = node.records.write_restore(&pod.sandbox, &note);
             Ok(())
         }
         Err(error) => {
-            // A keeper that is gone holds nothing.
+            // A keeper that has ended holds no packets.
             let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
             let refusal = Refusal {
                 reason: reason_of(&error),
@@ -460,139 +359,33 @@ fn rolled_back(manifest: &Manifest) -> RolledBack {
     let age = Timestamp::now().duration_since(manifest.created_at);
     RolledBack {
         made: manifest.created_at,
-        // A clock that was set back makes nothing older.
+        // The age is 0 after a clock that was set back.
         age: age.try_into().unwrap_or_default(),
     }
 }
 
-/// Whether the user asked for the image by name; the pause container's spec says so.
+/// Reports whether the user requested the image by name, by the pause container's spec.
 fn is_copy(node: &Node, pod: &PodRecord) -> anyhow::Result<bool> {
     let spec = node.records.spec(&pod.sandbox.clone().into())?;
     Ok(Spec(spec).annotation(RESTORE_COPY) == Some("true"))
 }
 
-fn is_complete(manifest: &Manifest, parts: &[ContainerRecord]) -> bool {
-    manifest.containers.iter().all(|saved| {
-        parts
-            .iter()
-            .any(|part| saved_name(part).is_ok_and(|name| name == saved.name))
-    })
-}
-
-/// Wakes a hibernated sandbox for an exec, a signal or a packet: the agent is not needed. The caller holds the lock.
-pub(crate) fn wake_locked(
-    node: &Node,
-    sandbox: &SandboxId,
-    cause: WakeCause,
-) -> anyhow::Result<()> {
-    let id = match settled(node, sandbox)? {
-        SandboxState::Hibernated { image } => image,
-        SandboxState::Running => return Ok(()),
-        SandboxState::Restoring { .. } => bail!("the sandbox is not hibernated"),
-    };
-    let pod = node.records.pod(sandbox)?;
-    ensure_goes_on(node, &pod)?;
-    memory::ensure_held_open(node, sandbox)?;
-    let store = store(node)?;
-    let ledger = store.ledger(&pod.pod_uid)?;
-    let image = store.image(&pod.namespace, &id)?;
-    let parts = parts_of(node, sandbox, &image)?;
-    let in_place = Restored::InPlace(cause);
-    let stages = wake_recorded(node, &pod, &image, &parts, &ledger, &in_place)
-        .context("cannot wake the hibernated sandbox")?;
-    node.records.note_call(sandbox)?;
-    node.records
-        .write_wake(sandbox, &stages.note(cause, Depth::Hibernated))?;
-    Ok(())
-}
-
-/// The sandbox' state, where a wake that was cut off after its point of no return is a wake. The caller holds the lock.
-pub(crate) fn settled(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
-    let state = node.records.state(sandbox)?;
-    let SandboxState::Hibernated { .. } = state else {
-        return Ok(state);
-    };
-    let pod = node.records.pod(sandbox)?;
-    if store(node)?.ledger(&pod.pod_uid)?.read()?.memory != Memory::Live {
-        return Ok(state);
-    }
-    catch_up(node, sandbox)?;
-    Ok(SandboxState::Running)
-}
-
-/// Whoever woke it died before it could say so: the image is stale, and the sandbox runs, or has died awake.
-fn catch_up(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    put_quotas_back(node, sandbox);
-    room::give_back(node, sandbox);
-    node.records.write_state(sandbox, &SandboxState::Running)?;
-    for part in node.records.containers_of(sandbox)? {
-        // A keeper that finds no sandbox ends, and one that is gone has.
-        let dir = node.records.container_dir(&part.id);
-        let _ = keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT);
-    }
-    Ok(())
-}
-
-fn parts_of(
-    node: &Node,
-    sandbox: &SandboxId,
-    image: &Image,
-) -> anyhow::Result<Vec<ContainerRecord>> {
-    let mut parts = node.records.containers_of(sandbox)?;
-    parts.retain(|part| part.completed.is_none());
-    if !is_complete(image.manifest(), &parts) {
-        bail!("not all containers of the image exist; the kubelet is recreating them");
-    }
-    Ok(parts)
-}
-
-/// Verb of the agent: restore in place. The agent writes the ledger but for `Awake`, which must be there before anybody hears
-/// the sandbox; standard input holds the lock.
+/// Verb of the agent: restores a hibernated sandbox in place. Standard input holds the lock. The
+/// agent appends the ledger's entries, except `Awake`, which is appended here before a peer
+/// receives anything from the sandbox.
 pub(crate) fn wake(
     node: &Node,
     sandbox: &SandboxId,
     id: &ImageId,
     cause: WakeCause,
 ) -> anyhow::Result<Answer> {
-    memory::ensure_held_open(node, sandbox)?;
-    let pod = node.records.pod(sandbox)?;
-    let store = store(node)?;
-    let image = store.image(&pod.namespace, id)?;
-    let parts = parts_of(node, sandbox, &image)?;
-    let ledger = store.ledger(&pod.pod_uid)?;
-    let waking = ledger.read()?;
-    let awake = |_: &dyn Fn()| Ok(ledger.append_at(waking.seq, &Entry::Awake).map(drop)?);
-    let stages = sandbox::restore(node, &pod, &image, &parts, cause, awake)?;
-    let note = stages.note(cause, Depth::Hibernated);
+    let note = transitions::restore_planned(node, sandbox, id, cause)?;
     node.records.write_wake(sandbox, &note)?;
     Ok(Answer::ok(serde_json::to_value(note)?))
 }
 
-/// Verb of the agent: the image is committed, end the sandbox' processes. Twice does no harm.
-pub(crate) fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
-    let pod = node.records.pod(sandbox)?;
-    // Before the first process ends: the keepers read it to tell sleep from death.
-    node.records.write_hibernated(sandbox, id)?;
-    let working_set = || node.cgroups.working_set(pod.cgroup.parent()?);
-    let lived = !node.cgroups.pids(&pod.cgroup)?.is_empty();
-    let before = working_set().filter(|_| lived);
-    sandbox::end(node, &pod)?;
-    room::give_back(node, sandbox);
-    if let (Some(bytes_before), Some(bytes_after)) = (before, working_set()) {
-        let dozed = node
-            .records
-            .doze(sandbox)?
-            .is_some_and(|note| note.reclaimed);
-        let doze = dozed.then(|| node.records.sleep(sandbox).ok()).flatten();
-        let note = SleepNote::new(bytes_before, bytes_after, doze);
-        node.records.write_sleep(sandbox, &note)?;
-    }
-    node.records.write_doze(sandbox, None)?;
-    Ok(Answer::ok(serde_json::Value::Null))
-}
-
-/// Prints the answer of a verb: standard output is the connection to who asked. `failed`: why it was refused, where the error has no reason of
-/// its own.
+/// Prints the answer of a verb to standard output, the connection to the caller. `failed`: reason
+/// of a refusal whose error has no reason of its own.
 pub(crate) fn answer(failed: &str, result: anyhow::Result<Answer>) -> ExitCode {
     let answer = result.unwrap_or_else(|error| {
         let reason = error

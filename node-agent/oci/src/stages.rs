@@ -1,4 +1,4 @@
-//! Where the time of a wake or a restore went.
+//! The stages of a wake or a restore, with their times.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use torpor_core::ids::ImageId;
 use torpor_records::{Depth, RestoreNote, WakeCause, WakeNote};
 
-/// Names of stages and when each was over, since the beginning.
+/// The stages that are finished, each with its end: the time since the beginning of the first one.
 #[derive(Debug)]
 pub(crate) struct Stages {
     began: Instant,
@@ -14,7 +14,7 @@ pub(crate) struct Stages {
 }
 
 impl Stages {
-    /// The beginning.
+    /// Begins the first stage.
     pub(crate) fn new() -> Self {
         Self {
             began: Instant::now(),
@@ -22,11 +22,12 @@ impl Stages {
         }
     }
 
-    pub(crate) fn over(&mut self, stage: &'static str) {
+    /// Ends a stage; the next one begins.
+    pub(crate) fn finish(&mut self, stage: &'static str) {
         self.ends.push((stage, self.began.elapsed()));
     }
 
-    /// What is noted of a wake that went through these stages.
+    /// Returns the note of a wake with these stages.
     pub(crate) fn note(&self, cause: WakeCause, from: Depth) -> WakeNote {
         WakeNote {
             cause,
@@ -35,7 +36,7 @@ impl Stages {
         }
     }
 
-    /// What is noted of a restore of the image that went through these stages.
+    /// Returns the note of a restore of the image with these stages.
     pub(crate) fn restore_note(&self, image: &ImageId) -> RestoreNote {
         RestoreNote {
             image: image.clone(),

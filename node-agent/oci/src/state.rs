@@ -1,10 +1,11 @@
-//! Commands that ask: state, ps, features; and pause and resume of a whole sandbox.
+//! Commands that only read (`state`, `ps`, `features`), and pause and resume of a whole sandbox.
 
 use std::time::SystemTime;
 
 use anyhow::bail;
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
+use torpor_core::transition::Ran;
 use torpor_link::traffic;
 use torpor_records::{SandboxState, WakeCause};
 use torpor_runsc::held_open::keeper_lives;
@@ -12,9 +13,9 @@ use torpor_runsc::keeper::Answer;
 use torpor_runsc::pause;
 
 use crate::node::{CALL_LIMIT, Node};
-use crate::restore;
+use crate::restore::transitions;
 
-/// The OCI runtime spec version of the state that is printed.
+/// Version of the OCI runtime spec of the printed state.
 const OCI_VERSION: &str = "1.2.0";
 
 pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
@@ -22,9 +23,10 @@ pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
     let lives = keeper_lives(&record);
     let status = match node.records.state(&record.sandbox)? {
         _ if !lives => "stopped",
-        // A doze is nobody's wish, and ends as soon as somebody wants something.
+        // A dozing sandbox counts as running: no user has paused it, and its next use resumes it.
         SandboxState::Running
-            // Whoever pauses or resumes it at this moment has the lock; nobody waits for that here.
+            // Only the note is read: the process that pauses or resumes the sandbox at this moment
+            // holds the lock, and this command does not wait for the lock.
             if node.records.is_noted_paused(&record.sandbox)
                 && node.records.doze(&record.sandbox)?.is_none() =>
         {
@@ -71,14 +73,13 @@ pub(crate) fn pause(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
 pub(crate) fn resume(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     let record = node.container(id)?;
     let _lock = node.records.lock(&record.sandbox)?;
-    let mut control = node.runsc.connect(&record.sandbox)?;
-    if !restore::run_on(node, &mut control, &record.sandbox, WakeCause::Asked)? {
+    if transitions::run_on(node, &record.sandbox, WakeCause::Asked)? == Ran::Already {
         bail!("the sandbox is not paused");
     }
     Ok(())
 }
 
-/// Verb of the agent: when the pod's links last carried something that was not noise.
+/// Verb of the agent: returns when the pod's links last carried traffic that is not noise.
 pub(crate) fn traffic(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
     match node.records.traffic(sandbox)? {
         Ok(watch) => Ok(Answer::ok(serde_json::to_value(traffic::last(watch)?)?)),
@@ -86,20 +87,10 @@ pub(crate) fn traffic(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer
     }
 }
 
-/// An exec into a paused sandbox would wait for as long as the pause lasts.
-pub(crate) fn refuse_frozen(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
-    if stands_still(node, sandbox) {
-        bail!(
-            "the sandbox is frozen (suspension-strategy Freeze, or a manual pause): set operatingMode to Running first"
-        );
-    }
-    Ok(())
-}
-
-/// Whether it lives and is paused, whatever for. The caller holds the lock.
-pub(crate) fn stands_still(node: &Node, sandbox: &SandboxId) -> bool {
-    // Whoever connects would let it go on.
-    if node.runsc.is_halted(sandbox) {
+/// Reports whether the sandbox lives and is paused, for any reason. The caller holds the lock.
+pub(crate) fn is_paused(node: &Node, sandbox: &SandboxId) -> bool {
+    // A connection would continue a sandbox whose processes are stopped.
+    if node.runsc.is_stopped_by_signal(sandbox) {
         return true;
     }
     node.runsc.connect(sandbox).is_ok_and(|mut control| {
@@ -107,7 +98,7 @@ pub(crate) fn stands_still(node: &Node, sandbox: &SandboxId) -> bool {
     })
 }
 
-/// OCI runtime-spec features document.
+/// Returns the features document of the OCI runtime spec.
 pub(crate) fn features() -> Value {
     json!({
         "ociVersionMin": "1.0.0",

@@ -1,4 +1,5 @@
-//! Verbs of the agent about a sandbox that is being saved: how large its files on the node's disk are, and its end if it does not stop to write.
+//! Verbs of the agent for a sandbox that is being saved: one measures the sandbox' files on the
+//! node's disk, the other ends a sandbox that does not stop writing its image.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,8 @@ use torpor_runsc_direct::filestore;
 use crate::node::Node;
 use crate::restore;
 
-/// Bytes of the files in which gVisor keeps what the containers write: an image of the sandbox contains them.
+/// Returns the bytes of the filestores, the files in which gVisor keeps the containers' writes. An
+/// image of the sandbox contains these bytes.
 pub(crate) fn measure(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
     let pod = node.records.pod(sandbox)?;
     let mut dirs: Vec<PathBuf> = pod.volumes.into_iter().map(|one| one.source).collect();
@@ -25,7 +27,8 @@ pub(crate) fn measure(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer
     Ok(Answer::ok(json!({ "filestoreBytes": bytes })))
 }
 
-/// Bytes of disk that the files of this name take. A directory without one counts nothing.
+/// Returns the bytes of disk that the files of this name in the directories take. A directory
+/// without such a file counts 0.
 fn size_of(dirs: &[PathBuf], name: &str) -> anyhow::Result<u64> {
     let mut sum = 0_u64;
     for path in dirs.iter().map(|dir| dir.join(name)) {
@@ -41,14 +44,15 @@ fn size_of(dirs: &[PathBuf], name: &str) -> anyhow::Result<u64> {
     Ok(sum)
 }
 
-/// A volume may be a file.
+/// Reports whether the file does not exist, or its directory is no directory: a volume may be a
+/// file.
 fn is_not_there(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{NotADirectory, NotFound};
     matches!(error.kind(), NotFound | NotADirectory)
 }
 
-/// Ends every process of a sandbox that goes on writing its image after the save was stopped. Its containers' keepers see its end by
-/// themselves. The caller holds the lock.
+/// Ends every process of a sandbox that continues to write its image after the save was stopped.
+/// The containers' keepers notice the end by themselves. The caller holds the lock.
 pub(crate) fn force_end(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
     let cgroup = node.records.pod(sandbox)?.cgroup;
     restore::kill_processes(node, Path::new(&cgroup))?;

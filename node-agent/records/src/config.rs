@@ -1,47 +1,51 @@
-//! Where things lie on this node. Written by the installer beside the `torpor-oci` binary, because containerd gives an
-//! OCI runtime no configuration of its own.
+//! Configuration of the node: paths and flags. The installer writes it beside the `torpor-oci`
+//! binary, because containerd gives an OCI runtime no configuration of its own.
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// The file's name, beside the `torpor-oci` binary.
+/// Name of the file beside the `torpor-oci` binary.
 pub const FILE_NAME: &str = "torpor-oci.json";
 
-/// Paths and flags that torpor-oci, the keepers and the agent agree on.
-// A keeper of a pod that was made before an update goes on with its own torpor-oci and reads the file of the new one: what it
-// does not know is not for it, and no reason not to wake its sandbox.
+/// Paths and flags that torpor-oci, the keepers and the agent share.
+// Unknown fields are accepted. After an update the keeper of an older pod still runs its own
+// torpor-oci but reads the new file, and must be able to wake its sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Config {
-    /// The runsc binary that this installation ships; images name its digest.
+    /// Path of the runsc binary that this installation ships. Images name its digest.
     pub runsc: PathBuf,
-    /// BLAKE3 digest of that binary, `blake3:<hex>`; taken once, by the installer.
+    /// BLAKE3 digest of that binary, `blake3:<hex>`. The installer computes it once.
     pub runsc_digest: String,
-    /// State that dies with the node's uptime (a tmpfs), `/run/torpor`.
+    /// Directory of the state that lasts until the node's reboot (a tmpfs), `/run/torpor`.
     pub state_dir: PathBuf,
-    /// Images and ledgers, `/var/lib/torpor`.
+    /// Directory of images and ledgers, `/var/lib/torpor`.
     pub store_dir: PathBuf,
-    /// The kubelet's root directory; emptyDir volumes are found below it.
+    /// The kubelet's root directory, which contains the emptyDir volumes.
     pub kubelet_root: PathBuf,
-    /// Where the kubelet listens, by which its probes are known.
+    /// Port of the kubelet's server. The kubelet's probes are recognized by it.
     #[serde(default = "default_kubelet_port")]
     pub kubelet_port: u16,
-    /// The most that the kubelet wants free of a disk before it evicts Pods, in percent; none where its configuration was not found.
+    /// Largest of the kubelet's eviction thresholds for disks, in percent of free space; none if
+    /// the kubelet's configuration was not found.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eviction_percent: Option<u8>,
     /// gVisor's platform.
     #[serde(default = "default_platform")]
     pub platform: String,
-    /// Whether settings of the kernel may be changed for the moment of a wake (see [`torpor_runsc::kernel_tuning`]).
+    /// True if settings of the host's kernel may be changed during a wake (see
+    /// [`torpor_runsc::kernel_tuning`]).
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub expedite_wakes: bool,
-    /// Whether a sandbox that wakes may be begun without runsc's command (see [`torpor_runsc_direct`]).
+    /// True if a sandbox may be started without runsc's command in a wake (see
+    /// [`torpor_runsc_direct`]).
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub begin_sandboxes: bool,
-    /// Most sandboxes that are restored at once (see [`torpor_runsc::wake_slots`]); 0: as many as want to.
+    /// Most sandboxes that are restored at once (see [`torpor_runsc::wake_slots`]); 0: no limit.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub wakes_at_once: u32,
-    /// Digests (`blake3:<hex>`) of builds of runsc that begin no sandbox on this node; see [`Self::admit_runsc`].
+    /// Digests (`blake3:<hex>`) of revoked builds of runsc. A revoked build starts no sandbox on
+    /// this node; see [`Self::admit_runsc`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub revoked_runsc: Vec<String>,
     /// Directory for runsc's debug logs; none in production.
@@ -53,7 +57,7 @@ fn default_platform() -> String {
     "systrap".to_owned()
 }
 
-/// KubeletConfiguration's `port`, where nobody set another.
+/// Default of KubeletConfiguration's `port`.
 fn default_kubelet_port() -> u16 {
     10250
 }
@@ -70,7 +74,8 @@ fn is_zero(value: &u32) -> bool {
     *value == 0
 }
 
-/// A build of runsc that the node's operator has revoked (`torpor-agent install --revoked-runsc`).
+/// Error: the node's operator has revoked the build of runsc (`torpor-agent install
+/// --revoked-runsc`).
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the build of runsc {digest} is revoked on this node, so no sandbox starts with it; its images are kept. \
@@ -85,7 +90,7 @@ impl Revoked {
     pub const REASON: &'static str = "RunscRevoked";
 }
 
-/// Why the configuration could not be read.
+/// Error of reading the configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot find the path of the running torpor-oci binary")]
@@ -105,13 +110,13 @@ pub enum Error {
 }
 
 impl Config {
-    /// Reads the file that lies beside the running binary.
+    /// Reads the configuration beside the running binary.
     pub fn beside_own_binary() -> Result<Self, Error> {
         let exe = std::env::current_exe().map_err(Error::OwnPath)?;
         Self::read(&exe.with_file_name(FILE_NAME))
     }
 
-    /// Reads the file at `path`.
+    /// Reads the configuration at `path`.
     pub fn read(path: &Path) -> Result<Self, Error> {
         let bytes = std::fs::read(path).map_err(|source| Error::Read {
             path: path.into(),
@@ -123,8 +128,8 @@ impl Config {
         })
     }
 
-    /// The build of runsc with this digest (`blake3:<hex>`), if it is installed: an update leaves older ones where they
-    /// are, for the pods and images that need them.
+    /// Returns the path of the build of runsc with this digest (`blake3:<hex>`); none if it is not
+    /// installed. An update leaves older builds in place for the pods and images that need them.
     pub fn runsc_build(&self, digest: &str) -> Option<PathBuf> {
         if digest == self.runsc_digest {
             return Some(self.runsc.clone());
@@ -135,7 +140,8 @@ impl Config {
         (plain && path.is_file()).then_some(path)
     }
 
-    /// Refuses a build that is revoked. A sandbox that runs or dozes has its processes already and is not asked.
+    /// Returns an error if the build is revoked. Only a start or a restore checks its build: the
+    /// processes of a sandbox that runs or dozes exist already.
     pub fn admit_runsc(&self, digest: &str) -> Result<(), Revoked> {
         match self.revoked_runsc.iter().any(|revoked| revoked == digest) {
             true => Err(Revoked {
@@ -145,17 +151,18 @@ impl Config {
         }
     }
 
-    /// What holds the root directories of runsc: see [`torpor_runsc::command::NodeRunsc::root_of`].
+    /// Returns the directory that contains runsc's root directories: see
+    /// [`torpor_runsc::command::NodeRunsc::root_of`].
     pub fn runsc_base(&self) -> PathBuf {
         self.state_dir.join("runsc")
     }
 
-    /// Records of pods, one directory per pod sandbox.
+    /// Returns the directory of the pods' records, with one directory per pod.
     pub fn pods_dir(&self) -> PathBuf {
         self.state_dir.join("pods")
     }
 
-    /// Records of containers, one directory per container.
+    /// Returns the directory of the containers' records, with one directory per container.
     pub fn containers_dir(&self) -> PathBuf {
         self.state_dir.join("containers")
     }
@@ -165,7 +172,7 @@ impl Config {
 pub(crate) mod tests {
     use super::*;
 
-    /// Of a node whose state is in this directory.
+    /// Returns a configuration with this state directory.
     pub(crate) fn on(state_dir: &Path) -> Config {
         let text = r#"{"runsc":"/r","runsc_digest":"blake3:00","state_dir":"","store_dir":"/i","kubelet_root":"/k"}"#;
         let config: Config = serde_json::from_str(text).expect("understood");

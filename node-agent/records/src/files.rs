@@ -1,4 +1,4 @@
-//! Reading, replacing and removing the files of records.
+//! Reads, replaces and removes the files of records.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
@@ -8,10 +8,10 @@ use std::path::Path;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::Error;
+use crate::error::Error;
 use crate::locks;
 
-/// No record is larger; the OCI spec of a pod with thousands of mounts is below a megabyte.
+/// Most bytes of a record. The OCI spec of a pod with thousands of mounts is below a megabyte.
 const MAX_RECORD: u64 = 8 << 20;
 
 pub(super) fn modified(path: &Path) -> Option<std::time::SystemTime> {
@@ -29,7 +29,9 @@ pub(super) fn make_dir(path: &Path) -> Result<(), Error> {
     locks::make_dir(path).map_err(|source| write_error(path, source))
 }
 
-/// Whoever looks at a pod without its lock may make a file (one to lock) while the directory is being emptied.
+/// Removes a directory with its files. Tries again if another process makes a file while the
+/// directory is being emptied: a process that inspects a pod without the pod's lock may make a file
+/// to lock.
 pub(super) fn remove_dir(path: &Path) -> Result<(), Error> {
     const TRIES: u32 = 100;
     for _ in 1..TRIES {
@@ -45,7 +47,7 @@ pub(super) fn remove_file(path: &Path) -> Result<(), Error> {
     removed(path, std::fs::remove_file(path))
 }
 
-/// What is gone already is removed.
+/// Accepts a file or directory that does not exist as removed.
 fn removed(path: &Path, result: std::io::Result<()>) -> Result<(), Error> {
     match result {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(write_error(path, error)),
@@ -70,7 +72,7 @@ pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Err
     write_json_as_of(path, value, None)
 }
 
-/// With a time for the file, where it is not to be now.
+/// Replaces a file by `value` as JSON and sets the file's time; `None`: the time stays now.
 pub(super) fn write_json_as_of<T: Serialize>(
     path: &Path,
     value: &T,
@@ -95,7 +97,7 @@ pub(super) fn write_json_as_of<T: Serialize>(
     written.map_err(|source| write_error(path, source))
 }
 
-/// None where nobody has written it.
+/// Reads a file of JSON; returns none if it does not exist.
 pub(super) fn read_if_there<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Error> {
     match read_json(path) {
         Ok(value) => Ok(Some(value)),
@@ -117,7 +119,7 @@ pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
             });
         }
     };
-    // Most are smaller, and so are read by one call.
+    // Most records are smaller than 4096 bytes, so that one call reads them.
     let mut bytes = Vec::with_capacity(4096);
     file.take(MAX_RECORD)
         .read_to_end(&mut bytes)
@@ -141,12 +143,12 @@ mod tests {
         let (_dir, records, sandbox) = one_pod();
         for _ in 0..50 {
             std::thread::scope(|scope| {
-                let looks = scope.spawn(|| {
-                    // Until there is nothing to look at.
+                let reader = scope.spawn(|| {
+                    // Until the directory is removed.
                     while records.has_sessions(&sandbox, Session::Probe).is_ok() {}
                 });
                 records.remove_pod(&sandbox).expect("removed");
-                looks.join().expect("looked");
+                reader.join().expect("looked");
             });
             assert!(!records.pod_dir(&sandbox).exists());
             records.create_pod_dir(&sandbox).expect("made");

@@ -1,4 +1,5 @@
-//! Files that are there to be locked: who holds the lock of one is at work, or waits. The kernel takes it back from a process that dies.
+//! Lock files. A process holds the lock of such a file while it works or waits. The kernel releases
+//! the locks of a process that dies.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
@@ -8,19 +9,19 @@ use std::path::Path;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
-/// Makes a directory for such files, or for records, with all that is above it.
+/// Makes a directory for lock files or records, with its parents.
 pub fn make_dir(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// The file, made if there is none. A link is not followed.
+/// Opens a lock file and makes it if it does not exist. A symbolic link is an error.
 pub fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.create(true).truncate(false).write(true).mode(0o600);
     options.custom_flags(nix::libc::O_NOFOLLOW).open(path)
 }
 
-/// The file's lock, for its holder alone; none where somebody has it.
+/// Takes the exclusive lock of a file; returns none if another process holds a lock of it.
 pub fn try_exclusive(file: File) -> Result<Option<Flock<File>>, Errno> {
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(lock)),

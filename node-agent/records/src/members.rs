@@ -1,4 +1,5 @@
-//! Which containers a pod has. Whoever wakes it asks, and the agent asks for each pod again and again: neither reads the records of the whole node.
+//! The list of a pod's containers. Each wake reads it, and the agent reads it for each pod again
+//! and again. Thanks to the list neither reads the records of the whole node.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
@@ -6,9 +7,10 @@ use std::path::PathBuf;
 
 use torpor_core::ids::{ContainerId, SandboxId};
 
-use super::files::{list, make_dir, remove_dir, remove_file, write_error, write_json};
-use super::{ContainerRecord, Error, Records};
-use crate::Role;
+use crate::error::Error;
+use crate::files::{list, make_dir, remove_dir, remove_file, write_error, write_json};
+use crate::pod::{ContainerRecord, Role};
+use crate::records::Records;
 
 impl Records {
     /// Makes a pod's directory.
@@ -16,37 +18,32 @@ impl Records {
         make_dir(&self.members_dir(sandbox))
     }
 
-    /// Names of the pod's containers, an empty file each. A name may have no record: it was not written yet, or not taken away any more.
+    /// Returns the directory with an empty file per container, named by the container's id. A
+    /// container of the list may have no record: the record is not written yet, or a removal was
+    /// interrupted.
     fn members_dir(&self, sandbox: &SandboxId) -> PathBuf {
         self.pod_dir(sandbox).join("containers")
     }
 
     pub fn write_container(&self, container: &ContainerRecord) -> Result<(), Error> {
         let members = self.members_dir(&container.sandbox);
-        // The name is there before the record: who finds no name knows that there is no record.
-        if members.is_dir() {
-            let path = members.join(container.id.as_str());
-            let mut options = OpenOptions::new();
-            let made = options
-                .create(true)
-                .truncate(false)
-                .write(true)
-                .mode(0o600)
-                .open(&path);
-            made.map_err(|source| write_error(&path, source))?;
-        }
+        // The file is made before the record: a container that is not in the list has no record.
+        let path = members.join(container.id.as_str());
+        let mut options = OpenOptions::new();
+        let made = options
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(&path);
+        made.map_err(|source| write_error(&path, source))?;
         let path = self.container_dir(&container.id).join("container.json");
         write_json(&path, container)
     }
 
-    /// The containers of a pod, the pause container first, then by name.
+    /// Returns the containers of a pod, the pause container first, the others sorted by name.
     pub fn containers_of(&self, sandbox: &SandboxId) -> Result<Vec<ContainerRecord>, Error> {
-        let members = self.members_dir(sandbox);
-        // A Torpor before this one kept no names: each record of the node says whose it is.
-        let names = match members.is_dir() {
-            true => list(&members)?,
-            false => list(&self.containers)?,
-        };
+        let names = list(&self.members_dir(sandbox))?;
         let mut found: Vec<ContainerRecord> = names
             .into_iter()
             .filter_map(|name| ContainerId::try_from(name).ok())
@@ -60,9 +57,9 @@ impl Records {
         Ok(found)
     }
 
-    /// Forgets a container.
+    /// Removes the records of a container.
     pub fn remove_container(&self, container: &ContainerId) -> Result<(), Error> {
-        // One whose record cannot be read leaves its name, which goes with its pod.
+        // Without a readable record the container stays in the list until its pod is removed.
         let record = self.container(container);
         remove_dir(&self.container_dir(container))?;
         match record {
@@ -102,7 +99,7 @@ mod tests {
 
     fn names(records: &Records, sandbox: &SandboxId) -> Vec<String> {
         let containers = records.containers_of(sandbox).expect("known");
-        containers.into_iter().map(|one| one.name).collect()
+        containers.into_iter().map(|c| c.name).collect()
     }
 
     #[test]
@@ -133,16 +130,5 @@ mod tests {
         std::fs::remove_dir_all(records.container_dir(&half.id)).expect("removed");
         assert!(names(&records, &sandbox).is_empty());
         records.remove_pod(&sandbox).expect("removed");
-    }
-
-    #[test]
-    fn a_pod_of_an_older_torpor_has_its_containers_still() {
-        let (_dir, records, sandbox) = one_pod();
-        std::fs::remove_dir(records.members_dir(&sandbox)).expect("removed");
-        let old = container(&sandbox, '1', "old");
-        written(&records, &old);
-        assert_eq!(names(&records, &sandbox), ["old"]);
-        records.remove_container(&old.id).expect("removed");
-        assert!(names(&records, &sandbox).is_empty());
     }
 }

@@ -1,23 +1,28 @@
-//! Notes beside a pod's record: who uses its sandbox, that it dozes, how it last fell asleep and woke, and what is seen of its packets and probes.
+//! Notes beside a pod's record: processes in its sandbox, pause and doze, last sleep, wake and
+//! restore, packets and probes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::SystemTime;
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use torpor_core::ids::{ImageId, SandboxId};
 
-use super::RunscRecord;
-use super::files::{modified, read_if_there, read_json, remove_file, write_error, write_json};
-use super::{Error, PodLock, Records};
+use crate::error::Error;
+use crate::files::{
+    modified, read_if_there, read_json, remove_file, write_error, write_json, write_json_as_of,
+};
 use crate::locks;
+use crate::records::{PodLock, Records};
+use crate::runsc::RunscRecord;
 
-/// See [`Records::has_execs`] and [`Records::left`].
+/// File names of [`Records::has_execs`] and [`Records::left`].
 const EXECS: &str = "execs";
 const LEFT: &str = "left.json";
 
-/// The kubelet's probes of a pod: what they do is nobody's use of the sandbox.
+/// The kubelet's probes of a pod. A probe is not a use of the sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Probes {
@@ -27,12 +32,12 @@ pub struct Probes {
     pub commands: BTreeSet<Vec<String>>,
 }
 
-/// What a process in the sandbox is there for.
+/// Purpose of a process that exec runs in the sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Session {
-    /// Somebody works in the sandbox.
+    /// A user's command.
     Use,
-    /// The kubelet asks how it is.
+    /// An exec probe of the kubelet.
     Probe,
 }
 
@@ -45,18 +50,18 @@ impl Session {
     }
 }
 
-/// What the exec probes of a sandbox have taken, all together, those that still run not counted.
+/// Totals of a sandbox's exec probes, without the probes that still run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 pub struct ProbeNote {
-    /// Processor time of the sandbox while they ran.
+    /// Processor time that the sandbox used while probes ran, in microseconds.
     pub used_micros: u64,
-    /// How long they ran.
+    /// Duration of the probes, in microseconds.
     pub took_micros: u64,
 }
 
 impl ProbeNote {
-    fn and(self, other: Self) -> Self {
+    fn plus(self, other: Self) -> Self {
         Self {
             used_micros: self.used_micros.saturating_add(other.used_micros),
             took_micros: self.took_micros.saturating_add(other.took_micros),
@@ -64,7 +69,7 @@ impl ProbeNote {
     }
 }
 
-/// A step of a pause that is noted beside a pod's record. No note: the sandbox is not paused.
+/// State of a sandbox's pause. Without this note the sandbox is not paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PauseMark {
     /// A pause or a resume has begun.
@@ -72,7 +77,7 @@ pub enum PauseMark {
     Paused,
 }
 
-/// The BPF map that holds the times of a pod's packets: the kernel's number of it. The map lives as
+/// The BPF map that contains the times of a pod's packets: its id in the kernel. The map exists as
 /// long as the pod's link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -80,74 +85,75 @@ pub struct TrafficMap {
     pub map: u32,
 }
 
-/// The BPF map that holds a pod's connections with unacknowledged data: the kernel's number of it.
-/// The map lives as long as the pod's link.
+/// The BPF map that contains a pod's connections with unacknowledged data: its id in the kernel.
+/// The map exists as long as the pod's link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnacknowledgedMap {
     pub map: u32,
 }
 
-/// That a sandbox is paused because it was idle. Without a pause it says nothing: it is written before, and removed after.
+/// Note that a sandbox is paused because it was idle. The note has no meaning without a pause: it
+/// is written before the pause and removed after the resume.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DozeNote {
-    /// Its memory was pushed out.
+    /// True if the sandbox's memory was pushed into swap.
     pub reclaimed: bool,
 }
 
-/// How a sandbox woke in place.
+/// A sandbox's last wake in place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WakeNote {
     pub cause: WakeCause,
-    /// How deep it slept.
+    /// Depth of the sleep before the wake.
     #[serde(default)]
     pub from: Depth,
-    /// When each stage was over, in microseconds since the beginning.
+    /// End of each stage, in microseconds since the wake's beginning; the key is the stage's name.
     pub stages_end_micros: BTreeMap<String, u64>,
 }
 
-/// How a sandbox came back from an image when the last of its containers was started: in a new Pod (a resume), or in one whose processes
-/// had died.
+/// A sandbox's last restore that began when the last of its containers was started: in a new Pod (a
+/// resume), or in a Pod whose processes had died.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RestoreNote {
     pub image: ImageId,
-    /// When each stage was over, in microseconds since that start.
+    /// End of each stage, in microseconds since the start of the last container; the key is the
+    /// stage's name.
     pub stages_end_micros: BTreeMap<String, u64>,
 }
 
-/// Who woke a sandbox. `Asked`, `Called` and `Packet` are also the words of older versions, whose keepers live on over an upgrade.
+/// Cause of a wake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WakeCause {
-    /// The agent, because the API asks for a sandbox that runs.
+    /// The agent: the API requests a running sandbox.
     Asked,
-    /// The agent, because a time has come that was set.
+    /// The agent: the time of a scheduled wake has come.
     Clock,
-    /// An exec, that of a container's hook included.
+    /// An exec, including the exec of a container's hook.
     Exec,
     /// A forwarded connection.
     Forward,
     /// A signal that does not end the program.
     Signal,
-    /// A container that the Pod has not had before, or one whose start was under way when the others dozed off.
+    /// The start of a new container of the Pod, or of a container whose start was under way when
+    /// the sandbox dozed off.
     Container,
-    /// What a client of `attach` has typed.
+    /// Input of a client of `attach`.
     Typed,
-    /// A packet that wants an answer.
+    /// A packet that requires an answer.
     Packet,
-    /// An exec, a forwarded connection or a signal, as an older version tells it.
-    Called,
 }
 
-/// No cause of a wake has this name.
+/// Error: no cause of a wake has this name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a cause of a wake")]
 pub struct UnknownCause(String);
 
 impl WakeCause {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 8] = [
         Self::Asked,
         Self::Clock,
         Self::Exec,
@@ -156,10 +162,9 @@ impl WakeCause {
         Self::Container,
         Self::Typed,
         Self::Packet,
-        Self::Called,
     ];
 
-    /// The word in records, metrics and arguments.
+    /// Returns the cause's name in records, metrics and arguments.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Asked => "Asked",
@@ -170,11 +175,11 @@ impl WakeCause {
             Self::Container => "Container",
             Self::Typed => "Typed",
             Self::Packet => "Packet",
-            Self::Called => "Called",
         }
     }
 
-    /// Whether somebody waits for the sandbox' answer: everybody but the API and the clock, which want it to run from now on.
+    /// Reports whether a caller waits for the sandbox's answer. No caller waits if the API or the
+    /// clock is the cause: these wake the sandbox for later use.
     pub fn is_waited_for(self) -> bool {
         !matches!(self, Self::Asked | Self::Clock)
     }
@@ -189,30 +194,31 @@ impl FromStr for WakeCause {
     }
 }
 
-/// How deep a sandbox slept.
+/// Depth of a sandbox's sleep.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Depth {
-    /// Paused, its memory in swap.
+    /// The sandbox is paused and its memory is in swap.
     Dozing,
-    /// No process left but the keepers.
+    /// No process of the sandbox is left but the keepers.
     #[default]
     Hibernated,
 }
 
-/// Working set of a pod's cgroup in bytes, around the moment in which it fell asleep.
+/// Working set of a pod's cgroup before and after the sandbox last fell asleep, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SleepNote {
-    /// When it was last awake.
+    /// Working set while the sandbox was last awake.
     pub bytes_before: u64,
     pub bytes_after: u64,
-    /// What this sleep gave back: less than the difference for one that had dozed before.
+    /// Memory that this sleep freed. After a doze it is less than `bytes_before - bytes_after`.
     #[serde(default)]
     pub given_back: u64,
 }
 
 impl SleepNote {
-    /// The note of a sleep that took the working set from `before` to `after`; `doze`: the note of the doze that it became deeper from.
+    /// Makes the note of a sleep that reduced the working set from `before` to `after` bytes.
+    /// `doze` is the note of the doze from which a hibernation began.
     pub fn new(before: u64, after: u64, doze: Option<Self>) -> Self {
         Self {
             bytes_before: doze.map_or(before, |doze| doze.bytes_before),
@@ -223,32 +229,34 @@ impl SleepNote {
 }
 
 impl Records {
-    /// Held by a process that somebody runs in the sandbox (exec), for as long as it runs.
+    /// Returns the shared lock that stands for a process that exec runs in the sandbox. The caller
+    /// holds the lock as long as the process runs.
     pub fn join_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<PodLock, Error> {
         let (path, file) = self.file_to_lock(sandbox, session.file())?;
-        // Who looks whether there is any has it for a moment.
+        // A caller of `has_sessions` may hold the exclusive lock for a moment.
         let locked = Flock::lock(file, FlockArg::LockShared);
         locked
             .map(PodLock)
             .map_err(|(_, source)| Error::Lock { path, source })
     }
 
-    /// Notes that a process has begun or ended in the sandbox.
+    /// Records now as the time at which a process of exec last began or ended in the sandbox.
     pub fn note_session(&self, sandbox: &SandboxId, session: Session) -> Result<(), Error> {
         let (path, file) = self.file_to_lock(sandbox, session.file())?;
-        let noted = file.set_modified(std::time::SystemTime::now());
+        let noted = file.set_modified(SystemTime::now());
         noted.map_err(|source| write_error(&path, source))
     }
 
-    /// Whether anybody runs a process of this kind in the sandbox.
+    /// Reports whether exec runs a process with this purpose in the sandbox.
     pub fn has_sessions(&self, sandbox: &SandboxId, session: Session) -> Result<bool, Error> {
         let (path, file) = self.file_to_lock(sandbox, session.file())?;
         let free = locks::try_exclusive(file).map_err(|source| Error::Lock { path, source })?;
         Ok(free.is_none())
     }
 
-    /// When somebody last began or ended to work in the sandbox, or it was last woken.
-    pub fn last_use(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+    /// Returns the time of the last use: the last beginning or end of a user's exec, or the last
+    /// wake.
+    pub fn last_use(&self, sandbox: &SandboxId) -> Option<SystemTime> {
         let dir = self.pod_dir(sandbox);
         let files = [Session::Use.file(), "called", "wake.json"];
         let times = files
@@ -257,57 +265,58 @@ impl Records {
         times.max()
     }
 
-    /// Notes that exec has started a process in the sandbox, which may leave others behind.
+    /// Records that exec has started a process in the sandbox. The process may leave others behind.
     pub fn note_exec(&self, sandbox: &SandboxId) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join(EXECS);
         std::fs::write(&path, b"").map_err(|source| write_error(&path, source))
     }
 
-    /// Whether exec has started a process since the sandbox began, or was restored.
+    /// Reports whether exec has started a process since the sandbox's start or restore.
     pub fn has_execs(&self, sandbox: &SandboxId) -> bool {
         self.pod_dir(sandbox).join(EXECS).exists()
     }
 
-    /// Notes what exec has left behind.
+    /// Records the names of the processes that exec has left behind.
     pub fn write_left(&self, sandbox: &SandboxId, left: &[String]) -> Result<(), Error> {
         write_json(&self.pod_dir(sandbox).join(LEFT), &left)
     }
 
-    /// What exec had left behind when somebody last looked.
+    /// Reads the names of the processes that exec had left behind at the last search.
     pub fn left(&self, sandbox: &SandboxId) -> Result<Vec<String>, Error> {
         let noted = read_if_there(&self.pod_dir(sandbox).join(LEFT))?;
         Ok(noted.unwrap_or_default())
     }
 
-    /// A sandbox that was restored has nothing that exec left behind.
+    /// Removes the notes about exec. gVisor ends the processes of exec in a restore.
     pub fn forget_execs(&self, sandbox: &SandboxId) -> Result<(), Error> {
         let dir = self.pod_dir(sandbox);
         remove_file(&dir.join(EXECS))?;
         remove_file(&dir.join(LEFT))
     }
 
-    /// Notes that somebody needed the sandbox now.
+    /// Records now as the time of the last call: see [`Self::last_call`].
     pub fn note_call(&self, sandbox: &SandboxId) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join("called");
         std::fs::write(&path, b"").map_err(|source| write_error(&path, source))
     }
 
-    /// When somebody last needed the sandbox enough to wake it.
-    pub fn last_call(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+    /// Returns the time of the last call: a wake, or a forwarded connection or packet that needed
+    /// the sandbox and found it awake.
+    pub fn last_call(&self, sandbox: &SandboxId) -> Option<SystemTime> {
         modified(&self.pod_dir(sandbox).join("called"))
     }
 
-    /// Notes how long the last wake took, stage by stage.
+    /// Records the last wake with the durations of its stages.
     pub fn write_wake(&self, sandbox: &SandboxId, wake: &WakeNote) -> Result<(), Error> {
         write_json(&self.wake_path(sandbox), wake)
     }
 
-    /// When the sandbox last woke in place; none if never.
-    pub fn woke_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+    /// Returns the time of the sandbox's last wake in place; none if it never woke.
+    pub fn woke_at(&self, sandbox: &SandboxId) -> Option<SystemTime> {
         modified(&self.wake_path(sandbox))
     }
 
-    /// How it last woke in place.
+    /// Reads the note of the sandbox's last wake in place.
     pub fn wake(&self, sandbox: &SandboxId) -> Result<WakeNote, Error> {
         read_json(&self.wake_path(sandbox))
     }
@@ -316,17 +325,17 @@ impl Records {
         self.pod_dir(sandbox).join("wake.json")
     }
 
-    /// Notes what the pod's memory was before and after it fell asleep.
+    /// Records the pod's memory before and after it fell asleep.
     pub fn write_sleep(&self, sandbox: &SandboxId, sleep: &SleepNote) -> Result<(), Error> {
         write_json(&self.sleep_path(sandbox), sleep)
     }
 
-    /// When the sandbox last fell asleep in place; none if never.
-    pub fn slept_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+    /// Returns the time at which the sandbox last fell asleep in place; none if it never did.
+    pub fn slept_at(&self, sandbox: &SandboxId) -> Option<SystemTime> {
         modified(&self.sleep_path(sandbox))
     }
 
-    /// What the pod's memory was when it last fell asleep.
+    /// Reads the pod's memory before and after it last fell asleep.
     pub fn sleep(&self, sandbox: &SandboxId) -> Result<SleepNote, Error> {
         read_json(&self.sleep_path(sandbox))
     }
@@ -335,90 +344,78 @@ impl Records {
         self.pod_dir(sandbox).join("sleep.json")
     }
 
-    /// Notes how long the restore of the sandbox took, stage by stage.
+    /// Records the last restore with the durations of its stages.
     pub fn write_restore(&self, sandbox: &SandboxId, note: &RestoreNote) -> Result<(), Error> {
         write_json(&self.pod_dir(sandbox).join("restore.json"), note)
     }
 
-    /// When the sandbox last came back by its containers' starts; none if never.
-    pub fn restored_at(&self, sandbox: &SandboxId) -> Option<std::time::SystemTime> {
+    /// Returns the time of the last restore that the containers' starts began; none if there was
+    /// none.
+    pub fn restored_at(&self, sandbox: &SandboxId) -> Option<SystemTime> {
         modified(&self.pod_dir(sandbox).join("restore.json"))
     }
 
-    /// What [`Self::write_restore`] noted.
+    /// Reads the note that [`Self::write_restore`] wrote.
     pub fn restore(&self, sandbox: &SandboxId) -> Result<RestoreNote, Error> {
         read_json(&self.pod_dir(sandbox).join("restore.json"))
     }
 
-    /// Adds what an exec probe has taken.
+    /// Adds the processor time and the duration of an exec probe to the totals.
     pub fn note_probe(&self, sandbox: &SandboxId, taken: ProbeNote) -> Result<(), Error> {
         let (path, file) = self.file_to_lock(sandbox, "probed")?;
-        // Others that end now wait for as long as it takes to write a line.
-        let _alone = Flock::lock(file, FlockArg::LockExclusive)
+        // Other probes that end now wait for the time of one small write.
+        let _lock = Flock::lock(file, FlockArg::LockExclusive)
             .map_err(|(_, source)| Error::Lock { path, source })?;
-        let known = self.probed(sandbox).unwrap_or_default();
+        let before = self.probed(sandbox).unwrap_or_default();
         let path = self.pod_dir(sandbox).join("probed.json");
-        write_json(&path, &known.and(taken))
+        write_json(&path, &before.plus(taken))
     }
 
-    /// What [`Self::note_probe`] has added up.
+    /// Reads the totals of [`Self::note_probe`].
     pub fn probed(&self, sandbox: &SandboxId) -> Result<ProbeNote, Error> {
         let noted = read_if_there(&self.pod_dir(sandbox).join("probed.json"))?;
         Ok(noted.unwrap_or_default())
     }
 
-    /// Keeps what runsc recorded of the sandbox, which is about to lose its processes and with them runsc's record.
-    pub fn keep(&self, sandbox: &SandboxId, kept: &RunscRecord) -> Result<(), Error> {
-        write_json(&self.kept_path(sandbox), kept)
+    /// Keeps runsc's records of the sandbox. The caller is about to end the sandbox's processes,
+    /// and with them runsc's records end.
+    pub fn write_runsc(&self, sandbox: &SandboxId, record: &RunscRecord) -> Result<(), Error> {
+        write_json(&self.runsc_path(sandbox), record)
     }
 
-    /// What [`Self::keep`] keeps, from the last time.
-    pub fn kept(&self, sandbox: &SandboxId) -> Result<Option<RunscRecord>, Error> {
-        read_if_there(&self.kept_path(sandbox))
+    /// Reads the records that [`Self::write_runsc`] kept last.
+    pub fn runsc(&self, sandbox: &SandboxId) -> Result<Option<RunscRecord>, Error> {
+        read_if_there(&self.runsc_path(sandbox))
     }
 
-    /// From now on runsc begins the sandbox, until it has fallen asleep the next time.
-    pub fn forget_kept(&self, sandbox: &SandboxId) -> Result<(), Error> {
-        remove_file(&self.kept_path(sandbox))
+    /// Removes the kept records. From now on runsc's command starts the sandbox, until the sandbox
+    /// has fallen asleep the next time.
+    pub fn remove_runsc(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        remove_file(&self.runsc_path(sandbox))
     }
 
-    fn kept_path(&self, sandbox: &SandboxId) -> PathBuf {
+    fn runsc_path(&self, sandbox: &SandboxId) -> PathBuf {
         self.pod_dir(sandbox).join("runsc.json")
     }
 
-    /// Notes that runsc's records of the pod lie in the root directory of its beginning: see [`torpor_runsc::command::NodeRunsc::root_of`].
-    pub fn note_spread(&self, sandbox: &SandboxId) -> Result<(), Error> {
-        let path = self.spread_path(sandbox);
-        std::fs::write(&path, "").map_err(|source| write_error(&path, source))
-    }
-
-    /// What [`Self::note_spread`] noted.
-    pub fn is_spread(&self, sandbox: &SandboxId) -> bool {
-        self.spread_path(sandbox).exists()
-    }
-
-    fn spread_path(&self, sandbox: &SandboxId) -> PathBuf {
-        self.pod_dir(sandbox).join("spread")
-    }
-
-    /// Notes why the pod's loopback cannot be forwarded.
+    /// Records why connections to the pod's loopback cannot be forwarded.
     pub fn note_not_forwarded(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join("not-forwarded");
         std::fs::write(&path, why).map_err(|source| write_error(&path, source))
     }
 
-    /// Notes why packets do not wake the pod.
+    /// Records why packets do not wake the pod.
     pub fn note_not_watched(&self, sandbox: &SandboxId, why: &str) -> Result<(), Error> {
         let path = self.not_watched_path(sandbox);
         std::fs::write(&path, why).map_err(|source| write_error(&path, source))
     }
 
-    /// What [`Self::note_not_watched`] noted.
+    /// Reads the reason that [`Self::note_not_watched`] recorded.
     pub fn not_watched(&self, sandbox: &SandboxId) -> Option<String> {
         std::fs::read_to_string(self.not_watched_path(sandbox)).ok()
     }
 
-    /// From now on they do.
+    /// Removes that reason: from now on packets wake the pod.
     pub fn forget_not_watched(&self, sandbox: &SandboxId) -> Result<(), Error> {
         remove_file(&self.not_watched_path(sandbox))
     }
@@ -427,7 +424,7 @@ impl Records {
         self.pod_dir(sandbox).join("not-watched")
     }
 
-    /// Notes where the times of the pod's packets are, or why there are none.
+    /// Records the map with the times of the pod's packets, or why there is none.
     pub fn write_traffic(
         &self,
         sandbox: &SandboxId,
@@ -436,12 +433,12 @@ impl Records {
         write_json(&self.pod_dir(sandbox).join("traffic.json"), watch)
     }
 
-    /// What [`Self::write_traffic`] wrote.
+    /// Reads the note that [`Self::write_traffic`] wrote.
     pub fn traffic(&self, sandbox: &SandboxId) -> Result<Result<TrafficMap, String>, Error> {
         read_json(&self.pod_dir(sandbox).join("traffic.json"))
     }
 
-    /// Notes where the pod's connections with something on its way are.
+    /// Records the map with the pod's connections that have unacknowledged data.
     pub fn write_unacknowledged(
         &self,
         sandbox: &SandboxId,
@@ -450,12 +447,12 @@ impl Records {
         write_json(&self.pod_dir(sandbox).join("unacknowledged.json"), &noted)
     }
 
-    /// What [`Self::write_unacknowledged`] wrote; none: nobody knows of them.
+    /// Reads the note that [`Self::write_unacknowledged`] wrote; none if the pod has no such map.
     pub fn unacknowledged(&self, sandbox: &SandboxId) -> Result<Option<UnacknowledgedMap>, Error> {
         read_if_there(&self.pod_dir(sandbox).join("unacknowledged.json"))
     }
 
-    /// Notes what the kubelet probes, unless that is noted already.
+    /// Records the kubelet's probes, unless the record has them already.
     pub fn write_probes(&self, sandbox: &SandboxId, probes: &Probes) -> Result<(), Error> {
         match self.probes(sandbox) {
             Ok(noted) if noted == *probes => Ok(()),
@@ -463,18 +460,53 @@ impl Records {
         }
     }
 
-    /// What the kubelet probes; nothing as long as the agent has not said.
+    /// Reads the kubelet's probes; none until the agent has recorded them.
     pub fn probes(&self, sandbox: &SandboxId) -> Result<Probes, Error> {
         let noted = read_if_there(&self.pod_dir(sandbox).join("probes.json"))?;
         Ok(noted.unwrap_or_default())
     }
 
-    /// The note that the sandbox dozes; see [`DozeNote`].
+    /// Reads the note of a pause: see [`torpor_runsc::pause`].
+    pub fn pause_mark(&self, sandbox: &SandboxId) -> Result<Option<PauseMark>, Error> {
+        read_if_there(&self.pause_path(sandbox))
+    }
+
+    /// Reports whether the note is [`PauseMark::Paused`], for statistics.
+    /// [`torpor_runsc::pause::is_paused`] also settles an interrupted pause.
+    pub fn is_noted_paused(&self, sandbox: &SandboxId) -> bool {
+        matches!(self.pause_mark(sandbox), Ok(Some(PauseMark::Paused)))
+    }
+
+    /// Returns the time since which the note of a pause applies; none without a note.
+    pub fn pause_began(&self, sandbox: &SandboxId) -> Option<SystemTime> {
+        modified(&self.pause_path(sandbox))
+    }
+
+    /// Replaces the note of a pause. The note applies since `since`; `None`: since now.
+    pub fn note_pause(
+        &self,
+        sandbox: &SandboxId,
+        mark: PauseMark,
+        since: Option<SystemTime>,
+    ) -> Result<(), Error> {
+        write_json_as_of(&self.pause_path(sandbox), &mark, since)
+    }
+
+    /// Removes the note of a pause. A sandbox that was ended or restored is not paused.
+    pub fn forget_pause(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        remove_file(&self.pause_path(sandbox))
+    }
+
+    fn pause_path(&self, sandbox: &SandboxId) -> PathBuf {
+        self.pod_dir(sandbox).join("pause.json")
+    }
+
+    /// Reads the note of a doze.
     pub fn doze(&self, sandbox: &SandboxId) -> Result<Option<DozeNote>, Error> {
         read_if_there(&self.pod_dir(sandbox).join("doze.json"))
     }
 
-    /// Replaces or removes that note.
+    /// Replaces or removes the note of a doze.
     pub fn write_doze(&self, sandbox: &SandboxId, note: Option<DozeNote>) -> Result<(), Error> {
         let path = self.pod_dir(sandbox).join("doze.json");
         match note {
@@ -490,7 +522,7 @@ mod tests {
     use crate::tests::one_pod;
 
     #[test]
-    fn a_cause_is_called_the_same_in_records_and_arguments_and_those_of_older_versions_are_known() {
+    fn a_cause_is_called_the_same_in_records_and_arguments() {
         for cause in WakeCause::ALL {
             assert_eq!(cause.as_str().parse(), Ok(cause));
             let written = serde_json::to_string(&cause).expect("a word");
@@ -499,15 +531,6 @@ mod tests {
         }
         let unknown = "Moonlight".parse::<WakeCause>();
         assert_eq!(unknown, Err(UnknownCause("Moonlight".to_owned())));
-        for (word, cause) in [
-            ("Asked", WakeCause::Asked),
-            ("Called", WakeCause::Called),
-            ("Packet", WakeCause::Packet),
-        ] {
-            let written = format!(r#"{{"cause":"{word}","stagesEndMicros":{{"resumed":5}}}}"#);
-            let note: WakeNote = serde_json::from_str(&written).expect(word);
-            assert_eq!(note.cause, cause);
-        }
     }
 
     #[test]
@@ -516,11 +539,11 @@ mod tests {
         let (_, file) = records
             .file_to_lock(&sandbox, Session::Use.file())
             .expect("a file");
-        let looks = locks::try_exclusive(file).expect("tried");
+        let exclusive = locks::try_exclusive(file).expect("tried");
         std::thread::scope(|scope| {
             let joins = scope.spawn(|| records.join_sessions(&sandbox, Session::Use));
             std::thread::sleep(std::time::Duration::from_millis(20));
-            drop(looks);
+            drop(exclusive);
             let session = joins.join().expect("no panic").expect("joined");
             let has_some = || records.has_sessions(&sandbox, Session::Use);
             assert!(has_some().expect("looked"));

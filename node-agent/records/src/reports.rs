@@ -1,25 +1,29 @@
-//! What is known of a Pod beyond the life of its sandboxes: how its last restore ended, and that it is being suspended.
+//! Records of a Pod that outlive its sandboxes: the result of its last restore and the mark of a
+//! suspend.
 
 use std::path::PathBuf;
 
 use torpor_core::ids::PodUid;
 
-use super::files::{list, make_dir, read_if_there, remove_file, write_error, write_json};
-use super::{Error, Records, RestoreReport};
+use crate::error::Error;
+use crate::files::{list, make_dir, read_if_there, remove_file, write_error, write_json};
+use crate::pod::RestoreReport;
+use crate::records::Records;
 
 impl Records {
-    /// The report outlives the sandbox: one that could not be restored is taken away by the kubelet at once.
+    /// Writes the result of a restore. It outlives the sandbox, because the kubelet removes a
+    /// sandbox at once if its restore fails.
     pub fn write_report(&self, pod: &PodUid, report: &RestoreReport) -> Result<(), Error> {
         make_dir(&self.reports)?;
         write_json(&self.report_path(pod), report)
     }
 
-    /// How the last restore of this Pod ended; none if there was none.
+    /// Reads the result of this Pod's last restore; none if the Pod was never restored.
     pub fn report(&self, pod: &PodUid) -> Result<Option<RestoreReport>, Error> {
         read_if_there(&self.report_path(pod))
     }
 
-    /// The Pods of which there is a report.
+    /// Returns the Pods with a report or a mark of a suspend, one entry per file.
     pub fn reported(&self) -> Result<Vec<PodUid>, Error> {
         let names = list(&self.reports)?.into_iter();
         Ok(names
@@ -27,13 +31,14 @@ impl Records {
             .collect())
     }
 
-    /// Forgets what is known of a Pod that is gone.
+    /// Removes the report and the mark of a Pod that does not exist any more.
     pub fn remove_report(&self, pod: &PodUid) -> Result<(), Error> {
         remove_file(&self.report_path(pod))?;
         remove_file(&self.suspends_path(pod))
     }
 
-    /// Notes whether the Pod is being suspended: then its memory stays in its image until another Pod goes on from it.
+    /// Sets or removes the mark that the Pod is being suspended. With the mark, the Pod's memory
+    /// stays in its image until another Pod continues the image.
     pub fn note_suspends(&self, pod: &PodUid, suspends: bool) -> Result<(), Error> {
         let path = self.suspends_path(pod);
         match (suspends, path.exists()) {
@@ -46,7 +51,7 @@ impl Records {
         }
     }
 
-    /// What [`Self::note_suspends`] noted.
+    /// Reports whether [`Self::note_suspends`] has set the mark.
     pub fn suspends(&self, pod: &PodUid) -> bool {
         self.suspends_path(pod).exists()
     }

@@ -1,23 +1,23 @@
-//! runsc's own records of a sandbox, kept while it has no process.
+//! runsc's state files of a sandbox, kept while the sandbox has no process.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// runsc's state files of a sandbox from the time when it last ran: what the next start needs when
-/// Torpor makes it without runsc's command.
+/// runsc's state files of a sandbox from its last run. The next start needs them if Torpor starts
+/// the sandbox without runsc's command.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunscRecord {
-    /// State of the first container.
+    /// State of the pause container.
     pub sandbox: Value,
-    /// States of the other containers, by their ids.
+    /// States of the other containers; the key is the container's id.
     pub containers: BTreeMap<String, Value>,
 }
 
 impl RunscRecord {
-    /// Adds the states of these containers that only an earlier record has: runsc has none of a
-    /// container whose sandbox was not restored to its end.
+    /// Adds the states of `containers` that only `earlier` contains: runsc has no state of a
+    /// container if its sandbox's restore was interrupted.
     #[must_use]
     pub fn or_from<'a>(
         mut self,

@@ -1,6 +1,11 @@
-use super::*;
+use std::path::PathBuf;
 
-/// Records in a directory of their own, with one pod.
+use torpor_core::ids::{ImageId, PodUid, SandboxId};
+
+use crate::config::Config;
+use crate::{PauseMark, Records, SandboxState};
+
+/// Makes records in a temporary directory, with one pod.
 pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
     let dir = tempfile::tempdir().expect("a directory");
     let records = Records::new(&Config {
@@ -64,18 +69,18 @@ fn a_sandbox_sleeps_since_it_was_paused_to_be_saved_however_long_that_took_and_h
         let written = records.write_hibernated(&sandbox, &image(1));
         written.expect("written");
         assert_eq!(records.asleep_since(&sandbox), Some(paused));
-        // The processes are gone.
+        // The sandbox's processes have ended.
         let unpaused = records.forget_pause(&sandbox);
         unpaused.expect("removed");
         assert_eq!(records.asleep_since(&sandbox), Some(paused));
     }
-    // It woke, whether that was noted or not, and was paused again.
+    // The sandbox woke and was paused again. The result is the same without a record of the wake.
     let again = earlier(5);
     pause(again);
     let written = records.write_hibernated(&sandbox, &image(2));
     written.expect("written");
     assert_eq!(records.asleep_since(&sandbox), Some(again));
-    // Where nobody knows since when, it is since now.
+    // Without a recorded time the sleep began now.
     records.forget_pause(&sandbox).expect("removed");
     records.write_state(&sandbox, running).expect("written");
     let written = records.write_hibernated(&sandbox, &image(3));

@@ -1,4 +1,7 @@
-//! How a wake begins a process of a sandbox: a program of ours that has one thread goes the way there, and is told and helped by the wake.
+//! The beginning of a sandbox' process by a wake.
+//!
+//! The wake starts a program of Torpor's with one thread, which enters the namespaces and executes
+//! runsc ([`super::become_process`]). The wake sends it the arguments, and maps its users.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -6,34 +9,38 @@ use std::process::{Child, Command, Stdio};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-use super::process::{Word, hear, say};
-use super::{COMMAND, Error, Limit, prepare};
+use super::error::{Error, prepare};
+use super::limit::Limit;
+use super::message::{Message, receive_message, send_message};
 use torpor_runsc::command::can_be_read;
 
-/// What is to be begun.
+/// The hidden command of torpor-oci that calls [`super::become_process`].
+pub const COMMAND: &str = "sandbox-process";
+
+/// A process to begin.
 #[derive(Debug)]
 pub(super) struct Beginning<'a> {
-    /// For who looks at the machine's processes, as is the next.
+    /// The program's name and argument, for readers of the machine's list of processes.
     pub(super) name: &'static str,
     pub(super) id: &'a str,
-    pub(super) word: Word,
+    pub(super) message: Message,
     pub(super) files: &'a [BorrowedFd<'a>],
-    /// Of its user namespace.
+    /// Users of the process' user namespace, as lines of `/proc/<pid>/uid_map` and `gid_map`.
     pub(super) uid_map: &'a str,
     pub(super) gid_map: &'a str,
 }
 
-/// What has begun.
+/// A process that has begun.
 #[derive(Debug)]
 pub(super) struct Begun {
-    /// Of the process that executes runsc.
+    /// Id of the process that executes runsc.
     pub(super) pid: i32,
-    /// Of a gofer, the files that gVisor writes to.
+    /// Files that gVisor writes to, where the process is a gofer.
     pub(super) filestores: Vec<OwnedFd>,
 }
 
 impl Beginning<'_> {
-    /// Returns when the process executes runsc.
+    /// Begins the process, and returns when it executes runsc.
     pub(super) fn begin(&self, until: Limit) -> Result<Begun, Error> {
         let (unix, packets, cloexec) = (
             AddressFamily::UNIX,
@@ -54,7 +61,7 @@ impl Beginning<'_> {
             .map_err(prepare("start a process"))?;
         let begun = self.converse(&ours, &child, until);
         if begun.is_err() {
-            // It may wait for a word that will not come.
+            // The child may wait for a message that will not come.
             let _ = child.kill();
         }
         let _ = child.wait();
@@ -62,24 +69,25 @@ impl Beginning<'_> {
     }
 
     fn converse(&self, with: &OwnedFd, child: &Child, until: Limit) -> Result<Begun, Error> {
-        say(with, &self.word, self.files).map_err(Error::Talk)?;
+        send_message(with, &self.message, self.files).map_err(Error::Talk)?;
         let (mut pid, mut filestores) = (None, Vec::new());
         loop {
             if !can_be_read(with, until.end).map_err(Error::Talk)? {
-                return Err(until.is_over("its process has not started"));
+                return Err(until.exceeded("its process has not started"));
             }
-            match hear(with).map_err(Error::Talk)? {
-                Some((Word::Unshared, _)) => {
+            match receive_message(with).map_err(Error::Talk)? {
+                Some((Message::Unshared, _)) => {
                     self.map_users(child.id())?;
-                    say(with, &Word::Mapped, &[]).map_err(Error::Talk)?;
+                    send_message(with, &Message::Mapped, &[]).map_err(Error::Talk)?;
                 }
-                Some((Word::Forked { pid: forked }, _)) => pid = Some(forked),
-                Some((Word::Filestores, files)) => filestores = files,
-                Some((Word::Failed { message }, _)) => return Err(Error::Failed(message)),
-                Some((Word::Boot(_) | Word::Serve(_) | Word::Mapped, _)) => {}
+                Some((Message::Forked { pid: forked }, _)) => pid = Some(forked),
+                Some((Message::Filestores, files)) => filestores = files,
+                Some((Message::Failed { message }, _)) => return Err(Error::Failed(message)),
+                Some((Message::Boot(_) | Message::Serve(_) | Message::Mapped, _)) => {}
                 None => {
-                    let silent = || Error::Failed("it ended without an error message".to_owned());
-                    let pid = pid.ok_or_else(silent)?;
+                    let no_message =
+                        || Error::Failed("it ended without an error message".to_owned());
+                    let pid = pid.ok_or_else(no_message)?;
                     return Ok(Begun { pid, filestores });
                 }
             }

@@ -1,11 +1,14 @@
 //! The restore of a sandbox' other containers without runsc's command.
 //!
-//! For each of them `runsc restore` executes runsc four times: itself, the gofer (the process that serves the container's files), that process once more
-//! without capabilities, and a helper that unmounts `/proc` for it. Here the gofer is made as runsc makes it, and executes runsc once; it needs nothing of the sandbox, and so begins
-//! beside it. What it may do is what runsc leaves it, as `begun.rs` of the e2e tests compares: the seccomp filter is its own, and namespaces, root, mounts and
-//! capabilities are made here ([`root`]).
+//! For each of them `runsc restore` executes runsc four times: itself, the gofer (the process that
+//! serves the container's files), that process once more without capabilities, and a helper that
+//! unmounts `/proc` for it. This module makes the gofer as runsc makes it, and executes runsc once.
+//! A gofer needs nothing of the sandbox, and so begins beside it. The gofer is confined as runsc
+//! confines it, which `begun.rs` of the e2e tests compares: the seccomp filter is its own, and
+//! namespaces, root, mounts and capabilities are made here ([`root`]).
 //!
-//! gVisor is told of the container over the control socket, in the words of the release (runsc/container/container.go, `startImpl`; runsc/sandbox/sandbox.go, `RestoreSubcontainer`).
+//! gVisor gets the container over the control socket, by the calls of the release
+//! (runsc/container/container.go, `startImpl`; runsc/sandbox/sandbox.go, `RestoreSubcontainer`).
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -21,26 +24,28 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde_json::{Value, json};
 
 use super::begin::Beginning;
-use super::plan::lowest_oom_score;
-use super::process::Word;
-use super::{Error, Limit, append_only, open, prepare};
+use super::error::{Error, cannot_open, prepare};
+use super::files::{append_only, open};
+use super::limit::Limit;
+use super::message::Message;
+use super::record::{GOFERS, lowest_oom_score};
 use torpor_records::RunscRecord;
 use torpor_runsc::command::{self, Runsc, Stdio3, can_be_read};
 use torpor_runsc::control::Control;
 use torpor_runsc::state;
 
+use plan::Plan;
 pub use plan::filestore;
-pub(super) use plan::{GOFERS, Plan, ServeArgs};
 
-mod plan;
+pub(super) mod plan;
 pub(super) mod process;
 mod root;
 
-/// A gofer's list of mounts is as long as the part of the spec that it has them from.
+/// Bytes that are read of a gofer's list of mounts, which is as long as the spec's list.
 const MAX_MOUNTS: u64 = 1 << 20;
 
-/// What `runsc restore` tells gVisor of its own settings with [`command::SANDBOX_FLAGS`], of all releases that are known here, but for
-/// two paths (runsc/config/config.go, `Config`, in Go's JSON).
+/// Settings that `runsc restore` passes to gVisor with [`command::SANDBOX_FLAGS`], in all releases
+/// that are known here, but for two paths (runsc/config/config.go, `Config`, in Go's JSON).
 const SETTINGS: &str = include_str!("gofer/settings.json");
 
 /// The restore of one container.
@@ -51,25 +56,25 @@ pub struct ContainerStart<'a> {
     plan: Plan,
     id: &'a str,
     sandbox: &'a str,
-    /// `config.json` lies there.
+    /// Directory of the container's `config.json`.
     bundle: PathBuf,
 }
 
-/// The process that serves a container's files, and what gVisor gets of it.
+/// The process that serves a container's files, and its files for gVisor.
 #[derive(Debug)]
 pub struct Gofer {
     pid: i32,
-    /// One for each file system that it serves.
+    /// A connection for each file system that the gofer serves.
     connections: Vec<OwnedFd>,
-    /// What is written to others, or over them, is kept there.
+    /// Files in which gVisor keeps writes: to other file systems, or over the served ones.
     filestores: Vec<OwnedFd>,
-    /// It says there where its mounts are.
+    /// Pipe into which the gofer writes the places of its mounts.
     mounts: OwnedFd,
     log: File,
 }
 
 impl<'a> ContainerStart<'a> {
-    /// `spec`: what `config.json` says. None where runsc must do it.
+    /// `spec`: content of `config.json`. None where runsc must restore the container.
     pub fn new(
         runsc: &'a Runsc,
         kept: &'a RunscRecord,
@@ -89,14 +94,15 @@ impl<'a> ContainerStart<'a> {
         })
     }
 
-    /// Begins the container's gofer, which needs nothing of the sandbox. It ends by itself when nobody holds what is answered.
+    /// Begins the container's gofer, which needs nothing of the sandbox. The gofer ends by itself
+    /// when no process holds the returned files.
     pub fn begin_gofer(&self, limit: Duration) -> Result<Gofer, Error> {
         let until = Limit::new(limit);
         Gofer::begin(self.runsc, &self.plan, self.id, &self.bundle, until)
     }
 
-    /// Restores the container in its sandbox, which has the image already. The last one of its containers does the work, and
-    /// returns when the sandbox runs.
+    /// Restores the container in its sandbox, which has the image already. The call for the
+    /// sandbox' last container does the work, and returns when the sandbox runs.
     pub fn restore(&self, gofer: Gofer, stdio: Stdio3, limit: Duration) -> Result<(), Error> {
         let until = Limit::new(limit);
         let (root, sandbox) = (self.runsc.root(), self.sandbox);
@@ -109,7 +115,7 @@ impl<'a> ContainerStart<'a> {
         control.call::<Value>(create, &json!({ "CID": self.id }), &[], until.left())?;
         let stdio = [stdio.stdin, stdio.stdout, stdio.stderr];
         self.own(&stdio)?;
-        // All that can fail comes before the last container is there and runs.
+        // All steps that can fail come before the call after which the last container runs.
         let sentry = state::sentry(root, sandbox)?;
         let record = self.plan.served(gofer.pid, sentry);
         state::write(root, self.id, sandbox, &record)?;
@@ -125,8 +131,9 @@ impl<'a> ContainerStart<'a> {
         Ok(())
     }
 
-    /// What gVisor is told of the container, beside its standard streams, the files that it writes to and connections to its gofer, in this order
-    /// (runsc/boot/controller.go, `StartArgs`).
+    /// Returns gVisor's `StartArgs` for the container (runsc/boot/controller.go). The call also has
+    /// files, in this order: the standard streams, the files that gVisor writes to, the connections
+    /// to the gofer.
     pub fn told(&self) -> Result<Value, Error> {
         let record = self.plan.record();
         Ok(json!({
@@ -140,12 +147,12 @@ impl<'a> ContainerStart<'a> {
         }))
     }
 
-    /// What the container reads and writes belongs to who its sandbox runs as.
+    /// Makes the user of the sandbox' processes the owner of the container's standard streams.
     fn own(&self, stdio: &[OwnedFd; 3]) -> Result<(), Error> {
         let (uid, gid) = self.plan.user;
         for stream in stdio {
             match fchown(stream, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid))) {
-                // Of a file system where nothing changes hands.
+                // The file system does not allow a change of the owner.
                 Ok(()) | Err(Errno::EINVAL | Errno::EPERM | Errno::EROFS) => {}
                 Err(errno) => {
                     return Err(prepare("change the owner of the standard streams")(errno));
@@ -172,15 +179,15 @@ impl Gofer {
         until: Limit,
     ) -> Result<Self, Error> {
         let log: File = command::memory_file("gofer", MemfdFlags::CLOEXEC)?.into();
-        let (mounts, tells_mounts) = std::io::pipe().map_err(prepare("make a pipe"))?;
-        // For calls of a gofer that makes its own root.
-        let (_nobody, rpc) = connection()?;
-        let program = File::open(runsc.path()).map_err(super::cannot_open(runsc.path()))?;
+        let (mounts, mounts_writer) = std::io::pipe().map_err(prepare("make a pipe"))?;
+        // Only a gofer that makes its own root uses this connection.
+        let (_unused, rpc) = connection()?;
+        let program = File::open(runsc.path()).map_err(cannot_open(runsc.path()))?;
         let mut files: Vec<OwnedFd> = vec![
             program.into(),
             append_only(&log)?,
             open(&bundle.join("config.json"))?,
-            tells_mounts.into(),
+            mounts_writer.into(),
             rpc,
         ];
         let mut connections = Vec::new();
@@ -193,7 +200,7 @@ impl Gofer {
         let begun = Beginning {
             name: "torpor-gofer",
             id,
-            word: Word::Serve(plan.serve_args(runsc.flags(), bundle, id)),
+            message: Message::Serve(plan.serve_args(runsc.flags(), bundle, id)),
             files: &borrowed,
             uid_map: &plan.uid_map,
             gid_map: &plan.gid_map,
@@ -215,12 +222,13 @@ impl Gofer {
         self.pid
     }
 
-    /// Of [`Self::files`]: connections, then files that are written to.
+    /// Returns the numbers of files among [`Self::files`]: of connections, and of files that gVisor
+    /// writes to.
     pub(super) fn counts(&self) -> (usize, usize) {
         (self.connections.len(), self.filestores.len())
     }
 
-    /// What a sandbox' first process gets of it; the last one tells it the mounts.
+    /// Returns the gofer's files for a sandbox' first process. The last is the pipe of its mounts.
     pub(super) fn files(&self) -> Vec<BorrowedFd<'_>> {
         let all = self.connections.iter().chain(&self.filestores);
         all.chain([&self.mounts]).map(AsFd::as_fd).collect()
@@ -230,21 +238,21 @@ impl Gofer {
         set_oom_score(self.pid, plan.oom_score)
     }
 
-    /// What it says of the spec's mounts: where it has found them, following links.
+    /// Reads the gofer's list of the spec's mounts, whose destinations have their links resolved.
     fn mounts(&self, until: Limit) -> Result<Value, Error> {
-        let mut said = Vec::new();
+        let mut bytes = Vec::new();
         let mut pipe = File::from(self.mounts.try_clone().map_err(Error::Talk)?).take(MAX_MOUNTS);
         let mut part = [0; 16 << 10];
         loop {
             if !can_be_read(&self.mounts, until.end).map_err(Error::Talk)? {
-                return Err(until.is_over(&self.last_words()));
+                return Err(until.exceeded(&self.last_words()));
             }
             match pipe.read(&mut part).map_err(Error::Talk)? {
                 0 => break,
-                read => said.extend_from_slice(&part[..read]),
+                read => bytes.extend_from_slice(&part[..read]),
             }
         }
-        match serde_json::from_slice(&said) {
+        match serde_json::from_slice(&bytes) {
             Ok(mounts @ Value::Array(_)) => Ok(mounts),
             _ => Err(Error::GoferEnded(self.last_words())),
         }
@@ -258,7 +266,7 @@ impl Gofer {
     }
 }
 
-/// Two ends of which gVisor gets one and the gofer the other.
+/// Returns the two ends of a connection between gVisor and the gofer.
 fn connection() -> Result<(OwnedFd, OwnedFd), Error> {
     let (unix, stream, cloexec) = (
         AddressFamily::UNIX,
@@ -268,7 +276,7 @@ fn connection() -> Result<(OwnedFd, OwnedFd), Error> {
     socketpair(unix, stream, cloexec, None).map_err(prepare("make a socket"))
 }
 
-/// As runsc leaves it; whoever has ended needs none.
+/// Sets a process' `oom_score_adj`, as runsc does. Does nothing for an ended process.
 fn set_oom_score(pid: i32, score: Option<i64>) -> Result<(), Error> {
     let Some(score) = score else {
         return Ok(());

@@ -1,4 +1,5 @@
-//! A restored sandbox' network: what runsc/sandbox/network.go reads of the pod's network namespace, takes away there, and tells gVisor.
+//! A restored sandbox' network, as in runsc/sandbox/network.go: the links, addresses and routes of
+//! the pod's network namespace, the addresses to remove there, and the arguments for gVisor.
 
 use std::net::IpAddr;
 
@@ -17,12 +18,13 @@ use serde_json::{Value, json};
 
 use torpor_link::net::{network, own_ip};
 
-/// gVisor's own segmentation offload, where the host's link has none (pkg/tcpip/stack.GVisorGSOMaxSize).
+/// Bytes of gVisor's own segmentation offload, where the host's link has none
+/// (pkg/tcpip/stack.GVisorGSOMaxSize).
 const SOFTWARE_GSO: u32 = 1 << 16;
-/// runsc/config.QDiscFIFO.
+/// Value of runsc/config.QDiscFIFO.
 const FIFO: u32 = 1;
 
-/// What the kernel says of a network namespace.
+/// The configuration of a network namespace, as the kernel reports it.
 #[derive(Debug, Default)]
 pub(super) struct Found {
     pub(super) links: Vec<LinkMessage>,
@@ -36,7 +38,7 @@ pub(super) struct Found {
 pub(super) struct Link {
     pub(super) index: u32,
     pub(super) name: String,
-    /// Of the host's segmentation offload, in bytes.
+    /// Bytes of the host's segmentation offload; 0 for none.
     pub(super) gso: u32,
 }
 
@@ -59,7 +61,7 @@ impl Found {
         of_link.filter_map(|address| Some((own_ip(address)?, address.header.prefix_len)))
     }
 
-    /// Links of the sandbox, loopback aside: those that are up and have an address.
+    /// Returns the sandbox' links without loopback: those that are up and have an address.
     pub(super) fn links(&self) -> Vec<Link> {
         let of_sandbox = self.links.iter().filter(|link| {
             let flags = link.header.flags;
@@ -67,7 +69,7 @@ impl Found {
                 && !flags.contains(LinkFlags::Loopback)
                 && self.addresses_of(link.header.index).next().is_some()
         });
-        let known = of_sandbox.map(|link| {
+        let links = of_sandbox.map(|link| {
             let attributes = &link.attributes;
             let gso = attributes.iter().find_map(|a| match a {
                 LinkAttribute::GsoMaxSize(size) => Some(*size),
@@ -79,16 +81,17 @@ impl Found {
                 gso: gso.unwrap_or_default(),
             }
         });
-        known.collect()
+        links.collect()
     }
 
-    /// What is taken away of them.
+    /// Returns the addresses of the links, which are removed from the namespace.
     pub(super) fn taken(&self, links: &[Link]) -> impl Iterator<Item = &AddressMessage> {
         let indexes: Vec<u32> = links.iter().map(|link| link.index).collect();
         (self.addresses.iter()).filter(move |address| indexes.contains(&address.header.index))
     }
 
-    /// gVisor's CreateLinksAndRoutesArgs; `offloads`: which of the links have the host's segmentation offload.
+    /// Returns gVisor's CreateLinksAndRoutesArgs. `offloads`: for each link, whether it has the
+    /// host's segmentation offload.
     pub(super) fn arguments(&self, links: &[Link], offloads: &[bool]) -> Value {
         let loopback = self.links.iter().filter(|link| {
             let flags = link.header.flags;
@@ -108,7 +111,7 @@ impl Found {
 
     fn loopback(&self, link: &LinkMessage) -> Value {
         let index = link.header.index;
-        // The kernel has these in another table.
+        // The kernel has the routes to own addresses in another table than those of `routes_of`.
         let own = self
             .addresses_of(index)
             .map(|(ip, length)| route(network(ip, length), length, None, 0));
@@ -126,7 +129,7 @@ impl Found {
         for attribute in attributes.iter().flat_map(|link| &link.attributes) {
             match attribute {
                 LinkAttribute::Mtu(bytes) => mtu = *bytes,
-                // Of zeros is none.
+                // An address of zeros stands for none.
                 LinkAttribute::Address(address) if address.iter().any(|byte| *byte != 0) => {
                     hardware = address;
                 }
@@ -174,7 +177,7 @@ impl Found {
                 }
             }
             let length = message.header.destination_prefix_length;
-            // That of a default route is left out.
+            // The kernel leaves out the destination of a default route.
             let any = match message.header.address_family {
                 netlink_packet_route::AddressFamily::Inet => IpAddr::from([0; 4]),
                 netlink_packet_route::AddressFamily::Inet6 => IpAddr::from([0; 16]),
@@ -233,7 +236,7 @@ fn path_mtu(metric: &RouteMetric) -> Option<u32> {
     }
 }
 
-/// gVisor's Route. Go has a mask as its bytes, in base64.
+/// Returns gVisor's Route. In Go's JSON a mask is its bytes in base64.
 fn route(to: IpAddr, length: u8, through: Option<IpAddr>, mtu: u32) -> Value {
     let (ones, bits) = match to {
         IpAddr::V4(_) => (IpAddr::from([0xff; 4]), 32),

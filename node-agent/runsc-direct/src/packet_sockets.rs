@@ -1,6 +1,7 @@
-//! The packet sockets by which a sandbox' network stack hears its links.
+//! Copies of the packet sockets by which a running sandbox' network stack uses its links.
 //!
-//! Whoever begins the sandbox opens them and gives them to the sentry: runsc, or [`crate`]. A filter that is attached to one by whoever has a copy holds for the sentry's too.
+//! runsc or this crate opens the sockets when it begins the sandbox, and gives them to the sentry.
+//! A filter that is attached to a copy applies to the sentry's socket too.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -12,10 +13,10 @@ use torpor_runsc::command::Runsc;
 use torpor_runsc::process::command_line;
 use torpor_runsc::state;
 
-/// A sentry has some sixty descriptors; one that was taken over has as many as it likes.
+/// Most descriptors that are read. A sentry has some sixty; a compromised one may have any number.
 const MOST: usize = 4096;
 
-/// Why a sandbox' sockets cannot be had.
+/// Why a sandbox' sockets cannot be copied.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -36,15 +37,16 @@ pub enum Error {
     },
 }
 
-/// Copies of the sandbox' packet sockets.
+/// Returns copies of the sandbox' packet sockets.
 pub fn packet_sockets(runsc: &Runsc, sandbox: &str) -> Result<Vec<OwnedFd>, Error> {
     let pid = state::sentry(runsc.root(), sandbox)?;
-    let known = Pid::from_raw(pid).ok_or(Error::Ended { pid })?;
+    let id = Pid::from_raw(pid).ok_or(Error::Ended { pid })?;
     let copy = |source| Error::Copy { pid, source };
-    let process = pidfd_open(known, PidfdFlags::empty()).map_err(copy)?;
-    // The number may be another's by now, and stays the sandbox' if it is its own after it was opened.
-    let words = command_line(pid);
-    if !(words.starts_with("runsc-sandbox") && words.contains(sandbox)) {
+    let process = pidfd_open(id, PidfdFlags::empty()).map_err(copy)?;
+    // Another process may have the number by now. After the open the number cannot change hands, so
+    // this check of the process holds.
+    let command = command_line(pid);
+    if !(command.starts_with("runsc-sandbox") && command.contains(sandbox)) {
         return Err(Error::Ended { pid });
     }
     packet_sockets_of(process.as_fd(), pid)
@@ -59,7 +61,7 @@ fn packet_sockets_of(process: impl AsFd, pid: i32) -> Result<Vec<OwnedFd>, Error
     let mut found = Vec::new();
     for entry in std::fs::read_dir(&path).map_err(list)?.take(MOST) {
         let entry = entry.map_err(list)?;
-        // One that was closed meanwhile is not what is looked for.
+        // A descriptor that was closed meanwhile is skipped.
         let target = std::fs::read_link(entry.path()).unwrap_or_default();
         let Some(number) = (entry.file_name().to_str()).and_then(|name| name.parse().ok()) else {
             continue;

@@ -1,4 +1,5 @@
-//! The packet sockets by which a sandbox' network stack is on its links, as runsc/sandbox/network.go makes them.
+//! Making of the packet sockets by which a sandbox' network stack uses its links, as in
+//! runsc/sandbox/network.go.
 #![allow(unsafe_code)]
 
 use std::io::Error;
@@ -7,24 +8,25 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use nix::libc;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socket, sockopt};
 
-/// Bytes that wait to be read, and to be sent.
-const ROOM: usize = 4 << 20;
+/// Bytes of the buffers for receiving and for sending.
+const BUFFER: usize = 4 << 20;
 
 const SIOCETHTOOL: libc::c_ulong = 0x8946;
 const ETHTOOL_GGSO: u32 = 0x23;
-/// linux/if_packet.h.
+/// From linux/if_packet.h.
 const PACKET_VNET_HDR: libc::c_int = 15;
 
-/// linux/ethtool.h.
+/// `struct ethtool_value` of linux/ethtool.h.
 #[repr(C)]
 struct EthtoolValue {
     command: u32,
     data: u32,
 }
 
-/// On the link with this index and name in the calling thread's network namespace; and whether the link cuts segments by itself.
+/// Opens a socket on the link with this index and name in the calling thread's network namespace.
+/// Returns also whether the link has segmentation offload.
 pub(super) fn open(index: u32, name: &str) -> Result<(OwnedFd, bool), Error> {
-    // Without a protocol it hears nothing, and is bound at once.
+    // Without a protocol the socket receives nothing before it is bound.
     let (family, cloexec) = (AddressFamily::Packet, SockFlag::SOCK_CLOEXEC);
     let link = socket(family, SockType::Raw, cloexec, None)?;
     bind(&link, index)?;
@@ -32,12 +34,13 @@ pub(super) fn open(index: u32, name: &str) -> Result<(OwnedFd, bool), Error> {
     if offloads {
         with_headers(&link)?;
     }
-    // More than `net.core.rmem_max` takes CAP_NET_ADMIN of the host. gVisor's network is slower with less.
-    if setsockopt(&link, sockopt::RcvBufForce, &ROOM).is_err() {
-        let _ = setsockopt(&link, sockopt::RcvBuf, &ROOM);
+    // More bytes than `net.core.rmem_max` take CAP_NET_ADMIN of the host. With smaller buffers
+    // gVisor's network is slower.
+    if setsockopt(&link, sockopt::RcvBufForce, &BUFFER).is_err() {
+        let _ = setsockopt(&link, sockopt::RcvBuf, &BUFFER);
     }
-    if setsockopt(&link, sockopt::SndBufForce, &ROOM).is_err() {
-        let _ = setsockopt(&link, sockopt::SndBuf, &ROOM);
+    if setsockopt(&link, sockopt::SndBufForce, &BUFFER).is_err() {
+        let _ = setsockopt(&link, sockopt::SndBuf, &BUFFER);
     }
     Ok((link, offloads))
 }
@@ -72,6 +75,7 @@ fn bind(link: &OwnedFd, index: u32) -> Result<(), Error> {
     })
 }
 
+/// Reports whether the link has segmentation offload (`ETHTOOL_GGSO`).
 fn offloads(link: &OwnedFd, name: &str) -> Result<bool, Error> {
     let mut value = EthtoolValue {
         command: ETHTOOL_GGSO,
@@ -85,7 +89,8 @@ fn offloads(link: &OwnedFd, name: &str) -> Result<bool, Error> {
         *place = byte.cast_signed();
     }
     request.ifr_ifru.ifru_data = std::ptr::from_mut(&mut value).cast();
-    // SAFETY: the request is an ifreq, and its data an ethtool_value, which the kernel writes to; both live until this returns.
+    // SAFETY: the request is an ifreq, and its data an ethtool_value, which the kernel writes to.
+    // Both live until this returns.
     done(unsafe {
         libc::ioctl(
             link.as_raw_fd(),
@@ -96,7 +101,7 @@ fn offloads(link: &OwnedFd, name: &str) -> Result<bool, Error> {
     Ok(value.data != 0)
 }
 
-/// Each packet has a header that says where it is to be cut.
+/// Puts a header before each packet (virtio_net_hdr), with the size of the segments to cut.
 fn with_headers(link: &OwnedFd) -> Result<(), Error> {
     let on: libc::c_int = 1;
     // SAFETY: the value is an int of the length that is given.

@@ -1,4 +1,5 @@
-//! What a sandbox' first process is given, told from what runsc recorded of it when it last ran.
+//! The plan of a sandbox' first process, from runsc's record of the sandbox when it last ran, and
+//! the arguments of the process.
 
 use std::path::PathBuf;
 
@@ -6,46 +7,27 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use torpor_records::RunscRecord;
 
-use super::gofer;
+use super::gofer::plan::{Plan as GoferPlan, numbers};
+use super::record::{GOFERS, id_map, is_nothing, is_usual, namespace, running, text};
 
-/// Releases of gVisor of which it was read that they begin a restored sandbox as this module does
-/// (runsc/sandbox/sandbox.go, runsc/sandbox/network.go, runsc/cmd/sentry/sentrycmd), and its other
-/// containers (runsc/container/container.go, runsc/cmd/gofer.go, runsc/cmd/sandboxsetup,
-/// runsc/config). Sandboxes of all others are begun by their own runsc. As `runsc --version` says
-/// them: one that Google built, and the development cluster's.
-const KNOWN_RELEASES: [&str; 2] = ["release-20260905.0", "release-20260905.0-torpor"];
-
-/// Whether sandboxes of this release of gVisor may be begun without its runsc.
-pub fn is_known_release(release: &str) -> bool {
-    KNOWN_RELEASES.contains(&release)
-}
-
-/// What a record says of the sandbox where nothing is configured that would have to be done as runsc does it (`runsc/config.Config.MetricMetadata`).
-const USUAL: [(&str, &str); 5] = [
-    ("platform", "systrap"),
-    ("network", "sandbox"),
-    ("fsmode", "directfs"),
-    ("coretags", "false"),
-    ("experiment", ""),
-];
-
-/// Of a root file system that is an EROFS image, with nothing over it: no gofer (gVisor, `runsc/specutils.GoferMountConf`).
+/// Use of a root file system that is an EROFS image with nothing over it, and has no gofer (gVisor,
+/// `runsc/specutils.GoferMountConf`).
 const EROFS_ALONE: &str = r#"[{"lower":2,"upper":0}]"#;
 
-/// runsc leaves IPv6 addresses on the pod's links by it.
+/// Setting for which runsc leaves IPv6 addresses on the pod's links.
 const NO_IPV6: &str = "/spec/linux/sysctl/net.ipv6.conf.all.disable_ipv6";
 
-/// The root file system of its first container.
+/// The root file system of a sandbox' first container.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Root {
     /// An EROFS image, which gVisor reads by itself.
     Image(PathBuf),
-    /// It has a gofer.
-    Served(Box<gofer::Plan>),
+    /// Files of the host, which a gofer serves.
+    Served(Box<GoferPlan>),
 }
 
 impl Root {
-    /// How it and the volumes are used, as runsc says it.
+    /// Returns the use of the root file system and of the volumes, as an argument of runsc.
     pub(super) fn mount_confs(&self) -> &str {
         match self {
             Self::Image(_) => "erofs:none",
@@ -54,7 +36,7 @@ impl Root {
     }
 }
 
-/// How its next process begins.
+/// The start of a sandbox' next process.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Plan {
     pub(super) root: Root,
@@ -64,15 +46,8 @@ pub(super) struct Plan {
     pub(super) gid_map: String,
 }
 
-/// The lowest `oom_score_adj` of all containers but the first, which the sandbox' process has
-/// (`runsc/container.adjustSandboxOOMScoreAdj`).
-pub(super) fn lowest_oom_score(record: &RunscRecord) -> Option<i64> {
-    let scores = record.containers.values().filter_map(oom_score);
-    scores.min()
-}
-
-/// How the sandbox' next process begins; `spec`: of the first container's bundle. None where the
-/// record has anything that this module does not know: then runsc begins it.
+/// Returns the plan of the sandbox' next process. `spec`: the first container's OCI spec. None
+/// where the record has a part that is unknown here: runsc must begin the sandbox.
 pub(super) fn plan(record: &RunscRecord, spec: &Value, sandbox: &str) -> Option<Plan> {
     let record = &record.sandbox;
     let nothing = |pointer: &str| record.pointer(pointer).is_none_or(is_nothing);
@@ -88,7 +63,7 @@ pub(super) fn plan(record: &RunscRecord, spec: &Value, sandbox: &str) -> Option<
     (namespace(record, "user")?.is_none()).then_some(())?;
     let root = match image(record) {
         Some(image) => Root::Image(image),
-        None => Root::Served(Box::new(gofer::Plan::new(record, spec, sandbox)?)),
+        None => Root::Served(Box::new(GoferPlan::new(record, spec, sandbox)?)),
     };
     Some(Plan {
         root,
@@ -98,15 +73,15 @@ pub(super) fn plan(record: &RunscRecord, spec: &Value, sandbox: &str) -> Option<
     })
 }
 
-/// The first container's state for runsc, of the sandbox that has this process now, and this gofer
-/// if any.
+/// Returns the first container's record for runsc. The sandbox' sentry is now the process `pid`,
+/// and its gofer, if any, the process `gofer`.
 pub(super) fn running_sandbox(record: &RunscRecord, pid: i32, gofer: Option<i32>) -> Value {
     let mut record = running(&record.sandbox, pid);
     record["goferPid"] = json!(gofer.unwrap_or_default());
     record
 }
 
-/// The EROFS image that is the root file system of a first container without a gofer.
+/// Returns the EROFS image that is the root file system of a first container without a gofer.
 fn image(record: &Value) -> Option<PathBuf> {
     let alone = serde_json::from_str::<Value>(EROFS_ALONE).ok()?;
     let annotation = |name: &str| {
@@ -115,7 +90,7 @@ fn image(record: &Value) -> Option<PathBuf> {
             .get(format!("dev.gvisor.spec.rootfs.{name}"))?
             .as_str()
     };
-    let is_alone = record.get(gofer::GOFERS) == Some(&alone)
+    let is_alone = record.get(GOFERS) == Some(&alone)
         && record.get("goferPid") == Some(&json!(0))
         && annotation("type") == Some("erofs")
         && annotation("overlay").is_none();
@@ -125,80 +100,24 @@ fn image(record: &Value) -> Option<PathBuf> {
         .map(PathBuf::from)
 }
 
-/// The record of a container, for runsc, in the sandbox that has this process now.
-pub(super) fn running(record: &Value, pid: i32) -> Value {
-    let mut record = record.clone();
-    let mut set = |pointer: &str, value: Value| {
-        if let Some(place) = record.pointer_mut(pointer) {
-            *place = value;
-        }
-    };
-    set("/status", json!("running"));
-    set("/sandbox/pid", json!(pid));
-    set("/sandbox/checkpointed", json!(false));
-    set("/sandbox/restored", json!(true));
-    record
-}
-
-fn text<'a>(record: &'a Value, pointer: &str) -> Option<&'a str> {
-    record.pointer(pointer)?.as_str()
-}
-
-/// Whether its sandbox is of a release that is known, and configured as the modules here know it.
-pub(super) fn is_usual(record: &Value) -> bool {
-    let said = |key: &str| text(record, &format!("/sandbox/metricMetadata/{key}"));
-    said("version").is_some_and(is_known_release)
-        && USUAL.iter().all(|(key, value)| said(key) == Some(value))
-}
-
-/// What Go writes of what is not there.
-pub(super) fn is_nothing(value: &Value) -> bool {
-    [json!(null), json!(false), json!(""), json!({}), json!([])].contains(value)
-}
-
-pub(super) fn oom_score(record: &Value) -> Option<i64> {
-    record.pointer("/spec/process/oomScoreAdj")?.as_i64()
-}
-
-/// The path of the namespace of this kind; none if it is a new one. None if there is not exactly one.
-pub(super) fn namespace<'a>(record: &'a Value, kind: &str) -> Option<Option<&'a str>> {
-    let all = record.pointer("/spec/linux/namespaces")?.as_array()?;
-    let mut of_kind = all.iter().filter(|namespace| namespace["type"] == kind);
-    let (namespace, others) = (of_kind.next()?, of_kind.next());
-    let path = namespace.get("path").and_then(Value::as_str);
-    others
-        .is_none()
-        .then_some(path.filter(|path| !path.is_empty()))
-}
-
-/// As `/proc/<pid>/uid_map` takes them.
-pub(super) fn id_map(record: &Value, name: &str) -> Option<String> {
-    let mappings = record.pointer("/spec/linux")?.get(name)?.as_array()?;
-    let line = |mapping: &Value| {
-        let number = |key: &str| mapping.get(key)?.as_u64();
-        let (inside, outside) = (number("containerID")?, number("hostID")?);
-        Some(format!("{inside} {outside} {}\n", number("size")?))
-    };
-    let map = mappings.iter().map(line).collect::<Option<String>>()?;
-    (!map.is_empty()).then_some(map)
-}
-
-/// What `runsc boot` is told, beside the numbers of its descriptors.
+/// Arguments of `runsc boot`, without its descriptors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct BootArgs {
-    /// Of all commands of runsc's.
+    /// Flags of all commands of runsc.
     pub(super) flags: Vec<String>,
     pub(super) bundle: PathBuf,
     pub(super) sandbox: String,
-    /// Bytes that the machine has.
+    /// Bytes of the machine's memory.
     pub(super) memory: u64,
-    /// What of it the Pod may use, in runsc's words.
+    /// The Pod's limits, as arguments of runsc.
     pub(super) limits: Vec<String>,
-    /// What it would read from `/sys`, where it is not any more.
+    /// Properties of the host that runsc would read from `/sys`, which it no longer has.
     pub(super) host_flags: Vec<String>,
-    /// Of its first container, as runsc says them.
+    /// Use of the first container's file systems, as an argument of runsc.
     pub(super) mount_confs: String,
-    /// Descriptors of its file systems: images and connections to a gofer, then files that it writes to, then, if there is a gofer, what tells its mounts.
+    /// Numbers of descriptors of the file systems: of images and connections to a gofer, and of
+    /// files that gVisor writes to. They come in this order. With a gofer the pipe of its mounts
+    /// follows.
     pub(super) connections: usize,
     pub(super) filestores: usize,
 }
@@ -210,25 +129,26 @@ pub(super) struct Descriptors {
     pub(super) booted: i32,
     pub(super) control: i32,
     pub(super) spec: i32,
-    /// Standard input, output and error of the first container, whose program says nothing.
+    /// Standard input, output and error of the first container, whose program does not use them.
     pub(super) stdio: [i32; 3],
-    /// A byte in it has `/proc` unmounted.
+    /// Pipe to the process that unmounts `/proc` after a byte.
     pub(super) proc_sync: i32,
-    /// As [`BootArgs`] counts them.
+    /// Descriptors that [`BootArgs`] counts.
     pub(super) file_systems: Vec<i32>,
 }
 
 impl BootArgs {
-    /// The words of `runsc boot` once the process is where it is to be, as runsc executes itself for the last time.
-    pub(super) fn words(&self, fds: &Descriptors) -> Vec<String> {
+    /// Returns the arguments of runsc's last execution of itself: `runsc boot` in the final
+    /// namespaces and root.
+    pub(super) fn to_args(&self, fds: &Descriptors) -> Vec<String> {
         let (connections, others) = fds.file_systems.split_at(self.connections);
         let (filestores, mounts) = others.split_at(self.filestores);
-        let mut words = self.flags.clone();
-        words.push(format!("--log-fd={}", fds.log));
-        words.push("boot".to_owned());
-        words.extend(self.host_flags.iter().cloned());
-        words.extend(self.limits.iter().cloned());
-        words.extend([
+        let mut args = self.flags.clone();
+        args.push(format!("--log-fd={}", fds.log));
+        args.push("boot".to_owned());
+        args.extend(self.host_flags.iter().cloned());
+        args.extend(self.limits.iter().cloned());
+        args.extend([
             "--apply-caps=false".to_owned(),
             "--setup-root=false".to_owned(),
             format!("--bundle={}", self.bundle.display()),
@@ -242,16 +162,10 @@ impl BootArgs {
             format!("--proc-mount-sync-fd={}", fds.proc_sync),
         ]);
         if !filestores.is_empty() {
-            words.push(format!("--gofer-filestore-fds={}", numbers(filestores)));
+            args.push(format!("--gofer-filestore-fds={}", numbers(filestores)));
         }
-        words.extend(mounts.iter().map(|fd| format!("--mounts-fd={fd}")));
-        words.push(self.sandbox.clone());
-        words
+        args.extend(mounts.iter().map(|fd| format!("--mounts-fd={fd}")));
+        args.push(self.sandbox.clone());
+        args
     }
-}
-
-/// As runsc takes several descriptors.
-pub(super) fn numbers(fds: &[i32]) -> String {
-    let numbers: Vec<String> = fds.iter().map(i32::to_string).collect();
-    numbers.join(",")
 }

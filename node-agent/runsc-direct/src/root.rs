@@ -1,5 +1,5 @@
-//! The root file system of a sandbox' first process: nothing but what gVisor reads of `/proc` until it is about to run programs, as
-//! runsc/cmd/chroot.go has it.
+//! The root file system of a sandbox' first process, as in runsc/cmd/chroot.go. It has only the
+//! files of `/proc` that gVisor reads before it runs programs.
 
 use std::io::Error;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -8,26 +8,27 @@ use std::path::Path;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::unistd::{chdir, pivot_root};
 
-use super::process::{Step, cannot};
+use super::steps::{Step, cannot};
 
-/// Made a place to build in; the mount namespace is the process' own.
+/// Directory over which the new root is mounted, in the process' own mount namespace.
 const PLACE: &str = "/tmp";
-/// What gVisor reads of the machine's settings.
+/// Settings of the machine that gVisor reads.
 const COPIED: [&str; 2] = [
     "/proc/sys/vm/mmap_min_addr",
     "/proc/sys/kernel/cap_last_cap",
 ];
 
-/// The program that this process executes once it is there: `/proc` goes away with it.
+/// Path of the program in the new root. The program unmounts `/proc`, and the path with it.
 pub(super) const PROGRAM: &str = "/proc/exe";
 
-/// Moves the process, the first one of new user, mount and PID namespaces, into it. `program`: the number of its descriptor.
+/// Moves the process into the new root. The process must be the first one of new user, mount and
+/// PID namespaces. `program`: the descriptor of the program to execute.
 pub(super) fn enter(program: i32) -> Step<()> {
     let nothing: Option<&str> = None;
     let plain = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
 
     let place = Path::new(PLACE);
-    // What is mounted on a link is mounted on where it leads.
+    // A mount on a link would be at the link's target.
     let is_dir = std::fs::symlink_metadata(place)
         .map_err(cannot("examine /tmp"))?
         .is_dir();
@@ -48,13 +49,13 @@ pub(super) fn enter(program: i32) -> Step<()> {
     leave_hosts(place)
 }
 
-/// What is mounted from now on is seen by nobody else.
+/// Keeps later mounts of this mount namespace out of all others.
 pub(super) fn keep_mounts() -> Step<()> {
     let (slave, nothing) = (MsFlags::MS_SLAVE | MsFlags::MS_REC, None::<&str>);
     mount(nothing, "/", nothing, slave, nothing).map_err(cannot("make its mounts private"))
 }
 
-/// What is mounted at `place` is the process' root; the host's is gone.
+/// Makes the mount at `place` the process' root, and unmounts the host's root.
 pub(super) fn leave_hosts(place: &Path) -> Step<()> {
     chdir(place).map_err(cannot("enter its root"))?;
     pivot_root(".", ".").map_err(cannot("change its root"))?;
@@ -62,14 +63,16 @@ pub(super) fn leave_hosts(place: &Path) -> Step<()> {
     chdir("/").map_err(cannot("enter its root"))
 }
 
-/// The time zone of gVisor's log; without it there is UTC in it.
+/// Copies the time zone for gVisor's log. Without it the log has UTC.
 pub(super) fn local_time(place: &Path) -> Result<(), Error> {
     std::fs::create_dir(place.join("etc"))?;
     std::fs::copy("/etc/localtime", place.join("etc/localtime")).map(drop)
 }
 
-/// A file system in memory with the few files of `/proc` that are read, so that they are the same ones whether the whole may be mounted anew or not: something may be
-/// mounted over a part of the host's, and then the kernel gives no other one to a user namespace.
+/// Makes `/proc` in the new root: a file system in memory with the few files that gVisor reads. The
+/// files are the same whether the kernel allows a new proc file system or not: links lead to the
+/// new one, or to the host's. The kernel refuses a new one to a user namespace where something is
+/// mounted over a part of the host's `/proc`.
 fn proc(place: &Path, program: i32, plain: MsFlags) -> Step<()> {
     let nothing: Option<&str> = None;
     let proc = place.join("proc");

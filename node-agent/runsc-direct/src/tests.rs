@@ -8,7 +8,8 @@ use super::plan::Descriptors;
 use super::*;
 use torpor_test_namespace::{Namespace, sh};
 
-/// What runsc records of a pause container (release-20260905.0), without what nothing is told from.
+/// Returns runsc's record of a pause container (release-20260905.0), without the fields that this
+/// crate does not read.
 pub(super) fn record() -> Value {
     json!({
         "id": "s", "bundleDir": "/b", "status": "created", "goferPid": 0,
@@ -80,7 +81,7 @@ fn what_runsc_has_no_record_of_is_told_from_an_earlier_time() {
     assert_eq!(now.clone().or_from(None, known), now);
 }
 
-/// Its root file system is its image's, and has a gofer.
+/// The root file system of the pause container's image has a gofer.
 #[test]
 fn a_first_container_that_is_served_has_a_plan_of_its_gofer() {
     let mut record = record();
@@ -90,7 +91,7 @@ fn a_first_container_that_is_served_has_a_plan_of_its_gofer() {
     record["spec"]["mounts"] = json!([]);
     let spec = json!({ "root": { "path": "/rootfs" }, "mounts": [] });
     let plan = plan::plan(&kept(record.clone()), &spec, "s").expect("known");
-    let gofer = gofer::Plan::new(&record, &spec, "s").expect("known");
+    let gofer = gofer::plan::Plan::new(&record, &spec, "s").expect("known");
     assert_eq!(plan.root.mount_confs(), "lisafs:none");
     assert_eq!(plan.root, Root::Served(Box::new(gofer)));
 }
@@ -161,7 +162,7 @@ fn what_is_not_known_is_left_to_runsc() {
             "/spec/linux/namespaces".to_owned(),
             json!([{ "type": "user" }, { "type": "network" }]),
         ),
-        // Pushed to those that are there.
+        // Appended to the record's namespaces.
         (
             "/spec/linux/namespaces/-".to_owned(),
             json!({ "type": "network", "path": "/netns/b" }),
@@ -230,7 +231,7 @@ fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
             proc_sync: 11,
             file_systems: file_systems.to_vec(),
         };
-        let words = args.words(&descriptors);
+        let words = args.to_args(&descriptors);
         let words: Vec<String> = words.iter().map(|word| word.replace(' ', "_")).collect();
         words.join(" ")
     };
@@ -269,12 +270,13 @@ fn what_gvisor_cannot_read_in_its_root_it_is_told() {
     assert_eq!(host_flags(|_| Some("[".to_owned())), ["--product-name=["]);
 }
 
-/// The same as runsc read of such a namespace (its debug log, "Setting up network, config"), in Go's JSON.
+/// The expected arguments are those that runsc read of such a namespace (its debug log, "Setting up
+/// network, config"), in Go's JSON.
 #[test]
 fn a_sandbox_gets_the_links_addresses_and_routes_of_its_pod_which_loses_the_addresses() {
     let namespace = Namespace::with_addresses();
     let name = namespace.name();
-    // With another address of its own a link forgets its neighbours.
+    // A link drops its neighbours when its own address changes.
     sh(&format!(
         "ip -n {name} link set eth0 address 02:00:00:00:00:aa mtu 1400
          ip -n {name} neigh replace 10.201.0.1 lladdr 02:00:00:00:00:01 dev eth0 nud permanent
@@ -285,7 +287,7 @@ fn a_sandbox_gets_the_links_addresses_and_routes_of_its_pod_which_loses_the_addr
          ip -n {name} -6 addr flush dev eth1"
     ));
     let (arguments, sockets) = net::within(&namespace.path(), take_links).expect("taken");
-    // The other end of the pair is in the namespace too, and up, without an address.
+    // The other end of the pair is in the namespace too. It is up and has no address.
     assert_eq!(sockets.len(), 1);
     let link = &arguments["FDBasedLinks"][0];
     assert!(
@@ -321,7 +323,7 @@ fn a_sandbox_gets_the_links_addresses_and_routes_of_its_pod_which_loses_the_addr
     });
     assert_eq!(arguments, expected);
     assert_eq!(sh(&format!("ip -n {name} -o addr show dev eth0")), "");
-    // What is taken already stays so, and a link without an address is none of the sandbox'.
+    // A second call changes nothing: a link without an address is none of the sandbox'.
     let (arguments, sockets) = net::within(&namespace.path(), take_links).expect("taken");
     assert!(sockets.is_empty() && arguments["FDBasedLinks"] == json!([]));
 }
@@ -334,7 +336,7 @@ fn without_the_links_own_offload_gvisor_cuts_segments_itself() {
         "ip -n {name} link set eth0 gso_max_size 32768; ip -n {name} -6 addr flush dev eth1"
     ));
     let found = net::within(&namespace.path(), || found(&mut Netlink::open()?)).expect("read");
-    let told = |offloads: bool| {
+    let gso = |offloads: bool| {
         let arguments = found.arguments(&found.links(), &[offloads]);
         let link = &arguments["FDBasedLinks"][0];
         (
@@ -342,6 +344,6 @@ fn without_the_links_own_offload_gvisor_cuts_segments_itself() {
             link["GVisorGSOEnabled"].as_bool(),
         )
     };
-    assert_eq!(told(true), (Some(32768), Some(false)));
-    assert_eq!(told(false), (Some(65536), Some(true)));
+    assert_eq!(gso(true), (Some(32768), Some(false)));
+    assert_eq!(gso(false), (Some(65536), Some(true)));
 }

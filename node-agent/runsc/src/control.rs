@@ -1,9 +1,10 @@
-//! The control socket of a gVisor sandbox, spoken to directly.
+//! A client of the control socket of a gVisor sandbox.
 //!
 //! A unix stream socket at `<runsc root>/runsc-<sandbox id>.sock` takes one JSON value per request,
-//! `{"method": "...", "arg": ...}` with files by SCM_RIGHTS, and answers `{"success", "err", "result"}` (gVisor's
-//! pkg/urpc and runsc/boot/controller.go). The protocol is internal to a runsc build: we ship that build, name its
-//! digest in every image, and the e2e tests run against it. A call costs 0.1–0.5 ms where the command costs 16.
+//! `{"method": "...", "arg": ...}`, with files by SCM_RIGHTS. It answers
+//! `{"success", "err", "result"}` (gVisor's pkg/urpc and runsc/boot/controller.go). The protocol is
+//! internal to a runsc build. Torpor ships that build, every image names its digest, and the e2e
+//! tests run against it. A call costs 0.1–0.5 ms; a command of runsc costs 16 ms.
 
 use std::io::{BufReader, ErrorKind, IoSlice, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -16,35 +17,35 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::dial::{dial, is_nobody};
+use crate::dial::{dial, is_not_listening};
 use crate::sigstop::{self, Gofers};
 
-/// An answer is never larger than this: the longest is the process list of one container.
+/// Bytes that are read of an answer. The longest answer is the process list of one container.
 const MAX_ANSWER: u64 = 4 << 20;
 const CHECKPOINT: &str = "containerManager.Checkpoint";
-/// gVisor takes a connection at once.
+/// Limit for connecting. gVisor accepts a connection at once.
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 
 /// Why a call on the control socket failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody listens: the sandbox is not running (any more).
+    /// No process listens: the sandbox does not run, or runs no longer.
     #[error("no sandbox listens on {path}")]
     NotRunning {
         path: PathBuf,
         #[source]
         source: std::io::Error,
     },
-    /// It may be there, and has heard nothing.
+    /// The sandbox may exist, and has received nothing.
     #[error("cannot connect to the sandbox at {path}")]
     Unreachable {
         path: PathBuf,
         #[source]
         source: std::io::Error,
     },
-    /// It was stopped while it dozed, and would not answer.
+    /// The dozing sandbox' processes are stopped and cannot be continued, so it would not answer.
     #[error("cannot resume the sandbox of {path}")]
-    Halted {
+    Stopped {
         path: PathBuf,
         #[source]
         source: Box<sigstop::Error>,
@@ -55,15 +56,16 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    /// The sandbox ended with the call unread: it had no effect, and never will have. (The kernel resets a unix stream whose other end is closed with bytes unread in it; one that
-    /// was read ends without an error.)
+    /// The sandbox ended without reading the call: the call has no effect. (The kernel resets a
+    /// unix stream whose other end is closed with unread bytes in it. A stream whose bytes were all
+    /// read ends without an error.)
     #[error("the sandbox ended before it received {method}")]
-    NotHeard {
+    NotReceived {
         method: &'static str,
         #[source]
         source: std::io::Error,
     },
-    /// The sandbox ended, or did not answer in time: whether the call took effect is not known.
+    /// The sandbox ended, or did not answer in time. It is not known whether the call took effect.
     #[error("the sandbox did not answer {method}")]
     NoAnswer {
         method: &'static str,
@@ -76,7 +78,7 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
-    /// gVisor's own words.
+    /// gVisor answered with this error message.
     #[error("gVisor refused {method}: {message}")]
     Refused {
         method: &'static str,
@@ -85,14 +87,16 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the call may have taken effect all the same.
+    /// Reports whether the call may have taken effect in spite of the error.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::NoAnswer { .. } | Self::BadAnswer { .. })
     }
 
     fn of_send(method: &'static str, source: std::io::Error) -> Self {
         match source.kind() {
-            ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => Self::NotHeard { method, source },
+            ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
+                Self::NotReceived { method, source }
+            }
             _ => Self::Send { method, source },
         }
     }
@@ -107,13 +111,13 @@ struct Answer {
     result: Value,
 }
 
-/// What gVisor says of a panic, without the stacks of its goroutines, which go on for pages.
+/// Returns the message of a panic of gVisor without the stacks of its goroutines, which take pages.
 pub(crate) fn without_stack(message: &str) -> &str {
-    let words = message.split("\ngoroutine ").next().unwrap_or(message);
-    words.trim().trim_end_matches(':')
+    let text = message.split("\ngoroutine ").next().unwrap_or(message);
+    text.trim().trim_end_matches(':')
 }
 
-/// State of one container as the sandbox tells it (gVisor's ContainerRuntimeState).
+/// State of one container as the sandbox reports it (gVisor's ContainerRuntimeState).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContainerState {
     Creating,
@@ -121,10 +125,10 @@ pub enum ContainerState {
     Stopped,
 }
 
-/// Where a signal goes (gVisor's SignalDeliveryMode).
+/// Receivers of a signal (gVisor's SignalDeliveryMode).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SignalScope {
-    /// One process; pid 0 is the container's first.
+    /// One process; pid 0 is the container's first process.
     Process,
     /// Every process of the container.
     All,
@@ -132,37 +136,38 @@ pub enum SignalScope {
     Foreground,
 }
 
-/// Path of the control socket of `sandbox`.
+/// Returns the path of the control socket of `sandbox`.
 pub fn socket_path(runsc_root: &Path, sandbox: &str) -> PathBuf {
     runsc_root.join(format!("runsc-{sandbox}.sock"))
 }
 
-/// One connection to a sandbox; one call at a time.
+/// A connection to a sandbox, for one call at a time.
 #[derive(Debug)]
 pub struct Control {
     stream: UnixStream,
-    /// Those of a sandbox that was stopped and let go on for this connection.
+    /// Gofers of a sandbox whose stopped processes were continued for this connection.
     gofers: Option<Gofers>,
 }
 
-/// The connection up to a deadline, which stands for all that is carried over it together: the kernel's own limit begins anew with each
-/// call, and a sandbox that says a byte now and then would be listened to for months.
+/// The connection up to a deadline for all its reads and writes together. The kernel's own limit
+/// begins anew with each system call: a sandbox that sends a byte now and then could be waited for
+/// without end.
 struct Until<'a, 'w> {
     stream: &'a UnixStream,
-    /// None: for as long as it takes.
+    /// None: no limit.
     deadline: Option<Instant>,
-    /// Looks every [`LOOK`] whether the answer is still worth waiting for.
+    /// Called every [`WATCH_PERIOD`] while an answer is awaited.
     watch: Option<Watch<'w>>,
 }
 
-/// Answers whether the wait for an answer goes on.
+/// Returns whether the wait for an answer continues.
 pub type Watch<'a> = &'a mut dyn FnMut() -> bool;
 
-/// How often a [`Watch`] looks while the sandbox says nothing.
-const LOOK: Duration = Duration::from_millis(100);
+/// Time between two calls of a [`Watch`] while the sandbox sends nothing.
+const WATCH_PERIOD: Duration = Duration::from_millis(100);
 
 impl Until<'_, '_> {
-    /// What is left, as the limit of the next call of the kernel's.
+    /// Returns the remaining time, as the limit of the next system call.
     fn left(&self) -> std::io::Result<Option<Duration>> {
         let until = |at: Instant| at.saturating_duration_since(Instant::now());
         match self.deadline.map(until) {
@@ -182,7 +187,7 @@ impl Read for Until<'_, '_> {
                         "the caller stopped waiting for the answer",
                     ));
                 }
-                limit = Some(limit.map_or(LOOK, |left| left.min(LOOK)));
+                limit = Some(limit.map_or(WATCH_PERIOD, |left| left.min(WATCH_PERIOD)));
             }
             self.stream.set_read_timeout(limit)?;
             match self.stream.read(buffer).map_err(timed_out) {
@@ -204,7 +209,7 @@ impl Write for Until<'_, '_> {
     }
 }
 
-/// The kernel says of a time that is over that the call would block.
+/// Translates the kernel's error for an exceeded limit: "the call would block".
 fn timed_out(error: std::io::Error) -> std::io::Error {
     match error.kind() {
         ErrorKind::WouldBlock => ErrorKind::TimedOut.into(),
@@ -213,33 +218,35 @@ fn timed_out(error: std::io::Error) -> std::io::Error {
 }
 
 impl Control {
-    /// Connects to the sandbox whose root container is `sandbox`, and lets it go on if it was stopped: see [`crate::sigstop`].
+    /// Connects to the sandbox whose root container is `sandbox`. Continues its processes where
+    /// they are stopped: see [`crate::sigstop`].
     pub fn connect(runsc_root: &Path, sandbox: &str) -> Result<Self, Error> {
         let path = socket_path(runsc_root, sandbox);
         let connected = match Self::connect_within(path.clone(), CONNECT_LIMIT) {
             Err(Error::Unreachable { .. })
-                if sigstop::go_on_by_record(runsc_root, sandbox).is_ok() =>
+                if sigstop::continue_by_record(runsc_root, sandbox).is_ok() =>
             {
                 Self::connect_within(path.clone(), CONNECT_LIMIT)
             }
             connected => connected,
         };
         let control = connected?;
-        match sigstop::go_on(runsc_root, sandbox, control.sentry()) {
+        match sigstop::continue_stopped(runsc_root, sandbox, control.sentry()) {
             Ok(gofers) => Ok(Self { gofers, ..control }),
-            Err(source) => Err(Error::Halted {
+            Err(source) => Err(Error::Stopped {
                 path,
                 source: Box::new(source),
             }),
         }
     }
 
-    /// To a sandbox that has just begun: nobody has stopped it, and there may be no record of it yet.
+    /// Connects to a sandbox that has just started. Its processes are not stopped, and runsc may
+    /// have no record of it yet.
     pub fn connect_to_new(runsc_root: &Path, sandbox: &str) -> Result<Self, Error> {
         Self::connect_within(socket_path(runsc_root, sandbox), CONNECT_LIMIT)
     }
 
-    /// The process that listens; 0 where it cannot be seen from here.
+    /// Returns the id of the listening process. 0: this process' PID namespace does not have it.
     fn sentry(&self) -> i32 {
         let listens = getsockopt(&self.stream, sockopt::PeerCredentials);
         listens.map_or(0, |peer| peer.pid())
@@ -253,7 +260,7 @@ impl Control {
             }),
             Err(errno) => {
                 let source = errno.into();
-                Err(match is_nobody(errno) {
+                Err(match is_not_listening(errno) {
                     true => Error::NotRunning { path, source },
                     false => Error::Unreachable { path, source },
                 })
@@ -261,12 +268,13 @@ impl Control {
         }
     }
 
-    /// The sandbox' gofers, where they had to be known to connect: to read of them again takes a tenth of a wake's own time.
+    /// Returns the sandbox' gofers where [`Self::connect`] has read them. Reading them again takes
+    /// a tenth of a wake's own time.
     pub(crate) fn gofers(&self) -> Option<&Gofers> {
         self.gofers.as_ref()
     }
 
-    /// The raw descriptor, for poll.
+    /// Returns the raw descriptor, for poll.
     pub fn as_raw_fd(&self) -> RawFd {
         self.stream.as_raw_fd()
     }
@@ -314,7 +322,8 @@ impl Control {
             deadline,
             watch,
         };
-        // One call at a time: nothing comes after its answer. Without a buffer each byte would be a call of the kernel's.
+        // One call at a time: no bytes follow its answer. Without a buffer each byte would be a
+        // system call.
         let limited = BufReader::new(until.take(MAX_ANSWER));
         let mut values = serde_json::Deserializer::from_reader(limited).into_iter::<Answer>();
         let answer = match values.next() {
@@ -322,7 +331,7 @@ impl Control {
             Some(Err(error)) if error.is_io() || error.is_eof() => {
                 let source = std::io::Error::from(error);
                 return Err(match source.kind() {
-                    ErrorKind::ConnectionReset => Error::NotHeard { method, source },
+                    ErrorKind::ConnectionReset => Error::NotReceived { method, source },
                     _ => Error::NoAnswer { method, source },
                 });
             }
@@ -341,6 +350,7 @@ impl Control {
         serde_json::from_value(answer.result).map_err(|source| Error::BadAnswer { method, source })
     }
 
+    /// Calls a method and returns its result. `timeout` is for the call and its answer together.
     pub fn call<T: DeserializeOwned>(
         &mut self,
         method: &'static str,
@@ -353,19 +363,21 @@ impl Control {
         self.receive(method, deadline, None)
     }
 
-    /// Stops every task; returns when all of them are stopped. gVisor counts: see [`crate::pause`].
+    /// Stops every task, and returns when all tasks are stopped. gVisor counts pauses: see
+    /// [`crate::pause`].
     pub(crate) fn pause(&mut self, timeout: Duration) -> Result<(), Error> {
         self.call::<Value>("containerManager.Pause", &Value::Null, &[], timeout)
             .map(drop)
     }
 
-    /// Lets the tasks run on. Once too often ends the sandbox: see [`crate::pause`].
+    /// Continues the tasks. One resume too many ends the sandbox: see [`crate::pause`].
     pub(crate) fn resume(&mut self, timeout: Duration) -> Result<(), Error> {
         self.call::<Value>("containerManager.Resume", &Value::Null, &[], timeout)
             .map(drop)
     }
 
-    /// Lets go of a container other than the sandbox' first: its processes are killed, and gVisor knows it no more.
+    /// Kills the processes of a container other than the sandbox' first, and removes the container
+    /// from gVisor.
     pub(crate) fn destroy_container(
         &mut self,
         container: &str,
@@ -376,7 +388,8 @@ impl Control {
             .map(drop)
     }
 
-    /// State of one container. Answers also while the sandbox is paused, and so tells whether it is alive.
+    /// Returns the state of one container. A paused sandbox answers too, so the call shows whether
+    /// the sandbox is alive.
     pub fn container_state(
         &mut self,
         container: &str,
@@ -391,11 +404,12 @@ impl Control {
         })
     }
 
-    /// Processor time that the sandbox' programs have used since it was started or restored, by gVisor's own accounts.
+    /// Returns the processor time that the sandbox' programs have used since the sandbox was
+    /// started or restored, by gVisor's own accounts.
     pub fn processor_time(&mut self, sandbox: &str, timeout: Duration) -> Result<Duration, Error> {
         #[derive(Deserialize)]
         struct Usage {
-            /// Nanoseconds by container; null when there is none.
+            /// Nanoseconds by container; null when there is no container.
             #[serde(rename = "containerUsage", default)]
             containers: Option<std::collections::BTreeMap<String, u64>>,
         }
@@ -407,34 +421,37 @@ impl Control {
         Ok(Duration::from_nanos(total))
     }
 
-    /// Bytes that the memory of the sandbox' programs takes, in swap or not: an image of it is about as large, or smaller by its zeros.
+    /// Returns the bytes of the memory of the sandbox' programs, in swap or not. An image of the
+    /// sandbox is about as large, or smaller by the pages of zeros.
     pub fn memory_usage(&mut self, timeout: Duration) -> Result<u64, Error> {
         #[derive(Deserialize)]
         struct Usage {
             #[serde(rename = "Total")]
             total: u64,
         }
-        // Not in full: that would go through all pages.
+        // A full count would go through all pages.
         let arg = json!({ "Full": false });
         let usage: Usage = self.call("Usage.Collect", &arg, &[], timeout)?;
         Ok(usage.total)
     }
 
-    /// Has the sentry collect its garbage; its runtime does so by itself when the last time was an hour ago (Google's build: two minutes), or the heap has doubled since.
-    /// It also lets go of what it caches of files: of a sandbox that was just saved nothing is left of that.
+    /// Requests a garbage collection of the sentry. Go's runtime collects by itself an hour after
+    /// the last time (Google's build: two minutes), or when the heap has doubled. The sentry also
+    /// drops its cache of files; a sandbox that was just saved has none left.
     pub fn collect_garbage(&mut self, timeout: Duration) -> Result<(), Error> {
         let arg = json!({ "wait": true, "do_not_gc": false });
         self.call::<Value>("Usage.Reduce", &arg, &[], timeout)
             .map(drop)
     }
 
-    /// Whether a file is there that the pause container can open. Reads it into nowhere; a FIFO in its place is waited for in vain.
+    /// Reports whether the pause container can open the file at `path`. Reads the file and discards
+    /// its bytes. A FIFO at `path` lets the call run into its timeout.
     pub fn has_file(&mut self, path: &str, timeout: Duration) -> Result<bool, Error> {
-        let nowhere = std::fs::OpenOptions::new().write(true).open("/dev/null");
+        let null = std::fs::OpenOptions::new().write(true).open("/dev/null");
         let method = "Fs.Cat";
-        let nowhere = nowhere.map_err(|source| Error::Send { method, source })?;
+        let null = null.map_err(|source| Error::Send { method, source })?;
         let arg = json!({ "files": [path] });
-        match self.call::<Value>(method, &arg, &[nowhere.as_fd()], timeout) {
+        match self.call::<Value>(method, &arg, &[null.as_fd()], timeout) {
             Ok(_) => Ok(true),
             Err(Error::Refused { message, .. }) if message.contains("no such file") => Ok(false),
             Err(error) => Err(error),
@@ -460,16 +477,17 @@ impl Control {
             .map(drop)
     }
 
-    /// Pids in the sandbox's own numbering of the processes of one container.
+    /// Returns the processes of one container, by their pids in the sandbox.
     pub fn processes(&mut self, container: &str, timeout: Duration) -> Result<Vec<Value>, Error> {
         let method = "containerManager.Processes";
         let found: Option<Vec<Value>> = self.call(method, &json!(container), &[], timeout)?;
         Ok(found.unwrap_or_default())
     }
 
-    /// Writes the whole sandbox to three files (kernel state, pages metadata, pages), which must be empty, and leaves
-    /// it as it was (paused, if it was paused). A failed encode kills nothing because the sandbox is told to go on.
-    /// Where `watch` ends the wait, the sandbox may go on writing: [`Self::end_of_checkpoint`] waits for its end.
+    /// Writes the whole sandbox to three empty files: kernel state, pages metadata, pages. The
+    /// sandbox stays as it was (paused, if it was paused). The call requests that the sandbox
+    /// continues, so a failed encode kills nothing. Where `watch` ends the wait, the sandbox may
+    /// write on: [`Self::end_of_checkpoint`] waits for the end.
     pub fn checkpoint(
         &mut self,
         files: [BorrowedFd<'_>; 3],
@@ -489,7 +507,7 @@ impl Control {
             .map(drop)
     }
 
-    /// Reads the answer to a checkpoint for which nobody waited any more.
+    /// Reads the answer to a checkpoint after [`Self::checkpoint`] has stopped waiting for it.
     pub(crate) fn end_of_checkpoint(
         &mut self,
         timeout: Duration,
@@ -500,17 +518,17 @@ impl Control {
             .map(drop)
     }
 
-    /// Asks to be told when the container's first process ends; the answer is read by [`Self::wait_result`].
+    /// Requests the end of the container's first process. [`Self::wait_result`] reads the answer.
     pub fn begin_wait(&mut self, container: &str) -> Result<(), Error> {
         self.send("containerManager.Wait", &json!(container), &[], None)
     }
 
-    /// Reads the answer of [`Self::begin_wait`]: a wait status as wait(2) gives it.
+    /// Reads the answer of [`Self::begin_wait`], without a limit.
     pub fn wait_result(&mut self) -> Result<WaitStatus, Error> {
         self.wait_result_until(None)
     }
 
-    /// The same, but not for longer than `timeout`.
+    /// Reads the answer of [`Self::begin_wait`] within `timeout`.
     pub fn wait_result_within(&mut self, timeout: Duration) -> Result<WaitStatus, Error> {
         self.wait_result_until(Some(Instant::now() + timeout))
     }
@@ -520,7 +538,8 @@ impl Control {
             .map(WaitStatus)
     }
 
-    /// Starts a process in a container; `arg` is gVisor's control.ExecArgs. Answers its pid in the sandbox.
+    /// Starts a process in a container, and returns its pid in the sandbox. `arg` is gVisor's
+    /// control.ExecArgs.
     pub fn execute(
         &mut self,
         arg: &Value,
@@ -530,7 +549,8 @@ impl Control {
         self.call("containerManager.ExecuteAsync", arg, files, timeout)
     }
 
-    /// Asks to be told when process `pid` (as [`Self::execute`] answered) ends; see [`Self::wait_result`].
+    /// Requests the end of process `pid` (from [`Self::execute`]). [`Self::wait_result`] reads the
+    /// answer.
     pub fn begin_wait_pid(&mut self, container: &str, pid: i32) -> Result<(), Error> {
         self.send(
             "containerManager.WaitPID",
@@ -546,7 +566,7 @@ impl Control {
 pub struct WaitStatus(pub u32);
 
 impl WaitStatus {
-    /// What a shell would call it: the exit code, or 128 + the signal's number.
+    /// Returns the exit code as a shell reports it: the code, or 128 + the signal's number.
     pub fn exit_code(self) -> u8 {
         let signal = u8::try_from(self.0 & 0x7f).unwrap_or(0);
         if signal == 0 {
@@ -619,7 +639,8 @@ mod tests {
         let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
         let answers = std::thread::spawn(move || {
             let (mut peer, _) = listener.accept().expect("a connection");
-            // Each comes in time, all of them together do not; nobody may listen any more.
+            // Each byte comes in time, and all together do not. The peer may have closed the
+            // connection.
             for _ in 0..100 {
                 if peer.write_all(b" ").is_err() {
                     return;
@@ -648,8 +669,8 @@ mod tests {
         let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
         let mut control = Control::connect(dir.path(), "s").expect("connected");
         let (given_up, waits) = std::sync::mpsc::channel::<()>();
-        let deaf = std::thread::spawn(move || {
-            // Not for ever: who waits for it would wait too.
+        let never_reads = std::thread::spawn(move || {
+            // Limited: the test waits for this thread.
             let _ = waits.recv_timeout(Duration::from_secs(10));
             drop(listener);
         });
@@ -665,7 +686,7 @@ mod tests {
         );
         assert!(!error.is_unknown());
         drop(given_up);
-        deaf.join().expect("no panic");
+        never_reads.join().expect("no panic");
     }
 
     #[test]
@@ -682,7 +703,10 @@ mod tests {
                 drop((peer, listener));
             });
             let error = control.resume(Duration::from_secs(5)).expect_err("dead");
-            assert!(matches!(error, Error::NotHeard { .. }), "{accepts} {error}");
+            assert!(
+                matches!(error, Error::NotReceived { .. }),
+                "{accepts} {error}"
+            );
             assert!(!error.is_unknown());
             dies.join().expect("no panic");
         }
@@ -702,7 +726,7 @@ mod tests {
     fn a_sandbox_that_takes_no_connections_is_not_taken_for_gone() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = socket_path(dir.path(), "s");
-        let _listener = crate::dial::tests::deaf(&path, SockType::Stream);
+        let _listener = crate::dial::tests::unresponsive(&path, SockType::Stream);
         let connected = Control::connect_within(path, Duration::from_millis(50));
         let error = connected.expect_err("it does not hear");
         assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");

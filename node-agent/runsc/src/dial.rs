@@ -10,8 +10,10 @@ use nix::sys::socket::{
 };
 use nix::sys::time::{TimeVal, TimeValLike};
 
-/// Connects; neither that nor what is sent takes longer than the limit. A program that stands still takes no connections, and once the kernel has taken as many
-/// for it as it may (seventeen, of those who have given up too), it lets the next one wait, and of itself for ever.
+/// Connects to the socket at `path`. The limit is for the connection and for each later send.
+///
+/// A stopped program accepts no connections. The kernel queues some for it (seventeen, also of
+/// callers that have given up). The next caller would wait without end.
 pub(crate) fn dial(path: &Path, kind: SockType, limit: Duration) -> nix::Result<OwnedFd> {
     let peer = socket(AddressFamily::Unix, kind, SockFlag::SOCK_CLOEXEC, None)?;
     setsockopt(&peer, sockopt::SendTimeout, &time_val(limit))?;
@@ -19,8 +21,9 @@ pub(crate) fn dial(path: &Path, kind: SockType, limit: Duration) -> nix::Result<
     Ok(peer)
 }
 
-/// Whether nobody listens there, by the error of [`dial`]. Any other says nothing about that.
-pub(crate) fn is_nobody(errno: Errno) -> bool {
+/// Reports whether an error of [`dial`] means that no process listens at the path. After other
+/// errors a process may listen there.
+pub(crate) fn is_not_listening(errno: Errno) -> bool {
     matches!(errno, Errno::ENOENT | Errno::ECONNREFUSED)
 }
 
@@ -36,8 +39,8 @@ pub(crate) mod tests {
 
     const LIMIT: Duration = Duration::from_millis(50);
 
-    /// Somebody who listens and takes no connections, and for whom the kernel takes no more.
-    pub(crate) fn deaf(path: &Path, kind: SockType) -> OwnedFd {
+    /// Returns a socket that listens, accepts no connections, and has a full queue.
+    pub(crate) fn unresponsive(path: &Path, kind: SockType) -> OwnedFd {
         let (unix, cloexec) = (AddressFamily::Unix, SockFlag::SOCK_CLOEXEC);
         let listener = socket(unix, kind, cloexec, None).expect("a socket");
         let address = UnixAddr::new(path).expect("an address");
@@ -54,11 +57,11 @@ pub(crate) mod tests {
             let dir = tempfile::tempdir().expect("a directory");
             let path = dir.path().join("socket");
             let error = || dial(&path, kind, LIMIT).expect_err("it does not hear");
-            assert!(is_nobody(error()));
-            let listener = deaf(&path, kind);
-            assert!(!is_nobody(error()));
+            assert!(is_not_listening(error()));
+            let listener = unresponsive(&path, kind);
+            assert!(!is_not_listening(error()));
             drop(listener);
-            assert!(is_nobody(error()));
+            assert!(is_not_listening(error()));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! An OCI process, in the words of gVisor's control socket (control.ExecArgs). Pure.
+//! An OCI process as an argument of gVisor's control socket (control.ExecArgs). Pure.
 
 use serde_json::{Value, json};
 
@@ -58,9 +58,10 @@ const CAPABILITIES: [&str; 41] = [
     "CAP_CHECKPOINT_RESTORE",
 ];
 
-/// What [`crate::control::Control::execute`] sends for `process` (an OCI process object) in the container whose OCI spec is
-/// `spec`; a process without capabilities of its own has the container's. It has NET_RAW only where
-/// the Pod adds it to the container, because containerd's list of capabilities has it by default.
+/// Returns the argument of [`crate::control::Control::execute`] for `process`, an OCI process
+/// object, in the container whose OCI spec is `spec`. A process without capabilities of its own has
+/// the container's. The process has NET_RAW only where the Pod adds NET_RAW to the container,
+/// because containerd's list of capabilities has NET_RAW by default.
 pub fn exec_args(process: &Value, spec: &Value, container: &str) -> Result<Value, Error> {
     let args = process
         .get("args")
@@ -100,8 +101,9 @@ pub fn exec_args(process: &Value, spec: &Value, container: &str) -> Result<Value
     }))
 }
 
-/// The same for a program of ours that is not in the container: its file is sent after the three standard streams. It may
-/// do no more than anybody may.
+/// Returns the argument of [`crate::control::Control::execute`] for a helper: a program of Torpor's
+/// that is not in the container. Its file is sent after the three standard streams. It runs as an
+/// unprivileged user, without capabilities.
 pub fn helper_args(argv: &[&str], container: &str) -> Result<Value, Error> {
     const NOBODY: u32 = 65534;
     let process = json!({

@@ -1,10 +1,12 @@
-//! Connections that are forwarded into a sandbox, and how a pause ends them.
+//! Connections that are forwarded into a sandbox, and their end before a pause.
 //!
-//! gVisor cannot save itself while one is open: a helper runs in it then, whose program is a file of the host's (`Can't
-//! save pma with non-MemoryFile`). So whoever forwards one (`torpor-oci forward`) holds the pod's pipe `forwards` open for
-//! reading, and whoever pauses opens it for writing: without a reader there is nothing to end; otherwise a byte in it,
-//! which nobody reads, asks them all to end, and that the pipe has no reader any more tells that the last one has ended.
-//! Both begin only under the pod's lock.
+//! gVisor cannot be saved while such a connection is open: a helper runs in the sandbox then, and
+//! the helper's program is a file of the host (`Can't save pma with non-MemoryFile`). So each
+//! forwarding process (`torpor-oci forward`) holds the pod's pipe `forwards` open for reading, and
+//! a pausing process opens the pipe for writing. Without a reader there is no connection to end.
+//! Otherwise the pausing process writes a byte, which no process reads. All forwarding processes
+//! end when the pipe is readable. The last one has ended when the pipe has no reader any more.
+//! Forwards and pauses begin only under the pod's lock.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write};
@@ -21,7 +23,7 @@ use torpor_core::ids::SandboxId;
 
 use torpor_records::Records;
 
-/// Why the forwarded connections of a sandbox are not known or do not end.
+/// Why the forwarded connections of a sandbox are unknown or do not end.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot use {path}")]
@@ -41,17 +43,18 @@ pub enum Error {
 pub struct Forward(File);
 
 impl AsFd for Forward {
-    /// Can be read from as soon as the connection is to end.
+    /// Returns a descriptor that is readable as soon as the connection has to end.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
+/// Returns the path of the pod's pipe.
 fn pipe(records: &Records, sandbox: &SandboxId) -> PathBuf {
     records.pod_dir(sandbox).join("forwards")
 }
 
-/// Notes that a connection is forwarded. The caller holds the pod's lock, and until its helper runs.
+/// Registers a forwarded connection. The caller holds the pod's lock until its helper runs.
 pub fn begin(records: &Records, sandbox: &SandboxId) -> Result<Forward, Error> {
     let path = pipe(records, sandbox);
     let failed = |source| Error::Pipe {
@@ -67,7 +70,7 @@ pub fn begin(records: &Records, sandbox: &SandboxId) -> Result<Forward, Error> {
     options.open(&path).map(Forward).map_err(failed)
 }
 
-/// Whether a connection is being forwarded.
+/// Reports whether a connection is being forwarded.
 pub fn any_open(records: &Records, sandbox: &SandboxId) -> Result<bool, Error> {
     let path = pipe(records, sandbox);
     let mut options = OpenOptions::new();
@@ -80,7 +83,7 @@ pub fn any_open(records: &Records, sandbox: &SandboxId) -> Result<bool, Error> {
     }
 }
 
-/// Ends every forwarded connection and waits until the last one has ended. The caller holds the pod's lock.
+/// Ends every forwarded connection, and waits for the last end. The caller holds the pod's lock.
 pub fn end_all(records: &Records, sandbox: &SandboxId, limit: Duration) -> Result<(), Error> {
     let path = pipe(records, sandbox);
     let failed = |source| Error::Pipe {
@@ -99,7 +102,7 @@ pub fn end_all(records: &Records, sandbox: &SandboxId, limit: Duration) -> Resul
     match pipe.write_all(&[0]) {
         Ok(()) => {}
         Err(error) if error.kind() == ErrorKind::BrokenPipe => return Ok(()),
-        // Full of requests that were not heeded: they wait to be read.
+        // The pipe is full of unread bytes of earlier requests.
         Err(error) if error.kind() == ErrorKind::WouldBlock => {}
         Err(error) => return Err(failed(error)),
     }
@@ -110,7 +113,7 @@ pub fn end_all(records: &Records, sandbox: &SandboxId, limit: Duration) -> Resul
             tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: left.subsec_nanos().into(),
         };
-        // Nothing is asked for: what is always reported is that no reader is left.
+        // No events are requested: poll always reports that no reader is left (POLLERR).
         match poll(
             &mut [PollFd::new(&pipe, PollFlags::empty())],
             Some(&timeout),

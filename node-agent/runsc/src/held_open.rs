@@ -1,16 +1,14 @@
-//! Whether the processes live by which the kubelet knows a pod: containerd's shim, and the keepers
-//! of its containers.
+//! Liveness of the processes by which the kubelet recognizes a running pod: containerd's shim, and
+//! the keepers of the pod's containers.
 
 use torpor_core::ids::SandboxId;
 use torpor_records::{ContainerRecord, Error, Records};
 
 use crate::process;
 
-/// Why a pod that is not held open is not woken ([`is_held_open`]).
-pub const NOT_HELD_OPEN: &str = "containerd's shim of the Pod or the keeper of one of its containers has ended: the kubelet recreates the sandbox";
-
-/// Whether the shim and all keepers of the pod live. Where one has died, the kubelet recreates what
-/// it stood for as soon as it notices: what would be woken before that would be lost.
+/// Reports whether the shim and all keepers of the pod live. When one has died, the kubelet
+/// recreates its container or sandbox as soon as it notices. A sandbox that was woken before that
+/// would be lost.
 pub fn is_held_open(records: &Records, sandbox: &SandboxId) -> Result<bool, Error> {
     let pause = records.container(&sandbox.clone().into())?;
     let containers = records.containers_of(sandbox)?;
@@ -18,14 +16,15 @@ pub fn is_held_open(records: &Records, sandbox: &SandboxId) -> Result<bool, Erro
     Ok(keeper_lives(&pause) && !has_lost_its_shim(&pause) && keepers.all(keeper_lives))
 }
 
-/// Whether the container's keeper runs. A process of another container that has its number is none.
+/// Reports whether the container's keeper runs. A process of another container may have its number,
+/// and is not taken for it.
 pub fn keeper_lives(container: &ContainerRecord) -> bool {
     let command = process::command_line(keeper(container));
     command.split(' ').any(|word| word == container.id.as_str())
 }
 
-/// Whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on its
-/// command line.
+/// Reports whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on
+/// its command line.
 pub fn has_lost_its_shim(container: &ContainerRecord) -> bool {
     let command = process::parent(keeper(container)).map(process::command_line);
     command.is_some_and(|line| !line.contains(container.sandbox.as_str()))
@@ -51,7 +50,7 @@ mod tests {
     fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
         let (_dir, records, sandbox) = one_pod();
         let shim = |name: &str| {
-            // It waits for the keeper that it has started, which tells its pid when it runs, and stands still.
+            // The shim waits for the keeper that it starts. The keeper prints its pid and stops.
             let keeper = r#"sh -c 'echo $$; kill -STOP $$' "$KEEPER" & wait"#;
             let mut shim = Command::new("sh")
                 .args(["-c", keeper, name])
@@ -92,7 +91,8 @@ mod tests {
         let (mut other, stranger) = shim("another");
         assert!(holds(keeper));
         assert!(!holds(stranger), "its parent is not the pod's shim");
-        // A container beside it, whose keeper is gone: it counts unless it had ended before the image that the pod came from.
+        // Another container, whose keeper is gone. It counts unless it ended before the pod's image
+        // was saved.
         let id = ContainerId::try_from("c".repeat(64)).expect("an id");
         records.create_container_dir(&id).expect("made");
         for (completed, held) in [(None, false), (Some(0), true)] {
@@ -109,7 +109,7 @@ mod tests {
             let pid = rustix::process::Pid::from_raw(keeper.cast_signed()).expect("a process");
             rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("killed");
         }
-        // They end when what they have started has ended and they have been told.
+        // The shims end after their keepers.
         own.wait().expect("reaped");
         other.wait().expect("reaped");
         assert!(!holds(keeper), "the keeper has ended");

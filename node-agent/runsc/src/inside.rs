@@ -11,12 +11,12 @@ use serde_json::{Value, json};
 
 use crate::control::{self, Control};
 
-/// Why nobody knows what is in a file.
+/// Why a file of a sandbox could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
     Control(#[from] control::Error),
-    /// A sandbox answers each question late, or makes it many.
+    /// The deadline is over: the sandbox answers late, or its files cause many reads.
     #[error("the files of container {container} could not be read in time")]
     Late { container: String },
     #[error("cannot read {path} of container {container}")]
@@ -28,9 +28,9 @@ pub enum Error {
     },
 }
 
-/// At most so many bytes of the file at `path` in the container, from its beginning, before
-/// `deadline`. The container decides what is there and how long it takes: callers read all that
-/// they need by one deadline. None where the container has ended, or the file cannot be opened.
+/// Reads at most `most` bytes of the file at `path` in the container, from its beginning, before
+/// `deadline`. The container controls the content and the duration, so a caller uses one deadline
+/// for all its reads. None where the container has ended, or the file cannot be opened.
 pub(crate) fn read(
     control: &mut Control,
     container: &str,

@@ -1,7 +1,8 @@
-//! Talking to a keeper: the process that the shim watches in place of a container's first process.
+//! Requests to a keeper: the process that the shim watches in place of a container's first process.
 //!
-//! A sequenced-packet socket in the container's directory (which only root may enter). One request per connection:
-//! one JSON message, files beside it, one JSON answer.
+//! The keeper listens on a sequenced-packet socket in the container's directory, which only root
+//! may enter. A connection carries one request: one JSON message with files beside it, and one JSON
+//! answer.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -16,15 +17,15 @@ use serde_json::Value;
 use torpor_core::ids::{ContainerId, ImageId};
 use torpor_core::wake_on::WakeOn;
 
-use crate::dial::{dial, is_nobody, time_val};
+use crate::dial::{dial, is_not_listening, time_val};
 use torpor_records::WakeCause;
 
 /// The socket's name in the container's directory.
 pub const SOCKET: &str = "keeper.sock";
-/// A message is a few hundred bytes; an answer carries at most an error chain.
+/// Most bytes of a message. A request has a few hundred; an answer carries at most an error chain.
 pub const MAX_MESSAGE: usize = 64 << 10;
 
-/// Why a keeper could not be reached or did not do as asked.
+/// Why a keeper could not be reached, or did not do what was requested.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no keeper listens on {path}")]
@@ -45,84 +46,98 @@ pub enum Error {
     Refused { reason: String, message: String },
 }
 
-/// What can be asked of a keeper.
+/// A request to a keeper.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "kebab-case")]
 pub enum Request {
     /// Send copies of the container's standard streams.
     Stdio,
-    /// The container's new console, beside the message: carry its bytes to and from the terminal that the shim holds.
+    /// Carry the bytes of the container's new console, which is beside the message, to and from the
+    /// terminal that the shim holds.
     Console,
-    /// The sandbox runs (again): wait for the container's end, and give it what arrived meanwhile.
+    /// Wait for the container's end: the sandbox runs (again). Give the sandbox the packets and the
+    /// input that arrived meanwhile.
     Attach,
-    /// The pod's memory is about to be written: from now on hold what arrives for it, and wake it when it sleeps and
-    /// somebody wants an answer.
+    /// From now on hold the packets that arrive for the pod: its memory is about to be written.
+    /// Wake the sandbox when it sleeps and a peer waits for an answer.
     Hold(Rules),
-    /// The sandbox stands still with its memory: as for [`Request::Hold`], and it sleeps from now on.
+    /// As [`Request::Hold`], and the sandbox sleeps from now on: it is paused, and its processes
+    /// still exist.
     Watch(Rules),
-    /// The sandbox stands still for as long as its user wishes, and its memory is in no image: answer its probes, wake it for nobody, and let all
-    /// else reach it: its network stack runs.
+    /// Answer the pod's probes and never wake the sandbox: it is paused for as long as its user
+    /// wishes, and its memory is in no image. Other packets reach its network stack, which runs.
     Freeze(Rules),
-    /// The sandbox stands still because it was idle, and reads nothing: wake it for what is written to the container's standard input.
+    /// Wake the sandbox for bytes that are written to the container's standard input: the sandbox
+    /// dozes and reads nothing.
     Doze,
-    /// To the pause container's keeper: the processes of the sandbox, which dozes, are about to be stopped, and its network stack with them. Speak for it
-    /// until [`Request::Release`]. One that does not watch the pod, or is of an older version, refuses.
+    /// To the pause container's keeper: answer for the pod's address until [`Request::Release`].
+    /// The dozing sandbox' processes are about to be stopped, and its network stack with them. A
+    /// keeper that does not watch the pod, or is of an older version, refuses.
     Halt,
-    /// Let the processes go on that were stopped after [`Request::Halt`], so that the sandbox answers: who asks may not signal them. It stands still.
+    /// Continue the processes that were stopped after [`Request::Halt`], so that the sandbox
+    /// answers: the caller may not signal them. The sandbox stays paused.
     GoOn,
-    /// Other rules for what is held and wakes, if anything is.
+    /// Replace the rules by which packets are held and wake the sandbox, if any are held.
     Rules(Rules),
-    /// The sandbox is about to be restored: what it says waits until [`Request::Attach`]. Beside the answer comes what keeps the pod from hearing
-    /// and being heard, of which copies serve when the keeper has died. Two for each link; a keeper of an older version sends none.
+    /// Hold the pod's outgoing packets until [`Request::Attach`]: the sandbox is about to be
+    /// restored. Files come beside the answer, two for each link: they block the pod's packets in
+    /// both directions, and copies of them keep the block when the keeper dies. A keeper of an
+    /// older version sends none.
     #[serde(rename = "mute")]
     HoldEgress,
-    /// The sandbox was not put to sleep after all.
+    /// Release held packets: the sandbox was not put to sleep after all.
     Release,
     /// End with this code.
     Exit { code: u8 },
-    /// To the pause container's keeper, with a pidfd of that container's keeper beside it: when that one is gone, see to what is left.
+    /// To the pause container's keeper, with a pidfd of that container's keeper beside the message:
+    /// when that keeper has ended, clean up what it has left.
     Mind { container: ContainerId },
-    /// To a container's keeper, with one end of a pipe beside it: an exec has started this process in the container, and whoever has the other end stands for
-    /// it. He writes a byte once it has ended. If he is gone without, he was killed, and the process is to end as well.
+    /// To a container's keeper, with one end of a pipe beside the message: an exec has started this
+    /// process in the container, and a waiter holds the other end. The waiter writes a byte once
+    /// the process has ended. A pipe that closes without a byte means that the waiter was killed:
+    /// then the process has to end too.
     Exec { pid: i32 },
-    /// Run torpor-oci on the host, as a child of the pod's shim; its answer is the answer. The pod's lock comes beside
-    /// the message, and the program holds it to its end, whatever becomes of who asked.
+    /// Run torpor-oci on the host, as a child of the pod's shim, and answer with its answer. The
+    /// pod's lock comes beside the message. The program holds the lock to its end, also when the
+    /// caller dies.
     Run {
         verb: Verb,
-        /// What to wake or to end; the other verbs need none.
+        /// The image to wake from or to end with. The other verbs need none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         image: Option<ImageId>,
-        /// Of a wake; none: the API asks. A keeper of an older version does not hear it.
+        /// Cause of a wake; none: a request of the API. A keeper of an older version ignores it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cause: Option<WakeCause>,
     },
 }
 
-/// What a keeper goes by that holds packets for a sleeping pod.
+/// Rules by which a keeper holds packets for a sleeping pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Rules {
-    /// TCP ports at which the kubelet's probes are answered for the pod.
+    /// TCP ports at which the keeper answers the kubelet's probes for the pod.
     pub probes: Vec<u16>,
-    /// More of them, at which some probes are made over TLS. A keeper of an older version would take such a probe and never answer it; it does not hear of
-    /// these ports, and is as it was: the probe wakes the sandbox.
+    /// More such ports, at which the kubelet makes some probes over TLS. A keeper of an older
+    /// version would accept such a probe and never answer it. That keeper ignores this field, so
+    /// that the probe wakes the sandbox.
     #[serde(default)]
     pub tls_probes: Vec<u16>,
-    /// Those of both to which the kubelet also makes the request of a hook, once the Pod is being deleted. Then they are not
-    /// probed any more.
+    /// Ports of `probes` and `tls_probes` to which the kubelet also makes the request of a hook,
+    /// once the Pod is being deleted. The kubelet makes no probes then.
     #[serde(default)]
     pub hooks: Vec<u16>,
-    /// The sandbox goes on from its image in another Pod. What its containers would do at their end they do not do now: hooks
-    /// are answered as probes are.
+    /// True: the sandbox continues from its image in another Pod. Its containers do not run their
+    /// hooks now, so the keeper answers hooks as it answers probes.
     #[serde(default)]
     pub suspends: bool,
-    /// Which packets wake it.
+    /// Packets that wake the sandbox.
     #[serde(default)]
     pub wake_on: WakeOn,
 }
 
 impl Rules {
-    /// As one goes by them who answers probes over TLS like all others.
+    /// Returns the rules for a keeper that answers probes over TLS like all other probes: their
+    /// ports are among `probes`.
     #[must_use]
     pub fn with_tls(mut self) -> Self {
         self.probes.append(&mut self.tls_probes);
@@ -130,19 +145,21 @@ impl Rules {
     }
 }
 
-/// What a keeper runs for the agent: what must live in the host's namespaces and not in the agent's container.
+/// A command of torpor-oci that a keeper runs for the agent, because it must run in the host's
+/// namespaces and not in the agent's container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verb {
     Wake,
     End,
-    /// Push the memory of a dozing sandbox out of main memory; from then on the keeper may look out for who needs it.
+    /// Push the memory of a dozing sandbox out of main memory. From then on the keeper may watch
+    /// for packets that need the sandbox.
     Doze,
-    /// Say when the pod's links last carried something; see [`torpor_link::traffic`].
+    /// Report when the pod's links last carried traffic; see [`torpor_link::traffic`].
     Traffic,
-    /// Say how large the files are in which gVisor keeps what the containers write.
+    /// Report the sizes of the files in which gVisor keeps the containers' writes.
     Measure,
-    /// End every process of a sandbox that goes on writing an image after its save was stopped.
+    /// End every process of a sandbox that still writes an image after its save was stopped.
     ForceEnd,
 }
 
@@ -159,7 +176,7 @@ impl Verb {
     }
 }
 
-/// What a keeper, or the torpor-oci that it ran, answers.
+/// The answer of a keeper, or of the torpor-oci that it ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Answer {
@@ -168,7 +185,7 @@ pub struct Answer {
     pub reason: String,
     #[serde(default)]
     pub message: String,
-    /// What was done, in the words of who did it (stage timings of a wake).
+    /// Details of the result, in the answering program's own form (stage timings of a wake).
     #[serde(default)]
     pub detail: Value,
 }
@@ -193,7 +210,8 @@ impl Answer {
     }
 }
 
-/// Sends `request` to the keeper of the container whose directory is `container_dir`.
+/// Sends `request` to the keeper of the container whose directory is `container_dir`. Returns its
+/// answer and the files beside the answer.
 pub fn ask(
     container_dir: &Path,
     request: &Request,
@@ -206,7 +224,7 @@ pub fn ask(
         source,
     };
     let dialled = dial(&path, SockType::SeqPacket, timeout);
-    let peer = dialled.map_err(|source| match is_nobody(source) {
+    let peer = dialled.map_err(|source| match is_not_listening(source) {
         true => Error::Gone {
             path: path.clone(),
             source,
@@ -229,7 +247,7 @@ pub fn ask(
     }
 }
 
-/// One message with files.
+/// Sends one message with files.
 pub fn send(peer: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> nix::Result<()> {
     let fds: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
     let rights = [ControlMessage::ScmRights(&fds)];
@@ -238,10 +256,11 @@ pub fn send(peer: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> nix::Resu
     sendmsg::<()>(peer.as_raw_fd(), &[IoSlice::new(bytes)], cmsgs, flags, None).map(drop)
 }
 
-/// The most files that come beside a message: as many as the kernel takes (`SCM_MAX_FD`, unix(7)).
+/// Most files beside a message: the kernel's limit (`SCM_MAX_FD`, unix(7)).
 const MOST_FILES: usize = 253;
 
-/// One message with its files; an empty one when the peer has gone.
+/// Receives one message with its files. An empty message means that the peer has closed the
+/// connection.
 pub fn receive(peer: &OwnedFd) -> nix::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut bytes = vec![0; MAX_MESSAGE];
     let mut space = nix::cmsg_space!([RawFd; MOST_FILES]);
@@ -261,7 +280,8 @@ pub fn receive(peer: &OwnedFd) -> nix::Result<(Vec<u8>, Vec<OwnedFd>)> {
 
 #[allow(unsafe_code)]
 fn own(raw: RawFd) -> OwnedFd {
-    // SAFETY: the kernel has just made this descriptor for us in recvmsg; nobody else owns it.
+    // SAFETY: the kernel has just made this descriptor for this process in recvmsg; nothing else
+    // owns it.
     unsafe { OwnedFd::from_raw_fd(raw) }
 }
 
@@ -276,7 +296,8 @@ mod tests {
         let limit = Duration::from_millis(50);
         let ask = || ask(dir.path(), &Request::Release, &[], limit).expect_err("no answer");
         assert!(matches!(ask(), Error::Gone { .. }));
-        let _listener = crate::dial::tests::deaf(&dir.path().join(SOCKET), SockType::SeqPacket);
+        let _listener =
+            crate::dial::tests::unresponsive(&dir.path().join(SOCKET), SockType::SeqPacket);
         assert!(matches!(ask(), Error::Talk { .. }));
     }
 
@@ -287,20 +308,20 @@ mod tests {
             image: None,
             cause,
         };
-        for (said, request) in [
+        for (text, request) in [
             (r#"{"do":"run","verb":"wake"}"#, run(None)),
             (
                 r#"{"do":"run","verb":"wake","cause":"Clock"}"#,
                 run(Some(WakeCause::Clock)),
             ),
-            // What a version does not know it does not hear.
+            // A version ignores fields that it does not know.
             (r#"{"do":"run","verb":"wake","moon":"full"}"#, run(None)),
         ] {
-            let heard: Request = serde_json::from_str(said).expect(said);
-            assert_eq!(heard, request, "{said}");
+            let parsed: Request = serde_json::from_str(text).expect(text);
+            assert_eq!(parsed, request, "{text}");
         }
-        let said = serde_json::to_string(&run(Some(WakeCause::Clock))).expect("words");
-        assert_eq!(said, r#"{"do":"run","verb":"wake","cause":"Clock"}"#);
+        let text = serde_json::to_string(&run(Some(WakeCause::Clock))).expect("words");
+        assert_eq!(text, r#"{"do":"run","verb":"wake","cause":"Clock"}"#);
     }
 
     #[test]
@@ -323,18 +344,19 @@ mod tests {
             Request::Freeze(rules.clone()),
             Request::Rules(rules),
         ] {
-            let said = serde_json::to_string(&request).expect("words");
-            let heard: Request = serde_json::from_str(&said).expect(&said);
-            assert_eq!(heard, request, "{said}");
+            let text = serde_json::to_string(&request).expect("words");
+            let parsed: Request = serde_json::from_str(&text).expect(&text);
+            assert_eq!(parsed, request, "{text}");
         }
-        // As an agent says it that knows of nothing but probes.
-        let heard: Request = serde_json::from_str(r#"{"do":"hold","probes":[80]}"#).expect("heard");
+        // The request of an agent whose version has no rule but `probes`.
+        let text = r#"{"do":"hold","probes":[80]}"#;
+        let parsed: Request = serde_json::from_str(text).expect("heard");
         let probes = vec![80];
-        let known = Rules {
+        let rules = Rules {
             probes,
             ..Rules::default()
         };
-        assert_eq!(heard, Request::Hold(known));
+        assert_eq!(parsed, Request::Hold(rules));
     }
 
     #[test]
@@ -344,8 +366,8 @@ mod tests {
             tls_probes: vec![443],
             ..Rules::default()
         };
-        let said = serde_json::to_value(&rules).expect("words");
-        assert_eq!(said["probes"], serde_json::json!([80]));
+        let json = serde_json::to_value(&rules).expect("words");
+        assert_eq!(json["probes"], serde_json::json!([80]));
         let rules = rules.with_tls();
         assert_eq!((rules.probes, rules.tls_probes), (vec![80, 443], vec![]));
     }

@@ -1,7 +1,8 @@
-//! Settings of the kernel that make a wake faster, for its moment.
+//! Settings of the kernel that make a wake faster, while it runs.
 //!
-//! They are settings of the whole machine, so they are set while some wake is going on and put back after the last one. A machine where
-//! somebody has decided otherwise is left alone, and so is a kernel that does not know the setting.
+//! They are settings of the whole machine. So they are set while a wake is in progress and put back
+//! after the last wake. A setting with another value than the default was chosen by an operator and
+//! is not changed. Nothing is changed on a kernel without the setting.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
@@ -10,18 +11,21 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
 
-/// A setting that is off unless an operator wants it.
+/// A setting that is off unless an operator turns it on.
 #[derive(Debug, Clone, Copy)]
 pub struct Setting {
+    /// Path of the kernel's file.
     switch: &'static str,
-    /// Name of the note that says whose it is.
+    /// Name of the note, a file in the state directory that records whether Torpor has turned the
+    /// setting on.
     note: &'static str,
     off: &'static str,
     on: &'static str,
 }
 
-/// Short RCU grace periods. Every runsc process registers for membarrier(2) when it starts, which waits for one: 10 to 15 ms each on an
-/// otherwise idle machine, 0.05 ms when they are expedited (which interrupts the other processors).
+/// Short RCU grace periods. Every runsc process registers for membarrier(2) when it starts, and the
+/// registration waits for a grace period: 10 to 15 ms on an otherwise idle machine, 0.05 ms when
+/// grace periods are expedited (which interrupts the other processors).
 pub const GRACE_PERIODS: Setting = Setting {
     switch: "/sys/kernel/rcu_expedited",
     note: "rcu-expedited",
@@ -29,8 +33,9 @@ pub const GRACE_PERIODS: Setting = Setting {
     on: "1",
 };
 
-/// Shared memory in pieces of 64 KiB (the kernel's folios; Linux 6.11), which hold the memory of a gVisor sandbox: it is read from the image into
-/// new memory, which otherwise is one page fault for each 4 KiB. A file that is in a tmpfs has nothing to do with it.
+/// Shared memory in pieces of 64 KiB (the kernel's folios; Linux 6.11), for the memory of a gVisor
+/// sandbox. A restore reads the image into new memory, which otherwise takes one page fault for
+/// each 4 KiB. The setting does not affect files of a tmpfs.
 const LARGE_FOLIOS: Setting = Setting {
     switch: "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled",
     note: "large-folios",
@@ -40,22 +45,24 @@ const LARGE_FOLIOS: Setting = Setting {
 
 const ALL: [Setting; 2] = [GRACE_PERIODS, LARGE_FOLIOS];
 
-/// From this size of an image on. Less is read within 10 ms, and what is in large pieces comes back from swap in large pieces too: a small sandbox
-/// that has dozed would read more than it needs.
-const WORTH_LARGE_FOLIOS: u64 = 16 << 20;
+/// Bytes of the smallest image whose restore uses [`LARGE_FOLIOS`]. A smaller image is read within
+/// 10 ms. Memory in large pieces also comes back from swap in large pieces, so a small sandbox that
+/// has dozed would read more than it needs.
+const MIN_LARGE_FOLIOS: u64 = 16 << 20;
 
-/// What the note says while the setting is ours.
+/// Content of the note while Torpor has turned the setting on.
 const OURS: &[u8] = b"torpor";
 
-/// For the time of a restore of an image of so many bytes. What a killed wake has left of a setting that this one has no use for is put back.
-pub fn for_restore(state_dir: &Path, bytes: u64) -> Vec<Expedited> {
+/// Sets the settings for the restore of an image of so many bytes, until the result is dropped.
+/// Puts back an unused setting that a killed wake has left on.
+pub fn for_restore(state_dir: &Path, bytes: u64) -> Vec<SettingGuard> {
     restore_below(Path::new("/"), state_dir, bytes)
 }
 
-fn restore_below(root: &Path, state_dir: &Path, bytes: u64) -> Vec<Expedited> {
-    let begin = |setting: &Setting| Expedited::below(root, state_dir, setting);
+fn restore_below(root: &Path, state_dir: &Path, bytes: u64) -> Vec<SettingGuard> {
+    let begin = |setting: &Setting| SettingGuard::below(root, state_dir, setting);
     match bytes {
-        ..WORTH_LARGE_FOLIOS => {
+        ..MIN_LARGE_FOLIOS => {
             put_back_left(root, state_dir, &[LARGE_FOLIOS]);
             vec![begin(&GRACE_PERIODS)]
         }
@@ -63,7 +70,8 @@ fn restore_below(root: &Path, state_dir: &Path, bytes: u64) -> Vec<Expedited> {
     }
 }
 
-/// Puts back what a killed wake has left, of the machine that is mounted at `root`: where there may be no next one.
+/// Puts back the settings that a killed wake has left on, for a machine that may have no further
+/// wake. `root`: mount point of the machine's root directory.
 pub fn put_all_back(root: &Path, state_dir: &Path) {
     put_back_left(root, state_dir, &ALL);
 }
@@ -74,17 +82,18 @@ fn put_back_left(root: &Path, state_dir: &Path, settings: &[Setting]) {
         let Ok(note) = OpenOptions::new().read(true).write(true).open(path) else {
             continue;
         };
-        // Refused while a wake is going on: its end will do it.
+        // Refused while a wake is in progress: its end puts the setting back.
         if let Ok(mut note) = Flock::lock(note, FlockArg::LockExclusiveNonblock) {
             let _ = put_back(&mut note, &setting.below(root), setting);
         }
     }
 }
 
-/// Held for the time of one wake. Wakes at the same time share the setting: each holds the note's lock, and the last one
-/// to give it back puts the setting back. One that is killed leaves it set until the end of the next wake.
+/// A setting that is on for the time of one wake. Concurrent wakes share the setting: each holds
+/// the note's lock, and the last wake to release the lock puts the setting back. A killed wake
+/// leaves the setting on until the end of the next wake.
 #[derive(Debug)]
-pub struct Expedited {
+pub struct SettingGuard {
     note: Option<Flock<File>>,
     switch: PathBuf,
     setting: Setting,
@@ -96,8 +105,8 @@ impl Setting {
     }
 }
 
-impl Expedited {
-    /// Sets it, as far as this machine lets us: a wake does not fail for want of speed.
+impl SettingGuard {
+    /// Turns the setting on where this machine allows it. An error is ignored: the wake is slower.
     pub fn begin(state_dir: &Path, setting: &Setting) -> Self {
         Self::below(Path::new("/"), state_dir, setting)
     }
@@ -121,16 +130,16 @@ fn begin(note: &Path, switch: &Path, setting: &Setting) -> std::io::Result<Flock
         .mode(0o600)
         .open(note)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        // Nobody else wakes anything now.
+        // No other wake is in progress.
         Ok(mut lock) => {
             let ours = read(&mut lock)? == OURS;
-            let said = std::fs::read_to_string(switch)?;
-            let now = chosen(&said);
+            let text = std::fs::read_to_string(switch)?;
+            let now = chosen(&text);
             if now == setting.off || ours && now == setting.on {
                 write(&mut lock, OURS)?;
                 std::fs::write(switch, setting.on)?;
             } else if ours {
-                // Somebody has decided since.
+                // An operator has changed the setting since.
                 write(&mut lock, b"")?;
             }
             relock(lock, FlockArg::LockShared)
@@ -139,7 +148,8 @@ fn begin(note: &Path, switch: &Path, setting: &Setting) -> std::io::Result<Flock
     }
 }
 
-/// Nobody else has the note's lock. What an operator has set meanwhile stays.
+/// Turns the setting off. The caller holds the note's lock alone. A value that an operator has set
+/// meanwhile stays.
 fn put_back(note: &mut File, switch: &Path, setting: &Setting) -> std::io::Result<()> {
     if read(note)? != OURS {
         return Ok(());
@@ -150,14 +160,14 @@ fn put_back(note: &mut File, switch: &Path, setting: &Setting) -> std::io::Resul
     write(note, b"")
 }
 
-/// Of a setting whose values the kernel names, as in `always [madvise] never`, the one that it has.
-pub fn bracketed(said: &str) -> Option<&str> {
-    Some(said.split_once('[')?.1.split_once(']')?.0)
+/// Returns the current value in a list of all values of a setting, as in `always [madvise] never`.
+pub fn bracketed(text: &str) -> Option<&str> {
+    Some(text.split_once('[')?.1.split_once(']')?.0)
 }
 
-/// The value of a setting of either kind.
-fn chosen(said: &str) -> &str {
-    bracketed(said).unwrap_or_else(|| said.trim())
+/// Returns the current value of a setting with or without such a list.
+fn chosen(text: &str) -> &str {
+    bracketed(text).unwrap_or_else(|| text.trim())
 }
 
 fn shared(file: File) -> std::io::Result<Flock<File>> {
@@ -184,14 +194,14 @@ fn write(file: &mut File, bytes: &[u8]) -> std::io::Result<()> {
     file.write_all(bytes)
 }
 
-impl Drop for Expedited {
+impl Drop for SettingGuard {
     fn drop(&mut self) {
         let Some(note) = self.note.take() else {
             return;
         };
-        // Refused while another wake is going on: its end will do it.
+        // Refused while another wake is in progress: its end puts the setting back.
         if let Ok(mut note) = relock(note, FlockArg::LockExclusiveNonblock) {
-            // There is nobody to tell; the next wake tries again.
+            // A drop cannot return an error. The next wake tries again.
             let _ = put_back(&mut note, &self.switch, &self.setting);
         }
     }
@@ -217,8 +227,8 @@ mod tests {
             Self(dir)
         }
 
-        fn begin(&self) -> Expedited {
-            Expedited::below(self.0.path(), self.0.path(), &SETTING)
+        fn begin(&self) -> SettingGuard {
+            SettingGuard::below(self.0.path(), self.0.path(), &SETTING)
         }
 
         fn setting(&self) -> String {
@@ -251,7 +261,7 @@ mod tests {
     fn what_a_killed_wake_left_is_put_back_by_the_next() {
         let machine = Machine::with("always inherit within_size advise [never]\n");
         let mut killed = machine.begin();
-        // As a kill does: the lock goes, the setting stays.
+        // As after a kill: the lock is released, the setting stays.
         drop(killed.note.take());
         drop(killed);
         assert_eq!(machine.setting(), "always");
@@ -272,7 +282,7 @@ mod tests {
         assert_eq!(machine.setting(), "advise");
     }
 
-    /// The kernel's own files, below a root of the test's own.
+    /// The kernel's files, below a root directory of the test.
     struct Kernel(tempfile::TempDir);
 
     impl Kernel {
@@ -286,7 +296,7 @@ mod tests {
             kernel
         }
 
-        fn restore(&self, bytes: u64) -> Vec<Expedited> {
+        fn restore(&self, bytes: u64) -> Vec<SettingGuard> {
             restore_below(self.0.path(), self.0.path(), bytes)
         }
 
@@ -311,7 +321,7 @@ mod tests {
     #[test]
     fn a_small_wake_and_an_uninstallation_put_back_what_a_killed_large_one_left() {
         let kernel = Kernel::new();
-        let kill = |mut wakes: Vec<Expedited>| {
+        let kill = |mut wakes: Vec<SettingGuard>| {
             for wake in &mut wakes {
                 drop(wake.note.take());
             }
@@ -331,9 +341,9 @@ mod tests {
 
     #[test]
     fn the_kernel_of_this_machine_knows_the_words() {
-        // One before 6.11 has no such file.
-        if let Ok(said) = std::fs::read_to_string(LARGE_FOLIOS.switch) {
-            let words: Vec<_> = said.split_whitespace().map(chosen).collect();
+        // A kernel before 6.11 has no such file.
+        if let Ok(text) = std::fs::read_to_string(LARGE_FOLIOS.switch) {
+            let words: Vec<_> = text.split_whitespace().map(chosen).collect();
             assert!(words.contains(&LARGE_FOLIOS.on) && words.contains(&LARGE_FOLIOS.off));
         }
     }

@@ -1,9 +1,10 @@
 //! Processes that `kubectl exec` has left behind in a container, such as `server` of
 //! `kubectl exec … -- sh -c 'server &'`.
 //!
-//! gVisor ends them when it restores a sandbox, because their standard streams lead nowhere then
-//! (`runsc/boot/restore.go`, `OriginExec`), and nothing of its own tells them from others. So
-//! torpor-oci marks what exec starts in its environment, which its children have from it.
+//! gVisor ends such processes when it restores a sandbox, because their standard streams lead
+//! nowhere then (`runsc/boot/restore.go`, `OriginExec`). gVisor offers no way to distinguish them
+//! from other processes. So torpor-oci marks a process that exec starts in its environment, which
+//! the process' children inherit.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Instant;
@@ -11,20 +12,20 @@ use std::time::Instant;
 use crate::control::Control;
 use crate::inside::{self, Error};
 
-/// In the environment of what exec starts.
+/// Entry of the environment of processes that exec starts.
 pub const MARK: &str = "TORPOR_EXEC=1";
 
-/// At most so many processes of a container are looked at.
-const MOST: usize = 1024;
-/// Most bytes that are read of a process' environment and list of children. The mark comes last,
-/// and more than this much is no usual environment.
+/// Most processes of a container that are read.
+const MOST_PROCESSES: usize = 1024;
+/// Most bytes that are read of a process' environment and list of children. The mark is the last
+/// entry. No usual environment is longer.
 const MOST_BYTES: u64 = 128 << 10;
-/// A name has 15 bytes and a line feed (proc_pid_comm(5)).
+/// Bytes of a process' name: 15 and a line feed (proc_pid_comm(5)).
 const MOST_NAME: u64 = 16;
 
-/// The names of marked processes below the container's first one, by their numbers. Those of an
-/// exec that still runs are not below it. The container decides what its `/proc` says: what is read
-/// by `deadline` is bounded.
+/// Returns the names of marked processes below the container's first process. Processes of an exec
+/// that still runs are not below it. The container controls the content of its `/proc`, so the
+/// reads are bounded by number, by size and by `deadline`.
 pub fn left_by_exec(
     control: &mut Control,
     container: &str,
@@ -37,12 +38,12 @@ fn walk(
     mut read: impl FnMut(String, u64) -> Result<Option<Vec<u8>>, Error>,
 ) -> Result<Vec<String>, Error> {
     let mut found = Vec::new();
-    let mut known = HashSet::from([1_u32]);
+    let mut visited = HashSet::from([1_u32]);
     let mut next = VecDeque::from([1_u32]);
     while let Some(pid) = next.pop_front() {
         let children = read(format!("/proc/{pid}/task/{pid}/children"), MOST_BYTES)?;
         for child in numbers(&children.unwrap_or_default()) {
-            if known.len() < MOST && known.insert(child) {
+            if visited.len() < MOST_PROCESSES && visited.insert(child) {
                 next.push_back(child);
             }
         }
@@ -66,7 +67,7 @@ fn is_marked(environment: &[u8]) -> bool {
         .any(|entry| entry == MARK.as_bytes())
 }
 
-/// The sandbox' word, for conditions.
+/// Returns a name from the sandbox without unprintable bytes, for conditions.
 fn printable(name: &[u8]) -> String {
     let plain = |byte: &u8| {
         if byte.is_ascii_graphic() {
@@ -94,8 +95,8 @@ mod tests {
             };
             Ok(Some(answer.into_bytes()))
         });
-        assert_eq!(found.expect("all answered").len(), MOST);
-        assert_eq!(reads, 3 * MOST);
+        assert_eq!(found.expect("all answered").len(), MOST_PROCESSES);
+        assert_eq!(reads, 3 * MOST_PROCESSES);
     }
 
     #[test]

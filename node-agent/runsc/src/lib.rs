@@ -1,28 +1,28 @@
-//! gVisor's runsc: how Torpor talks to a sandbox that it runs, and to runsc itself.
+//! gVisor's runsc: calls of a running sandbox, and of runsc's commands.
 //!
 //! One pod is one gVisor sandbox. The pause container is the sandbox's root container, every other
-//! container of the pod is a sub-container of it. This crate holds mechanics and decides nothing.
+//! container of the pod is a sub-container of it. This crate has mechanisms and no policy.
 //! From the bottom up:
 //!
 //! | module | subject |
 //! |---|---|
 //! | [`process`] | processes of the host, as `/proc` shows them |
-//! | [`programs`] | programs whose pages stay in the page cache |
+//! | [`programs`] | reading of programs into the page cache |
 //! | [`state`] | runsc's state files, one for each container |
 //! | [`sigstop`] | SIGSTOP and SIGCONT for the host's processes of a sandbox that dozes |
 //! | [`control`] | the sandbox's control socket: pause, resume, checkpoint, wait, signal |
-//! | [`inside`], [`left`] | files in a sandbox, and the processes that exec left behind in it |
+//! | [`inside`], [`left`] | reading of a sandbox' files, and the processes that exec left behind |
 //! | [`spec`] | changes of an OCI spec before runsc reads it, and the spec's digest |
 //! | [`root`] | the pause container's root file system |
 //! | [`limits`] | the Pod's limits, as programs in the sandbox see them |
 //! | [`exec`] | an OCI process as gVisor's arguments |
-//! | [`keeper`], [`held_open`] | requests to a keeper; whether a pod's keepers and shim live |
+//! | [`keeper`], [`held_open`] | requests to a keeper; liveness of a pod's keepers and shim |
 //! | [`forward`] | connections that are forwarded into a sandbox |
 //! | [`command`] | runsc's commands: create, start, restore, delete |
-//! | [`probe`] | what this node's runsc can do; its fingerprint |
-//! | [`pause`], [`resume`], [`save`] | pausing exactly once, running on, reading memory into an image |
-//! | [`kernel_tuning`] | settings of the kernel for the moment of a wake |
-//! | [`wake_slots`] | how many sandboxes are restored at once |
+//! | [`probe`] | capabilities of this node's runsc; the node's fingerprint |
+//! | [`pause`], [`resume`], [`save`] | pausing exactly once, resuming, saving memory in an image |
+//! | [`kernel_tuning`] | settings of the kernel during a wake |
+//! | [`wake_slots`] | the limit on concurrent restores |
 
 pub mod command;
 pub mod control;
@@ -55,7 +55,7 @@ mod testing {
     use torpor_records::Records;
     use torpor_records::config::Config;
 
-    /// The configuration of a node whose state is in this directory.
+    /// Returns the configuration of a node whose state is in this directory.
     pub(crate) fn on(state_dir: &Path) -> Config {
         let text = r#"{"runsc":"/r","runsc_digest":"blake3:00","state_dir":"","store_dir":"/i","kubelet_root":"/k"}"#;
         let config: Config = serde_json::from_str(text).expect("understood");
@@ -65,7 +65,7 @@ mod testing {
         }
     }
 
-    /// Records in a directory of their own, with one pod.
+    /// Returns records in a new directory, with one pod.
     pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
         let dir = tempfile::tempdir().expect("a directory");
         let records = Records::new(&on(dir.path()));

@@ -1,11 +1,11 @@
 //! The Pod's limits as the programs in a sandbox see them.
 //!
-//! gVisor has the memory, the number of processors and the quota of its kernel from its command
-//! line (`runsc boot`, flags `--total-memory`, `--cpu-num`, `--cpu-quota`, `--cpu-period`). runsc
-//! reads their values from the cgroup that it makes; Torpor's makes none (`--ignore-cgroups`) and
-//! would say what the node has. Torpor's build of runsc takes words from a file of the sandbox'
-//! bundle instead (`hack/devcluster/runsc/prepare.go`); another build says what the node has until
-//! Torpor begins the sandbox by itself ([`torpor_runsc_direct`]).
+//! gVisor's kernel gets its memory, number of processors and quota by its command line (`runsc
+//! boot`, flags `--total-memory`, `--cpu-num`, `--cpu-quota`, `--cpu-period`). runsc reads the
+//! values from the cgroup that it makes. Under Torpor runsc makes no cgroup (`--ignore-cgroups`),
+//! and would pass the node's values. So Torpor's build of runsc reads arguments from a file of the
+//! sandbox' bundle (`hack/devcluster/runsc/prepare.go`). Another build passes the node's values
+//! until Torpor begins the sandbox by itself (`torpor-runsc-direct`).
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -21,15 +21,16 @@ use crate::control::{self, Control};
 use crate::inside;
 use torpor_records::{PodRecord, Records};
 
-/// The file's name in the bundle of the sandbox' first container.
+/// Name of the file with arguments of `runsc boot`, in the bundle of the sandbox' first container.
 const FILE: &str = "boot-flags";
-/// gVisor's own least: with one processor programs leave out locks that they need all the same
-/// (runsc/sandbox/sandbox.go, `minCPUs`).
+/// Fewest processors of a sandbox, as in gVisor: with one processor programs leave out locks that
+/// they nevertheless need (runsc/sandbox/sandbox.go, `minCPUs`).
 const LEAST_PROCESSORS: u64 = 2;
 
-/// A process' list of cgroups has a line for each of gVisor's controllers.
+/// Bytes that are read of a process' list of cgroups, which has a line for each of gVisor's
+/// controllers.
 const MAX_CGROUPS: u64 = 64 << 10;
-/// Microseconds, where there is no quota (the kernel's default).
+/// Period in microseconds where there is no quota (the kernel's default).
 const USUAL_PERIOD: u64 = 100_000;
 
 /// Memory and processors of the machine.
@@ -50,14 +51,14 @@ impl Machine {
         })
     }
 
-    /// Bytes that a Pod with these limits may use here.
+    /// Returns the bytes of memory that a Pod with these limits may use on this machine.
     fn memory_within(&self, limits: &Limits) -> u64 {
         limits.memory.unwrap_or(u64::MAX).min(self.memory)
     }
 }
 
-/// The Pod's own limits, also while a wake has lifted or widened them. None: the Pod has no cgroup
-/// of its own.
+/// Returns the Pod's own limits, also while a wake has lifted or widened them. None: the Pod has no
+/// cgroup of its own.
 pub fn of_pod(
     records: &Records,
     cgroups: &Hierarchies,
@@ -69,8 +70,8 @@ pub fn of_pod(
     Ok(cgroup.map(|cgroup| cgroups.limits(cgroup, &lifted, &rooms)))
 }
 
-/// Words of `runsc boot` for the limits, by the rules of runsc's own (runsc/sandbox/sandbox.go,
-/// `createSandboxProcess`).
+/// Returns arguments of `runsc boot` for the limits, by runsc's own rules
+/// (runsc/sandbox/sandbox.go, `createSandboxProcess`).
 pub fn boot_flags(limits: &Limits, machine: Machine) -> Vec<String> {
     let memory = machine.memory_within(limits);
     let mut flags = vec![format!("--total-memory={memory}")];
@@ -83,11 +84,12 @@ pub fn boot_flags(limits: &Limits, machine: Machine) -> Vec<String> {
     flags
 }
 
-/// Tells the sandbox that runsc begins next from the bundle.
+/// Writes the arguments for the sandbox that runsc begins from this bundle.
 pub fn write_boot_flags(bundle: &Path, flags: &[String]) -> std::io::Result<()> {
     std::fs::write(bundle.join(FILE), flags.join("\n"))
 }
 
+/// gVisor's answer to `Cgroups.WriteControlFiles`.
 #[derive(Deserialize)]
 struct Written {
     #[serde(default)]
@@ -100,7 +102,7 @@ struct WrittenFile {
     is_error: bool,
 }
 
-/// Why a sandbox was not told its limits.
+/// Why the limits could not be written to a sandbox.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -112,7 +114,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether gVisor has answered that it does not do it: asking again is of no use.
+    /// Reports whether gVisor has refused the limits. A repetition is of no use then.
     pub fn is_refusal(&self) -> bool {
         matches!(
             self,
@@ -121,10 +123,10 @@ impl Error {
     }
 }
 
-/// Writes the limits into the files of the sandbox' own cgroups, which an image brings along and a
-/// resize of the Pod leaves as they were. `MemTotal` and the number of processors stay what they
-/// were when the sandbox' kernel began, or was last restored. `containers`: those whose programs
-/// run.
+/// Writes the limits into the files of the sandbox' own cgroups. An image contains these files, and
+/// a resize of the Pod does not change them. `MemTotal` and the number of processors keep the
+/// values of the last start or restore of the sandbox' kernel. `containers`: the containers whose
+/// programs run.
 pub fn tell(
     control: &mut Control,
     containers: &[&str],
@@ -132,7 +134,7 @@ pub fn tell(
     machine: Machine,
     timeout: Duration,
 ) -> Result<(), Error> {
-    // Of containers that start later.
+    // "/" is for containers that start later.
     let mut paths: BTreeSet<String> = ["/".to_owned()].into();
     let deadline = Instant::now() + timeout;
     for container in containers {
@@ -150,9 +152,9 @@ pub fn tell(
     }
 }
 
-/// The container's cgroup in the sandbox. Its name is the id that the container had when it began,
-/// which is that of another one after a resume. None of one that has ended, or does not have that
-/// file where others have it.
+/// Returns the path of the container's cgroup in the sandbox. The path has the container's id at
+/// its start, which is another container's id after a resume. None for a container that has ended,
+/// or whose `/proc/1/cgroup` cannot be read.
 fn cgroup_of(
     control: &mut Control,
     container: &str,
@@ -163,14 +165,15 @@ fn cgroup_of(
     Ok(memory_cgroup(&text).map(str::to_owned))
 }
 
-/// cgroups(7): `number:controllers:path` in a line.
+/// Returns the path of the line of controller "memory". A line is `number:controllers:path`
+/// (cgroups(7)).
 fn memory_cgroup(text: &str) -> Option<&str> {
     let mut parts = text.lines().map(|line| line.splitn(3, ':').skip(1));
     let found = parts.find_map(|mut parts| (parts.next()? == "memory").then(|| parts.next())?);
     found.filter(|path| path.starts_with('/'))
 }
 
-/// gVisor's `CgroupsWriteArgs`.
+/// Returns gVisor's `CgroupsWriteArgs`.
 fn files(paths: &BTreeSet<String>, limits: &Limits, machine: Machine) -> Value {
     let memory = machine.memory_within(limits);
     let (quota, period) = match limits.processors {
@@ -212,14 +215,14 @@ mod tests {
         };
         assert_eq!(of(None, None), "--total-memory=1073741824");
         assert_eq!(of(Some(1 << 40), None), "--total-memory=1073741824");
-        let words = |processors: u64, quota: u64| {
+        let expected = |processors: u64, quota: u64| {
             format!(
                 "--total-memory=4096 --cpu-num={processors} --cpu-quota={quota} --cpu-period=100000"
             )
         };
         for (quota, processors) in [(50_000, 2), (250_000, 3), (900_000, 4)] {
-            let told = of(Some(4096), Some((quota, 100_000)));
-            assert_eq!(told, words(processors, quota));
+            let flags = of(Some(4096), Some((quota, 100_000)));
+            assert_eq!(flags, expected(processors, quota));
         }
     }
 

@@ -1,8 +1,9 @@
 //! Pausing a sandbox exactly once.
 //!
-//! gVisor counts pauses, tells nobody whether it is paused, and ends the sandbox when it is resumed once too often. So
-//! each pause and each resume is noted before and after, and when a crash leaves a note of something begun, the stacks
-//! of the sandbox' tasks tell whether it was done. The caller holds the pod's lock.
+//! gVisor counts pauses, has no call that returns whether a sandbox is paused, and ends a sandbox
+//! that is resumed once too often. So a note is written before and after each pause and resume.
+//! After a crash between the two notes, the stacks of the sandbox' tasks show whether the sandbox
+//! is paused. The caller holds the pod's lock.
 
 use std::time::{Duration, SystemTime};
 
@@ -13,7 +14,8 @@ use crate::control::{self, Control};
 use crate::forward;
 use torpor_records::{DozeNote, PauseMark, Records};
 
-/// A forwarded connection ends within milliseconds, unless nobody on a busy machine gets to it.
+/// Limit for the end of forwarded connections. A connection ends within milliseconds, except on a
+/// busy machine.
 const FORWARDS_LIMIT: Duration = Duration::from_secs(5);
 
 /// Why a sandbox could not be paused or resumed.
@@ -28,14 +30,15 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether a sandbox that was to be resumed ended without having heard of it: it stood still to its end.
-    pub fn was_not_heard(&self) -> bool {
-        matches!(self, Self::Control(control::Error::NotHeard { .. }))
+    /// Reports whether the sandbox ended before it received a resume: it was paused to its end.
+    pub fn ended_before_call(&self) -> bool {
+        matches!(self, Self::Control(control::Error::NotReceived { .. }))
     }
 }
 
-/// Whether the sandbox is paused. Settles what a crash left open, and so is only for who holds the pod's lock: while somebody
-/// else is at it, [`Records::pause_mark`] is all that there is to read.
+/// Reports whether the sandbox is paused, and completes the note that a crash has left. Only for a
+/// caller that holds the pod's lock. A caller without the lock can only read
+/// [`Records::pause_mark`].
 pub fn is_paused(
     records: &Records,
     control: &mut Control,
@@ -48,7 +51,7 @@ pub fn is_paused(
         Some(PauseMark::Changing) => {
             let paused = stacks_are_stopped(&control.stacks(limit)?);
             match paused {
-                // Whoever left it open said since when.
+                // The crashed process has recorded the beginning of the pause.
                 true => {
                     let since = records.pause_began(sandbox);
                     records.note_pause(sandbox, PauseMark::Paused, since)?;
@@ -60,9 +63,13 @@ pub fn is_paused(
     }
 }
 
-/// Pauses the sandbox so that only who knows why lets it run on; answers false if it was paused already. Connections that are forwarded into it are ended: gVisor
-/// cannot be saved while one is open, and a process that stands still cannot end. It sleeps since it was decided that it shall: who needs it at a
-/// time after that may have said so too late for this.
+/// Pauses the sandbox; only the program that paused it resumes it. Returns false if it was paused
+/// already.
+///
+/// Ends the connections that are forwarded into the sandbox: gVisor cannot be saved while one is
+/// open, and a paused process cannot end. `decided`: the time of the decision to pause, which is
+/// recorded as the beginning of the pause. A use of the sandbox after that time may come too late
+/// to prevent the pause, and counts as a use of a paused sandbox.
 pub fn pause(
     records: &Records,
     control: &mut Control,
@@ -75,7 +82,8 @@ pub fn pause(
     Ok(done)
 }
 
-/// The same, but whoever needs the sandbox resumes it; one that dozes already is left as it is.
+/// Pauses the sandbox as [`pause`] does, but the next use of the sandbox resumes it. A sandbox that
+/// dozes already stays unchanged.
 pub fn doze(
     records: &Records,
     control: &mut Control,
@@ -89,7 +97,7 @@ pub fn doze(
     stop(records, control, sandbox, decided, limit)
 }
 
-/// Whether the sandbox is paused, and whoever needs it may resume it.
+/// Reports whether the sandbox is paused and its next use may resume it.
 pub fn is_dozing(
     records: &Records,
     control: &mut Control,
@@ -116,7 +124,7 @@ fn stop(
     Ok(true)
 }
 
-/// Lets the sandbox run on; answers false if it was running already.
+/// Resumes the sandbox; returns false if it was running already.
 pub fn resume(
     records: &Records,
     control: &mut Control,
@@ -126,7 +134,8 @@ pub fn resume(
     if !is_paused(records, control, sandbox, limit)? {
         return Ok(false);
     }
-    // Who is not resumed after all sleeps since it did, so that who asked for it is heard again.
+    // The note keeps the beginning of the pause. If the resume fails, the use that caused it still
+    // counts as a use since the pause began.
     let since = records.pause_began(sandbox);
     records.note_pause(sandbox, PauseMark::Changing, since)?;
     control.resume(limit)?;
@@ -135,8 +144,9 @@ pub fn resume(
     Ok(true)
 }
 
-/// In a paused sandbox every task's goroutine waits in `doStop`. One stopped by job control does so too, but a sandbox
-/// whose every task is stopped by job control at the instant of a crash has not been seen.
+/// Reports whether each task's goroutine waits in `doStop`, as in a paused sandbox. The goroutine
+/// of a task that job control has stopped waits there, too. But a sandbox with all tasks stopped by
+/// job control at the instant of a crash has not been observed.
 fn stacks_are_stopped(stacks: &str) -> bool {
     let tasks = stacks
         .split("\n\n")
@@ -152,7 +162,7 @@ fn stacks_are_stopped(stacks: &str) -> bool {
 }
 
 impl Control {
-    /// The stacks of all goroutines of the sandbox.
+    /// Returns the stacks of all goroutines of the sandbox.
     fn stacks(&mut self, limit: Duration) -> Result<String, control::Error> {
         self.call("debug.Stacks", &Value::Null, &[], limit)
     }

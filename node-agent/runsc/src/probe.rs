@@ -1,4 +1,4 @@
-//! What this node's runsc can do, and the fingerprint that images of it carry.
+//! The capabilities of this node's runsc, and the fingerprint of this node's images.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -19,19 +19,20 @@ pub enum Error {
     Runsc(#[from] command::Error),
 }
 
-/// What runsc can do on this node.
+/// Capabilities of runsc on this node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Save in the safe order: checkpoint of a paused sandbox that stays, without losing its connections.
+    /// Saving in the safe order: a checkpoint of a paused sandbox that stays and keeps its
+    /// connections.
     pub hibernate: bool,
     pub restore: bool,
-    /// Pause and resume.
+    /// Pausing and resuming.
     pub freeze: bool,
-    /// Run before all pages are loaded.
+    /// Restoring a sandbox that runs before all pages are loaded.
     pub background_restore: bool,
 }
 
-/// Asks runsc, by its help texts (gVisor has no other way to be asked).
+/// Reads the capabilities from runsc's help texts (gVisor offers no other way).
 pub fn capabilities(runsc: &NodeRunsc) -> Result<Capabilities, Error> {
     let checkpoint = runsc.capture("help", &["checkpoint"], LIMIT)?;
     let restore = runsc.capture("help", &["restore"], LIMIT)?;
@@ -56,7 +57,8 @@ fn from_help(checkpoint: &str, restore: &str, commands: &str, flags: &str) -> Ca
     }
 }
 
-/// The fingerprint of this node. `runsc_version` is for people: torpor-oci, which only compares, leaves it empty.
+/// Returns the fingerprint of this node. `runsc_version` is for people: torpor-oci, which only
+/// compares fingerprints, leaves it empty.
 pub fn fingerprint(config: &Config, runsc_version: String) -> Result<Fingerprint, Error> {
     let info = read("/proc/cpuinfo")?;
     let kernel = read("/proc/sys/kernel/osrelease")?.trim().to_owned();
@@ -79,7 +81,8 @@ fn read(path: &'static str) -> Result<String, Error> {
     std::fs::read_to_string(path).map_err(|source| Error::Read(path, source))
 }
 
-/// What every processor of the machine has (`flags` on x86, `Features` on arm64).
+/// Returns the features that every processor of the machine has (`flags` on x86, `Features` on
+/// arm64), sorted.
 fn cpu_features(cpuinfo: &str) -> Vec<String> {
     let of_line = |line: &str| -> Option<BTreeSet<String>> {
         let (key, value) = line.split_once(':')?;

@@ -1,4 +1,4 @@
-//! What the kernel says of a process of the host.
+//! Processes of the host, as the kernel describes them in `/proc`.
 
 use std::fs::File;
 use std::io::Read;
@@ -10,11 +10,11 @@ const OWN: &str = "/proc";
 
 static ROOT: OnceLock<PathBuf> = OnceLock::new();
 
-/// Reads of the host's processes in another place than `/proc`: for a process in a PID namespace of
-/// its own, which has the host's mounted there. Counts for the whole process, once, before anything
-/// is read.
+/// Sets another directory than `/proc` for the host's processes, for the whole process. A process
+/// in a PID namespace of its own has the host's `/proc` mounted at `root`. Must be called once,
+/// before any process is read.
 pub fn read_below(root: PathBuf) {
-    // A second call would come too late.
+    // A second call has no effect.
     let _ = ROOT.set(root);
 }
 
@@ -22,7 +22,8 @@ fn root() -> &'static Path {
     ROOT.get().map_or_else(|| Path::new(OWN), PathBuf::as_path)
 }
 
-/// Whether the host's numbers of processes are this process' own, so that it may signal by them.
+/// Reports whether this process sees processes under the host's process ids, so that it may signal
+/// by them.
 pub(crate) fn numbers_are_own() -> bool {
     root() == Path::new(OWN)
 }
@@ -35,62 +36,65 @@ use procfs_core::FromRead;
 pub use procfs_core::process::Stat;
 use procfs_core::process::Status;
 
-/// Longer than any line of `/proc/<pid>/stat`, which is 50 numbers and a name of 64 bytes.
+/// Bytes that are read of `/proc/<pid>/stat`. Its line is shorter: 50 numbers and a name of 64
+/// bytes.
 const MAX_STAT: u64 = 8 << 10;
-/// Longer than `/proc/<pid>/status`, whose longest line lists up to 65,536 groups.
+/// Bytes that are read of `/proc/<pid>/status`. The file is shorter: its longest line lists up to
+/// 65,536 groups.
 const MAX_STATUS: u64 = 1 << 20;
 
-/// A file of `/proc/<pid>`. Nobody knows its length before: with room for most of them it is read by one call.
+/// Reads a file of `/proc/<pid>`. The kernel does not report the length of such a file. The buffer
+/// has room for most of them, so that one call reads the file.
 fn text_of(pid: i32, file: &str) -> Option<String> {
     let mut text = String::with_capacity(4096);
     let read = File::open(path_of(pid, file)).and_then(|mut file| file.read_to_string(&mut text));
     read.ok().map(|_| text)
 }
 
-/// A process as the kernel describes it in `/proc/<pid>/stat` (proc_pid_stat(5)). None: there is no such process.
+/// Reads `/proc/<pid>/stat` (proc_pid_stat(5)). None: there is no such process.
 pub fn stat(pid: i32) -> Option<Stat> {
     stat_in(File::open(path_of(pid, "stat")).ok()?)
 }
 
-/// The same of a line that was read from there.
+/// Parses a line of `/proc/<pid>/stat`.
 pub fn stat_in(line: impl Read) -> Option<Stat> {
     Stat::from_read(line.take(MAX_STAT)).ok()
 }
 
-/// Its parent: another one than before, once that has ended.
+/// Returns the process id of the parent. A process gets another parent when its parent ends.
 pub fn parent(pid: i32) -> Option<i32> {
     Some(stat(pid)?.ppid)
 }
 
-/// Its words in one string; empty for one that is gone.
+/// Returns the arguments of the process in one string. Empty for a process that is gone.
 pub fn command_line(pid: i32) -> String {
     let bytes = std::fs::read(path_of(pid, "cmdline")).unwrap_or_default();
     String::from_utf8_lossy(&bytes).replace('\0', " ")
 }
 
-/// Whether the process has ended and its parent has not asked for its status yet.
+/// Reports whether the process has ended and its parent has not waited for it yet.
 pub fn is_zombie(pid: i32) -> bool {
     stat(pid).is_some_and(|stat| stat.state == 'Z')
 }
 
-/// Whether the process is there and has not ended.
+/// Reports whether the process exists and has not ended.
 pub fn lives(pid: i32) -> bool {
     stat(pid).is_some_and(|stat| !has_ended(&stat))
 }
 
-/// Whether the process is dead, with its status still to be asked for or not.
+/// Reports whether the process is dead, waited for or not.
 pub fn has_ended(stat: &Stat) -> bool {
     matches!(stat.state, 'Z' | 'X')
 }
 
-/// Whether the process is there and will do anything more: one that was killed may take long to end where it gets no processor, and is
-/// then there without being of use to anybody.
+/// Reports whether the process lives and is not ending. A killed process that gets no processor may
+/// take long to end: until then it exists without working.
 pub fn goes_on(pid: i32) -> bool {
     stat(pid).is_some_and(|stat| !is_ending(&stat)) && !is_killed(pid)
 }
 
-/// Whether the process has certainly ended, or is ending. Not so where `/proc` cannot be read for
-/// another reason, such as too many open files.
+/// Reports whether the process has certainly ended, or is ending. False where `/proc` cannot be
+/// read for another reason, such as too many open files.
 pub fn is_gone(pid: i32) -> bool {
     is_gone_by(File::open(path_of(pid, "stat")))
 }
@@ -100,18 +104,17 @@ fn is_gone_by(opened: std::io::Result<impl Read>) -> bool {
     let read = opened.and_then(|file| file.take(MAX_STAT).read_to_end(&mut line));
     match read {
         Ok(_) => stat_in(&line[..]).is_some_and(|stat| is_ending(&stat)),
-        // ESRCH: it ended between the two calls.
+        // ESRCH: the process ended between the two calls.
         Err(error) => {
-            let of_process = rustix::io::Errno::from_io_error(&error);
-            error.kind() == std::io::ErrorKind::NotFound
-                || of_process == Some(rustix::io::Errno::SRCH)
+            let errno = rustix::io::Errno::from_io_error(&error);
+            error.kind() == std::io::ErrorKind::NotFound || errno == Some(rustix::io::Errno::SRCH)
         }
     }
 }
 
-/// Whether a SIGKILL is pending for the whole process (`ShdPnd` of proc_pid_status(5)). The kernel
-/// keeps it pending to the end; a thread that takes it up has it neither pending nor ends for an
-/// instant.
+/// Reports whether a SIGKILL is pending for the whole process (`ShdPnd` of proc_pid_status(5)). The
+/// kernel keeps it pending there to the end. A thread that takes the signal is for an instant
+/// neither ending nor has it pending.
 fn is_killed(pid: i32) -> bool {
     let status = File::open(path_of(pid, "status")).ok();
     status.is_some_and(has_kill_pending)
@@ -125,21 +128,21 @@ fn has_kill_pending(status: impl Read) -> bool {
 /// SIGKILL in a set of signals.
 const KILLED: u64 = 1 << (9 - 1);
 
-/// Whether it was stopped (SIGSTOP) and not told to go on.
+/// Reports whether the process is stopped (SIGSTOP).
 pub fn is_stopped(pid: i32) -> bool {
     stat(pid).is_some_and(|stat| stat.state == 'T')
 }
 
-/// The cgroups that it is in, in the kernel's words; none of one that is gone.
+/// Returns the text of `/proc/<pid>/cgroup`. None for a process that is gone.
 pub(crate) fn cgroups(pid: i32) -> Option<String> {
     text_of(pid, "cgroup")
 }
 
-/// Whether the process ends, or has ended.
+/// Reports whether the process is ending, or has ended.
 fn is_ending(stat: &Stat) -> bool {
     /// `PF_EXITING` (include/linux/sched.h).
     const EXITING: u32 = 0x4;
-    // The kernel adds the signal to what each thread has before it.
+    // The kernel sets SIGKILL pending for each thread before the process ends.
     has_ended(stat) || stat.flags & EXITING != 0 || stat.signal & KILLED != 0
 }
 
@@ -149,7 +152,8 @@ mod tests {
 
     #[test]
     fn who_was_killed_goes_on_no_longer_whatever_it_is_at() {
-        // The third is of a process in a frozen cgroup after `kill -9`, where it ends only when it is let run (Linux 6.18).
+        // The third line is of a process in a frozen cgroup after `kill -9`. The process ends only
+        // when the cgroup is thawed (Linux 6.18).
         let stat = |state: &str, flags: u64, pending: u64| {
             format!(
                 "7 (a) R 1) {state} 1 7 7 0 -1 {flags} 92 0 0 0 0 0 0 0 20 0 1 0 5 6 7 8 1 1 0 0 0 {pending} 0 4096 0 0 0 0 17 1 0 0 0 0 0"
@@ -223,7 +227,7 @@ mod tests {
         let pid = i32::try_from(child.id()).expect("a pid");
         assert!(goes_on(pid) && lives(pid));
         child.kill().expect("killed");
-        // At once: not only when it has ended.
+        // At once, before the process has ended.
         assert!(!goes_on(pid));
         child.wait().expect("waited for");
         assert!(!goes_on(pid) && !lives(pid));

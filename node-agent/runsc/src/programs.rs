@@ -1,9 +1,12 @@
-//! What every sandbox of the node runs, kept in memory: the code and the constants of runsc and of torpor-oci.
+//! Programs that every sandbox of the node runs, kept in memory: the code and the constants of
+//! runsc and of torpor-oci.
 //!
-//! The kernel charges a page of a file to the cgroup of whoever touches it first. That is a pod, as a rule, and such pages are pushed out with the
-//! pod's memory when it dozes: not into swap but to the disk where they are from. The first packet to a sandbox that is alone on its node then
-//! waits for that disk, page after page. So the agent has them read again, into its own cgroup: no pod's doze takes them away from then on, and
-//! the kernel may whenever it needs the memory.
+//! The kernel charges a page of a file to the cgroup of the process that touches the page first.
+//! The process is a pod's, as a rule. When the pod dozes, such pages are evicted with its memory:
+//! not into swap but to the disk of their file. Then the first packet to a sandbox that is alone on
+//! its node waits for that disk, page after page. So the agent has the pages read again, into its
+//! own cgroup. From then on no pod's doze evicts them. The kernel may evict them when it needs the
+//! memory.
 
 use std::io::Read;
 use std::num::NonZeroU64;
@@ -15,10 +18,11 @@ use object::read::elf::{FileHeader, ProgramHeader};
 use object::{Endianness, read};
 use rustix::fs::{Advice, Mode, OFlags};
 
-/// The headers of a program come first, and there are some ten of them.
+/// Bytes that are read of a program for its headers. Some ten headers come first in the file.
 const HEADERS: u64 = 64 << 10;
 
-/// Bytes that are asked for at once. Of more than its window for reading ahead the kernel reads the beginning only; this is the window by default.
+/// Bytes of one request. The kernel reads only the beginning of a request that is larger than its
+/// window for reading ahead; this is that window's default.
 const AT_ONCE: usize = 128 << 10;
 
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +41,8 @@ pub enum Error {
     },
 }
 
-/// Has the kernel read what of a program is not in memory. Returns before it is there. How many bytes it should be.
+/// Requests that the kernel reads the missing pages of a program into memory. Returns the number of
+/// requested bytes, before they are read.
 pub fn keep_in_memory(program: &Path) -> Result<u64, Error> {
     let failed = |source: std::io::Error| Error::Read {
         path: program.into(),
@@ -68,7 +73,8 @@ pub fn keep_in_memory(program: &Path) -> Result<u64, Error> {
     Ok(bytes)
 }
 
-/// The parts of a program's file that all who run it have in common: whoever writes to another part has it for himself.
+/// Returns the parts of a program's file whose pages all its processes share. Each process has its
+/// own copy of a writable part to which it writes.
 fn shared(headers: &[u8]) -> read::Result<Vec<Range<u64>>> {
     let header = FileHeader64::<Endianness>::parse(headers)?;
     let endian = header.endian()?;
@@ -95,7 +101,7 @@ mod tests {
         assert!(0 < kept && kept < all, "{kept} of {all}");
         let headers = std::fs::read(&program).expect("read");
         let shared = shared(&headers[..4096]).expect("headers");
-        // The code is among it, this very function.
+        // The code is among the parts.
         assert!(shared.len() >= 2, "{shared:?}");
         assert!(
             shared

@@ -1,4 +1,4 @@
-//! Reading a paused sandbox' memory into a partial image.
+//! Writing a paused sandbox' memory into a partial image.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -15,17 +15,18 @@ use crate::control::{self, ContainerState, Control};
 
 use crate::state;
 
-/// For a question that gVisor answers at once.
+/// Limit of a call that gVisor answers at once.
 const QUESTION_LIMIT: Duration = Duration::from_secs(5);
-/// How often the sizes of an image's files are read while the sandbox writes them.
-const LOOK: Duration = Duration::from_millis(100);
-/// How long a sandbox whose save was stopped may take to end it. An honest one writes what is left of its memory.
+/// Time between two reads of the sizes of an image's files while the sandbox writes them.
+const SIZE_PERIOD: Duration = Duration::from_millis(100);
+/// Limit for a sandbox to end a save that was stopped. An honest sandbox writes the rest of its
+/// memory.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
-/// gVisor's names of an image's files, as `runsc restore` looks for them.
+/// gVisor's names of an image's files, which `runsc restore` reads.
 pub const FILES: [&str; 3] = ["checkpoint.img", "pages_meta.img", "pages.img"];
 
-/// Why a checkpoint was not made. The sandbox is as it was, unless the control socket gave no answer.
+/// Why a checkpoint was not made. The sandbox is as before, unless gVisor gave no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -49,29 +50,29 @@ pub enum Error {
     #[error("{why}")]
     Stopped {
         why: Stop,
-        /// The sandbox has not ended the save, and may still write into the image's files.
+        /// True: the sandbox has not ended the save, and may still write into the image's files.
         writes: bool,
     },
 }
 
 impl Error {
-    /// CamelCase, for conditions and metrics.
+    /// Returns the reason in CamelCase, for conditions and metrics.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Store(error) => error.reason(),
             Self::Control(control::Error::NotRunning { .. }) => "SandboxGone",
             Self::DiskFull(_) => "DiskFull",
             Self::Control(_) => "CheckpointFailed",
-            // A container without its gofer is ended as soon as the sandbox runs on, by gVisor or
-            // by the agent.
+            // gVisor or the agent ends a container without its gofer once the sandbox runs on.
             Self::NotRunning(_) | Self::GoferGone(_) => CONTAINER_NOT_RUNNING,
             Self::Gofer { .. } => "NoRecord",
             Self::Stopped { why, .. } => why.reason(),
         }
     }
 
-    /// Whether the sandbox goes on with a save that was stopped because it wrote too much: only its end frees the disk. A sandbox that others have
-    /// taken the disk from is not at fault.
+    /// Reports whether the sandbox continues a save that was stopped because the sandbox wrote too
+    /// much. Only the sandbox' end frees the disk then. A sandbox is not at fault where other
+    /// writers have filled the disk.
     pub fn is_defiance(&self) -> bool {
         let why = match self {
             Self::Stopped { why, writes: true } => why,
@@ -80,14 +81,14 @@ impl Error {
         matches!(why, Stop::TooLarge { .. })
     }
 
-    /// Whether the checkpoint may have been made, or still be going on.
+    /// Reports whether the checkpoint may have been made, or may still be in progress.
     pub fn is_unknown(&self) -> bool {
         matches!(self, Self::Control(error) if error.is_unknown())
     }
 }
 
 impl From<control::Error> for Error {
-    /// gVisor says in words that its file could not be written.
+    /// Recognizes a full disk by gVisor's error message.
     fn from(error: control::Error) -> Self {
         match &error {
             control::Error::Refused { message, .. } if message.contains("no space left") => {
@@ -98,10 +99,12 @@ impl From<control::Error> for Error {
     }
 }
 
-/// Writes the sandbox into fresh files of `partial`; the caller makes them durable. The sandbox must be paused and stays so.
-/// An image in which one of `containers` or its files are missing could never be restored, and is
-/// an error. `stop` is asked now and then whether so many bytes are too many; the files are empty
-/// when it has stopped the save.
+/// Writes the sandbox into new files of `partial`; the caller makes them durable. The sandbox must
+/// be paused, and stays paused.
+///
+/// An image without one of `containers`, or without its files, could never be restored: it is an
+/// error. `stop` is called now and then with the number of bytes written, and returns a reason to
+/// stop the save. The files are empty after a stopped save.
 pub fn checkpoint(
     runsc_root: &Path,
     sandbox: &SandboxId,
@@ -117,7 +120,7 @@ pub fn checkpoint(
     let mut control = Control::connect(runsc_root, sandbox.as_str())?;
     write_watched(&mut control, &files, [limit, STOP_LIMIT], stop)?;
     // A container or gofer that lives after the checkpoint has lived throughout it. A container
-    // that was killed meanwhile is in the image too, and ends when it is restored.
+    // that was killed during the checkpoint is in the image too, and ends when it is restored.
     for container in containers {
         if !lives(&mut control, container)? {
             return Err(Error::NotRunning(container.clone()));
@@ -134,7 +137,8 @@ pub fn checkpoint(
     Ok(())
 }
 
-/// The second limit is for the sandbox to end a save that was stopped.
+/// Writes the checkpoint and stops it where `stop` returns a reason. The second limit is for the
+/// sandbox to end a stopped save.
 fn write_watched(
     control: &mut Control,
     files: &[File],
@@ -142,11 +146,11 @@ fn write_watched(
     stop: &mut dyn FnMut(u64) -> Option<Stop>,
 ) -> Result<(), Error> {
     let mut stopped = None;
-    let mut looked: Option<Instant> = None;
+    let mut measured: Option<Instant> = None;
     let mut watch = || {
-        // A sandbox that answers in drips is not looked at for each of them.
-        if looked.is_none_or(|at| at.elapsed() >= LOOK) {
-            looked = Some(Instant::now());
+        // A sandbox that sends its answer byte by byte does not cause a read of the sizes for each.
+        if measured.is_none_or(|at| at.elapsed() >= SIZE_PERIOD) {
+            measured = Some(Instant::now());
             stopped = stop(written(files));
         }
         stopped.is_none()
@@ -154,7 +158,7 @@ fn write_watched(
     let fds = [&files[0], &files[1], &files[2]].map(AsFd::as_fd);
     let answer = control.checkpoint(fds, limit, &mut watch);
     if let Some(why) = stopped {
-        // A sandbox that is not at fault gets the time of a whole save.
+        // A sandbox that is not at fault gets the limit of a whole save.
         let limit = match why {
             Stop::TooLarge { .. } => stop_limit,
             Stop::DiskShort { .. } => limit,
@@ -166,7 +170,7 @@ fn write_watched(
         });
     }
     answer?;
-    // It may have written all of it since the last look.
+    // The sandbox may have written all its bytes since the last read of the sizes.
     if let Some(why) = stop(written(files)) {
         empty(files);
         return Err(Error::Stopped { why, writes: false });
@@ -174,7 +178,8 @@ fn write_watched(
     Ok(())
 }
 
-/// Bytes of the files, and of the disk that they take. XFS sets aside as many blocks again for a file that grows.
+/// Returns the bytes of the files, or of half the disk blocks that they take where that is more.
+/// XFS preallocates as many blocks again for a growing file.
 fn written(files: &[File]) -> u64 {
     let sizes = files.iter().filter_map(|file| file.metadata().ok());
     sizes
@@ -182,7 +187,8 @@ fn written(files: &[File]) -> u64 {
         .fold(0, u64::saturating_add)
 }
 
-/// Frees what was written until the sandbox says that it has ended, or its time is over. Whether it has ended.
+/// Empties the files until the sandbox answers that it has ended the save, or the limit is over.
+/// Returns whether the sandbox has ended it.
 fn end_writing(control: &mut Control, files: &[File], limit: Duration) -> bool {
     let mut watch = || {
         empty(files);
@@ -190,11 +196,11 @@ fn end_writing(control: &mut Control, files: &[File], limit: Duration) -> bool {
     };
     let answer = control.end_of_checkpoint(limit, &mut watch);
     empty(files);
-    // One that closes the connection without a word may write all the same.
+    // A sandbox that closes the connection without an answer may still write.
     matches!(answer, Ok(()) | Err(control::Error::Refused { .. }))
 }
 
-/// A file that cannot be emptied is removed with its image.
+/// Empties the files. A file that cannot be emptied is removed with its image.
 fn empty(files: &[File]) {
     for file in files {
         let _ = file.set_len(0);
@@ -206,7 +212,7 @@ fn lives(control: &mut Control, container: &ContainerId) -> Result<bool, control
     if state == ContainerState::Running {
         return Ok(true);
     }
-    // It is said to have stopped as well when only its first thread has ended.
+    // gVisor also reports a container as stopped when only its first thread has ended.
     let processes = control.processes(container.as_str(), QUESTION_LIMIT)?;
     Ok(!processes.is_empty())
 }
@@ -229,7 +235,7 @@ mod tests {
     const NOBODY: &str = "null";
     const SOMEBODY: &str = r#"[{"pid":1}]"#;
 
-    /// A sandbox that is saved without complaint and then gives these answers.
+    /// Starts a sandbox that saves itself and then gives these answers.
     fn sandbox_with(root: &Path, name: &str, answers: Vec<&'static str>) {
         let listener = UnixListener::bind(socket_path(root, name)).expect("a socket");
         std::thread::spawn(move || {
@@ -315,16 +321,16 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const CAP: u64 = 4 * MIB;
 
-    /// How a sandbox saves itself that may write [`CAP`].
+    /// Behaviour of a sandbox that may write [`CAP`] bytes.
     #[derive(Clone, Copy, PartialEq)]
     enum Sandbox {
         /// Writes so many bytes and answers.
         Writes(u64),
-        /// Writes more than it may, and answers once it sees that nobody wants it.
+        /// Writes more than it may, and answers once its files are emptied.
         Overshoots,
         /// Writes and never answers.
         NeverEnds,
-        /// Writes more than it may, and closes the connection without an answer: it may write all the same.
+        /// Writes more than it may, and closes the connection without an answer. May still write.
         HangsUp,
     }
 
@@ -353,7 +359,7 @@ mod tests {
             Sandbox::NeverEnds => {
                 peer.set_nonblocking(true).expect("set");
                 let mut at = bytes;
-                // Until whoever saves it hangs up.
+                // Until the saving process closes the connection.
                 while !matches!(peer.read(&mut [0]), Ok(0)) {
                     write(at);
                     at += MIB;
@@ -367,7 +373,7 @@ mod tests {
         peer.write_all(DONE).expect("an answer");
     }
 
-    /// Saves the sandbox while the disk has so much room; answers also how many bytes are left in the files.
+    /// Saves the sandbox while the disk has `free` bytes. Returns also the bytes left in the files.
     fn watched(sandbox: Sandbox, free: u64) -> (Result<(), Error>, u64) {
         let dir = tempfile::tempdir().expect("a directory");
         let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
@@ -375,11 +381,11 @@ mod tests {
         let file = |name| File::create_new(dir.path().join(name)).expect("made");
         let files = FILES.map(file);
         let mut control = Control::connect(dir.path(), "s").expect("connected");
-        let ends = match sandbox {
+        let stop_limit = match sandbox {
             Sandbox::NeverEnds => Duration::from_millis(300),
             _ => Duration::from_secs(60),
         };
-        let limits = [Duration::from_secs(60), ends];
+        let limits = [Duration::from_secs(60), stop_limit];
         let mut stop = |written| image_size::stop(written, Some(CAP), Some(free), MIB);
         let saved = write_watched(&mut control, &files, limits, &mut stop);
         drop(control);

@@ -1,15 +1,20 @@
 //! Stopping the host's processes of a sandbox that dozes.
 //!
-//! Its tasks stand still, and the processes around them do not: the sentry and the gofers are Go programs, whose runtime collects garbage
-//! every two minutes (`forcegcperiod` in Go's runtime/proc.go; an hour in our build of gVisor) and reads the heap back from swap for it. Of a small sandbox 4 to 5 MB became
-//! 19 to 20. One that is stopped (SIGSTOP) does nothing, and ends like any other when it is killed.
+//! A dozing sandbox' tasks are paused, but the processes around them run on: the sentry and the
+//! gofers are Go programs. Go's runtime collects garbage every two minutes (`forcegcperiod` in Go's
+//! runtime/proc.go; an hour in Torpor's build of gVisor), and reads the heap back from swap for it.
+//! So the 4 to 5 MB of a small sandbox became 19 to 20. A stopped process (SIGSTOP) does nothing,
+//! and still ends when it is killed.
 //!
-//! It answers nobody either. So whoever connects to its control socket lets it go on first ([`crate::control::Control::connect`]), and who only
-//! wants to know whether it is there asks [`is_halted`]. Its network stack stands still too: the pod's keeper speaks for its address
-//! ([`crate::keeper::Request::Halt`]).
+//! A stopped process does not answer. So a caller that connects to the control socket continues the
+//! processes first ([`crate::control::Control::connect`]), and a caller that only checks for the
+//! sandbox uses [`is_stopped_by_signal`]. The network stack is stopped too: the pod's keeper answers for the
+//! pod's address ([`crate::keeper::Request::Halt`]).
 //!
-//! Nothing is noted: the kernel knows who is stopped. Whoever dies on the way leaves it to the next one who connects. The processes are those of
-//! runsc's own records, and of the gofers only what is in the sentry's cgroup: one that has ended may have left its number to another.
+//! No record is written: the kernel has the state of each process. When a caller dies halfway, the
+//! next caller that connects completes the work. The processes come from runsc's own records. A
+//! gofer counts only while it is in the sentry's cgroup: the number of an ended gofer may have
+//! passed to another process.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -21,10 +26,10 @@ use crate::process;
 
 use crate::state;
 
-/// A process is told at once, unless it gets no processor.
+/// Limit for the sentry to stop. It stops at once, unless it gets no processor.
 const HALT_LIMIT: Duration = Duration::from_secs(1);
 
-/// Why a sandbox' processes could not be stopped, or told to go on.
+/// Why a sandbox' processes could not be stopped or continued.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error(transparent)]
@@ -36,112 +41,125 @@ pub enum Error {
         source: std::io::Error,
     },
     #[error("process {pid} of the sandbox does not stop")]
-    GoesOn { pid: i32 },
-    /// In another PID namespace the numbers of its processes are those of others.
+    DoesNotStop { pid: i32 },
+    /// This process is in another PID namespace, where the numbers of the sandbox' processes belong
+    /// to other processes.
     #[error("the sandbox's processes are stopped, and only its pod's keeper can resume them")]
     OutOfReach,
 }
 
-/// Stops the processes of a sandbox of the runsc with this root directory. The sandbox is paused, and its sentry has just answered the caller, who
-/// holds the pod's lock: who does not may be left waiting for an answer.
-pub fn halt(root: &Path, sandbox: &str) -> Result<(), Error> {
+/// Stops the processes of a sandbox of the runsc with this root directory. The sandbox must be
+/// paused, its sentry must have just answered the caller, and the caller must hold the pod's lock.
+/// Without the lock another caller could wait in vain for the sentry's answer.
+pub fn stop_all(root: &Path, sandbox: &str) -> Result<(), Error> {
     let sentry = state::sentry(root, sandbox)?;
-    let halted = stop(root, sandbox, sentry);
-    if halted.is_err() {
-        // Otherwise some would stand still beside others, or stop while somebody waits for their answer.
-        let_go_on(root, sandbox, sentry)?;
+    let stopped = stop(root, sandbox, sentry);
+    if stopped.is_err() {
+        // Otherwise some processes would stay stopped beside running ones, or would stop while a
+        // caller waits for their answer.
+        continue_all(root, sandbox, sentry)?;
     }
-    halted
+    stopped
 }
 
-/// The sentry first: who connects looks at that, and a gofer that stands still beside a sentry that runs would be seen by nobody.
+/// Stops the sentry first, then the gofers. A caller that connects checks only the sentry, so no
+/// caller would notice a stopped gofer beside a running sentry.
 fn stop(root: &Path, sandbox: &str, sentry: i32) -> Result<(), Error> {
     let gofers = state::gofers(root, sandbox)?;
-    let of_sentry = process::cgroups(sentry);
+    let sentry_cgroups = process::cgroups(sentry);
     for pid in [sentry].into_iter().chain(gofers) {
-        signal(pid, of_sentry.as_deref(), Signal::STOP)?;
+        signal(pid, sentry_cgroups.as_deref(), Signal::STOP)?;
     }
     let deadline = Instant::now() + HALT_LIMIT;
     while !process::is_stopped(sentry) {
         if Instant::now() >= deadline {
-            return Err(Error::GoesOn { pid: sentry });
+            return Err(Error::DoesNotStop { pid: sentry });
         }
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())
 }
 
-/// Whether the sandbox' processes are there and stopped. Leaves them as they are.
-pub fn is_halted(root: &Path, sandbox: &str) -> bool {
-    // Of one that has no record, or ends at this moment, the next to connect hears.
+/// Reports whether the sandbox' processes exist and are stopped. Does not change them.
+pub fn is_stopped_by_signal(root: &Path, sandbox: &str) -> bool {
+    // A sandbox without a record, or that ends at this moment, is found by the next caller that
+    // connects.
     state::sentry(root, sandbox).is_ok_and(process::is_stopped)
 }
 
-/// The gofers of a sandbox that was let go on.
+/// The gofers of a sandbox whose processes were continued.
 #[derive(Debug)]
 pub(crate) struct Gofers {
     pids: Vec<i32>,
-    /// One of them had ended already: its number is nobody's, or another's.
+    /// True: one of the gofers had ended. Its number is free, or another process has it.
     ended: bool,
 }
 
 impl Gofers {
-    /// Whether each of them lives.
+    /// Reports whether each gofer lives.
     pub(crate) fn all_go_on(&self) -> bool {
         !self.ended && self.pids.iter().copied().all(process::goes_on)
     }
 }
 
-/// Lets the sandbox go on whose sentry, which lives, is this process. Answers with its gofers, of which it has read then; none where it was not stopped.
-pub(crate) fn go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Option<Gofers>, Error> {
+/// Continues the processes of a sandbox whose sentry, the process `sentry`, lives. Returns the
+/// sandbox' gofers, which it has read for that. None where the sandbox was not stopped.
+pub(crate) fn continue_stopped(
+    root: &Path,
+    sandbox: &str,
+    sentry: i32,
+) -> Result<Option<Gofers>, Error> {
     if !process::numbers_are_own() {
-        return match is_halted(root, sandbox) {
+        return match is_stopped_by_signal(root, sandbox) {
             true => Err(Error::OutOfReach),
             false => Ok(None),
         };
     }
     match process::is_stopped(sentry) {
-        true => let_go_on(root, sandbox, sentry).map(Some),
+        true => continue_all(root, sandbox, sentry).map(Some),
         false => Ok(None),
     }
 }
 
-/// The same by runsc's records, for who gets no connection: so many may have tried that the kernel lets nobody in any more.
-pub(crate) fn go_on_by_record(root: &Path, sandbox: &str) -> Result<(), Error> {
-    go_on(root, sandbox, state::sentry(root, sandbox)?).map(drop)
+/// Continues the processes of a sandbox by runsc's records, for a caller that gets no connection:
+/// after too many attempts the kernel accepts no further connection for a stopped sentry.
+pub(crate) fn continue_by_record(root: &Path, sandbox: &str) -> Result<(), Error> {
+    continue_stopped(root, sandbox, state::sentry(root, sandbox)?).map(drop)
 }
 
-/// The gofers first: a sentry that runs has all of them running. What is in the way of one keeps nobody else standing still.
-fn let_go_on(root: &Path, sandbox: &str, sentry: i32) -> Result<Gofers, Error> {
+/// Continues the gofers first, then the sentry: a running sentry has all its gofers running. An
+/// error of one process does not keep the others stopped.
+fn continue_all(root: &Path, sandbox: &str, sentry: i32) -> Result<Gofers, Error> {
     let gofers = state::gofers(root, sandbox);
-    let known = gofers.as_deref().unwrap_or_default();
-    let of_sentry = process::cgroups(sentry);
-    let tell = |pid: i32| signal(pid, of_sentry.as_deref(), Signal::CONT);
-    let told: Vec<_> = known.iter().copied().map(tell).collect();
-    tell(sentry)?;
+    let recorded = gofers.as_deref().unwrap_or_default();
+    let sentry_cgroups = process::cgroups(sentry);
+    let resume = |pid: i32| signal(pid, sentry_cgroups.as_deref(), Signal::CONT);
+    let signalled: Vec<_> = recorded.iter().copied().map(resume).collect();
+    resume(sentry)?;
     let pids = gofers?;
-    let told = told.into_iter().collect::<Result<Vec<bool>, _>>()?;
+    let signalled = signalled.into_iter().collect::<Result<Vec<bool>, _>>()?;
     Ok(Gofers {
         pids,
-        ended: told.contains(&false),
+        ended: signalled.contains(&false),
     })
 }
 
-/// Unless it has ended, or is none of the sandbox', whose sentry is in these cgroups: answers whether it was told.
-fn signal(pid: i32, of_sentry: Option<&str>, signal: Signal) -> Result<bool, Error> {
+/// Signals a process that is in the sentry's cgroups. Returns false, without a signal, for an ended
+/// process and for a process in other cgroups.
+fn signal(pid: i32, sentry_cgroups: Option<&str>, signal: Signal) -> Result<bool, Error> {
     let failed = |errno: Errno| Error::Signal {
         pid,
         source: errno.into(),
     };
-    let Some(known) = Pid::from_raw(pid) else {
+    let Some(id) = Pid::from_raw(pid) else {
         return Ok(false);
     };
-    let process = match pidfd_open(known, PidfdFlags::empty()) {
+    let process = match pidfd_open(id, PidfdFlags::empty()) {
         Err(Errno::SRCH) => return Ok(false),
         opened => opened.map_err(failed)?,
     };
-    // Only now: from here on the number is no other's.
-    if !is_beside(process::cgroups(pid).as_deref(), of_sentry) {
+    // Only after the open: from here on the number cannot pass to another process.
+    if !is_beside(process::cgroups(pid).as_deref(), sentry_cgroups) {
         return Ok(false);
     }
     match pidfd_send_signal(&process, signal) {
@@ -151,9 +169,9 @@ fn signal(pid: i32, of_sentry: Option<&str>, signal: Signal) -> Result<bool, Err
     }
 }
 
-/// Whether a process in these cgroups is in the sentry's.
-fn is_beside(cgroups: Option<&str>, of_sentry: Option<&str>) -> bool {
-    cgroups.is_some() && cgroups == of_sentry
+/// Reports whether a process in these cgroups is in the sentry's cgroups.
+fn is_beside(cgroups: Option<&str>, sentry_cgroups: Option<&str>) -> bool {
+    cgroups.is_some() && cgroups == sentry_cgroups
 }
 
 #[cfg(test)]
@@ -169,7 +187,7 @@ mod tests {
     }
 
     impl Processes {
-        /// A sandbox of runsc's records, of these processes in the test's own cgroup.
+        /// Starts a sentry and gofers in the test's own cgroup, and writes runsc's records of them.
         fn with_gofers(gofers: usize) -> Self {
             let sleep = || Command::new("sleep").arg("600").spawn().expect("started");
             let (dir, sentry) = (tempfile::tempdir().expect("a directory"), sleep());
@@ -202,7 +220,7 @@ mod tests {
             self.pids().into_iter().map(process::is_stopped).collect()
         }
 
-        /// A signal is heard a moment after it was sent.
+        /// Waits until the processes are in these states. A signal acts a moment after it was sent.
         fn until(&self, stopped: &[bool]) {
             let deadline = Instant::now() + Duration::from_secs(10);
             while self.stopped() != stopped {
@@ -225,19 +243,19 @@ mod tests {
     fn all_processes_of_a_sandbox_stop_and_go_on_however_often_they_are_told() {
         let processes = Processes::with_gofers(2);
         let root = processes.dir.path();
-        assert!(!is_halted(root, "s"));
+        assert!(!is_stopped_by_signal(root, "s"));
         for _ in 0..2 {
-            halt(root, "s").expect("stopped");
+            stop_all(root, "s").expect("stopped");
             processes.until(&[true; 3]);
-            assert!(is_halted(root, "s"));
+            assert!(is_stopped_by_signal(root, "s"));
         }
         let sentry = processes.sentry.id().cast_signed();
-        for told in [Some(2), None] {
-            let gofers = go_on(root, "s", sentry).expect("they go on");
+        for count in [Some(2), None] {
+            let gofers = continue_stopped(root, "s", sentry).expect("they go on");
             assert!(gofers.as_ref().is_none_or(Gofers::all_go_on));
-            assert_eq!(gofers.map(|gofers| gofers.pids.len()), told);
+            assert_eq!(gofers.map(|gofers| gofers.pids.len()), count);
             processes.until(&[false; 3]);
-            assert!(!is_halted(root, "s"));
+            assert!(!is_stopped_by_signal(root, "s"));
         }
     }
 
@@ -248,12 +266,12 @@ mod tests {
         let [gofer, sentry] = processes.pids()[..] else {
             panic!("two")
         };
-        halt(root, "s").expect("stopped");
-        // Who let them go on was killed in between.
+        stop_all(root, "s").expect("stopped");
+        // The caller that continued them was killed in between.
         let cgroups = process::cgroups(sentry);
         signal(gofer, cgroups.as_deref(), Signal::CONT).expect("signalled");
         processes.until(&[false, true]);
-        go_on(root, "s", sentry).expect("they go on");
+        continue_stopped(root, "s", sentry).expect("they go on");
         processes.until(&[false, false]);
     }
 
@@ -261,13 +279,13 @@ mod tests {
     fn a_gofer_that_ended_while_it_stood_still_is_missed() {
         let mut processes = Processes::with_gofers(2);
         let root = processes.dir.path().to_owned();
-        halt(&root, "s").expect("stopped");
+        stop_all(&root, "s").expect("stopped");
         let sentry = processes.sentry.id().cast_signed();
         let gofer = &mut processes.gofers[0];
         gofer.kill().expect("killed");
-        // Nobody has its number any more.
+        // No process has its number any more.
         gofer.wait().expect("it ends");
-        let gofers = go_on(&root, "s", sentry).expect("the others go on");
+        let gofers = continue_stopped(&root, "s", sentry).expect("the others go on");
         assert!(!gofers.expect("they were stopped").all_go_on());
         processes.until(&[false; 3]);
     }
@@ -276,23 +294,23 @@ mod tests {
     fn a_record_that_cannot_be_read_keeps_nobody_standing_still() {
         let processes = Processes::with_gofers(1);
         let root = processes.dir.path();
-        halt(root, "s").expect("stopped");
+        stop_all(root, "s").expect("stopped");
         std::fs::write(root.join("torn_sandbox:s.state"), "{").expect("written");
-        go_on_by_record(root, "s").expect_err("one is not known");
+        continue_by_record(root, "s").expect_err("one is not known");
         assert!(!process::is_stopped(processes.pids()[1]), "the sentry");
-        // And none is stopped of which not all are known.
-        halt(root, "s").expect_err("one is not known");
+        // A sandbox with an unreadable record is not stopped.
+        stop_all(root, "s").expect_err("one is not known");
         processes.until(&[true, false]);
     }
 
     #[test]
     fn a_sandbox_that_has_ended_is_not_halted() {
         let mut processes = Processes::with_gofers(1);
-        halt(processes.dir.path(), "s").expect("stopped");
+        stop_all(processes.dir.path(), "s").expect("stopped");
         processes.sentry.kill().expect("killed");
         processes.sentry.wait().expect("it ends");
-        assert!(!is_halted(processes.dir.path(), "s"));
-        assert!(!is_halted(processes.dir.path(), "unknown"));
+        assert!(!is_stopped_by_signal(processes.dir.path(), "s"));
+        assert!(!is_stopped_by_signal(processes.dir.path(), "unknown"));
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! What torpor-oci changes in an OCI spec before runsc sees it. Pure.
+//! Torpor-oci's changes of an OCI spec before runsc reads it. Pure.
 //!
-//! The spec stays raw JSON: fields that this build does not know pass through untouched.
+//! The spec stays raw JSON: fields that are unknown here pass through unchanged.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 use torpor_records::{Role, SandboxVolume, VolumeDirectory};
 use torpor_snapshots::Digest;
 
-/// containerd's CRI annotations on every spec that it makes.
+/// Annotations that containerd's CRI sets in every spec.
 pub const CRI_CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
 pub const CRI_CONTAINER_NAME: &str = "io.kubernetes.cri.container-name";
 pub const CRI_SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
@@ -18,19 +18,19 @@ pub const CRI_SANDBOX_NAME: &str = "io.kubernetes.cri.sandbox-name";
 pub const CRI_SANDBOX_UID: &str = "io.kubernetes.cri.sandbox-uid";
 pub const CRI_IMAGE_NAME: &str = "io.kubernetes.cri.image-name";
 
-/// gVisor's annotations steer the privileged runsc: only ours get through.
+/// Prefix of the annotations that control the privileged runsc. Only Torpor's own reach runsc.
 const GVISOR_PREFIX: &str = "dev.gvisor.";
 const MOUNT_HINT_PREFIX: &str = "dev.gvisor.spec.mount.";
 /// The controller's annotation (`torpor_api::annotations::NET_RAW`): names of the Pod's containers
 /// that add the capability NET_RAW themselves, separated by commas.
 const NET_RAW_CONTAINERS: &str = "torpor.dev/net-raw";
-/// A capability that runc gives by default, and gVisor only with `--net-raw`.
+/// The capability that runc gives by default, and gVisor only with `--net-raw`.
 pub(crate) const CAP_NET_RAW: &str = "CAP_NET_RAW";
 /// The bits of a file's mode (inode(7)) without those of its type.
 const PERMISSIONS: u32 = 0o7777;
-/// Where the pause container mounts the pod's volumes.
+/// Directory in which the pause container mounts the pod's volumes.
 pub const PAUSE_VOLUMES: &str = "/torpor-volumes";
-/// The pod's /dev/shm is a volume to gVisor, of this name.
+/// Name of the volume that the pod's /dev/shm is to gVisor.
 pub const SHM_HINT: &str = "devshm";
 
 /// Why a spec cannot be used.
@@ -54,7 +54,7 @@ pub enum Error {
 pub struct Spec(pub Value);
 
 impl Spec {
-    /// An annotation's value.
+    /// Returns an annotation's value.
     pub fn annotation(&self, key: &str) -> Option<&str> {
         self.0.get("annotations")?.get(key)?.as_str()
     }
@@ -71,17 +71,17 @@ impl Spec {
         }
     }
 
-    /// Id of the pod's sandbox.
+    /// Returns the id of the pod's sandbox.
     pub fn sandbox_id(&self) -> Result<&str, Error> {
         self.required(CRI_SANDBOX_ID)
     }
 
-    /// The container's name in its pod; the pause container has none.
+    /// Returns the container's name in its pod. The pause container has none.
     pub fn container_name(&self) -> Option<&str> {
         self.annotation(CRI_CONTAINER_NAME)
     }
 
-    /// Takes NET_RAW out of all sets of capabilities.
+    /// Removes NET_RAW from all sets of capabilities.
     fn withhold_net_raw(&mut self) {
         let sets = self.0.pointer_mut("/process/capabilities");
         let sets = sets.and_then(Value::as_object_mut).into_iter().flatten();
@@ -90,7 +90,7 @@ impl Spec {
         }
     }
 
-    /// Afterwards the spec asks for standard streams where it asked for a terminal.
+    /// Removes the request of a terminal: the process gets standard streams.
     pub fn forget_terminal(&mut self) {
         if let Some(process) = self.0.get_mut("process").and_then(Value::as_object_mut) {
             process.remove("terminal");
@@ -109,13 +109,14 @@ impl Spec {
         path.ok_or(Error::Missing("linux.cgroupsPath"))
     }
 
-    /// Bytes of swap that the kubelet lets the container have (cgroup v2; 0 unless its swapBehavior is LimitedSwap). None if it says nothing of it.
+    /// Returns the bytes of swap that the kubelet allows the container (cgroup v2; 0 unless its
+    /// swapBehavior is LimitedSwap). None where the spec has no such limit.
     pub fn swap_limit(&self) -> Option<&str> {
         let unified = self.0.pointer("/linux/resources/unified")?;
         unified.get("memory.swap.max")?.as_str()
     }
 
-    /// Path of the pod's network namespace; a pod on the host's network has none.
+    /// Returns the path of the pod's network namespace. None for a pod on the host's network.
     pub fn network_namespace(&self) -> Option<PathBuf> {
         let namespaces = self.0.pointer("/linux/namespaces")?.as_array()?;
         namespaces
@@ -124,7 +125,7 @@ impl Spec {
             .and_then(|namespace| namespace.get("path")?.as_str().map(PathBuf::from))
     }
 
-    /// The container's root file system on the host.
+    /// Returns the path of the container's root file system on the host.
     pub fn root(&self) -> Option<PathBuf> {
         self.0.pointer("/root/path")?.as_str().map(PathBuf::from)
     }
@@ -137,7 +138,7 @@ impl Spec {
             .flatten()
     }
 
-    /// Source of the mount at `destination`.
+    /// Returns the source of the mount at `destination`.
     fn mount_source(&self, destination: &str) -> Option<&str> {
         self.mounts()
             .find(|mount| mount.get("destination").and_then(Value::as_str) == Some(destination))
@@ -145,8 +146,8 @@ impl Spec {
     }
 }
 
-/// Whether the Pod adds NET_RAW to the container of this OCI spec. Its list of capabilities cannot
-/// tell: containerd adds NET_RAW by default.
+/// Reports whether the Pod adds NET_RAW to the container of this OCI spec. The spec's list of
+/// capabilities does not show it, because containerd adds NET_RAW by default.
 pub(crate) fn adds_net_raw(spec: &Value) -> bool {
     let annotation = |key| spec.get("annotations")?.get(key)?.as_str();
     let containers = annotation(NET_RAW_CONTAINERS).unwrap_or_default();
@@ -154,7 +155,7 @@ pub(crate) fn adds_net_raw(spec: &Value) -> bool {
     own.is_some_and(|own| containers.split(',').any(|name| name == own))
 }
 
-/// Reads the directory at `source`; `size`: bytes of its file system.
+/// Reads owner and permissions of the directory at `source`. `size`: bytes of its file system.
 pub fn volume_directory(source: &Path, size: Option<u64>) -> std::io::Result<VolumeDirectory> {
     let found = std::fs::symlink_metadata(source)?;
     Ok(VolumeDirectory {
@@ -165,7 +166,7 @@ pub fn volume_directory(source: &Path, size: Option<u64>) -> std::io::Result<Vol
     })
 }
 
-/// The directory as options of a tmpfs (tmpfs(5)).
+/// Returns the directory's properties as options of a tmpfs (tmpfs(5)).
 fn tmpfs_options(directory: &VolumeDirectory) -> String {
     let VolumeDirectory {
         mode,
@@ -178,13 +179,13 @@ fn tmpfs_options(directory: &VolumeDirectory) -> String {
     format!("rw,mode={mode:04o},uid={uid},gid={gid}{size}")
 }
 
-/// Where the pod's /dev/shm is on the host.
+/// Returns the path of the pod's /dev/shm on the host.
 pub fn shm_source(spec: &Spec) -> Option<PathBuf> {
     spec.mount_source("/dev/shm").map(PathBuf::from)
 }
 
-/// The spec that runsc gets: an absolute root path, no gVisor annotation but our volume hints, the
-/// sandbox's own volumes mounted as such, and NET_RAW only where the Pod adds it.
+/// Returns the spec for runsc: with an absolute root path, no gVisor annotation but Torpor's volume
+/// hints, the sandbox's own volumes mounted as such, and NET_RAW only where the Pod adds it.
 pub fn rewrite(mut spec: Spec, bundle: &Path, volumes: &[SandboxVolume]) -> Result<Spec, Error> {
     let role = spec.role()?;
     if !adds_net_raw(&spec.0) {
@@ -199,7 +200,7 @@ pub fn rewrite(mut spec: Spec, bundle: &Path, volumes: &[SandboxVolume]) -> Resu
     let absolute = bundle.join(path);
     root.insert("path".to_owned(), json!(absolute));
 
-    // Cgroups are ours: runsc would take the keeper's away when it deletes the container.
+    // Torpor makes the cgroups. runsc would remove the keeper's when it deletes the container.
     if let Some(linux) = spec.0.get_mut("linux").and_then(Value::as_object_mut) {
         linux.remove("cgroupsPath");
     }
@@ -221,12 +222,13 @@ pub fn rewrite(mut spec: Spec, bundle: &Path, volumes: &[SandboxVolume]) -> Resu
     Ok(spec)
 }
 
-/// gVisor ties a shared volume to the container that mounts it first, and cannot restore it without that container. The
-/// pause container is there from the beginning to the end, so it mounts every emptyDir; an init container may come first
-/// otherwise.
+/// Returns the pause container's mount of an emptyDir. gVisor ties a shared volume to the first
+/// container that mounts it, and cannot restore the volume without that container. The pause
+/// container exists for the whole life of the sandbox, so it mounts every emptyDir. Otherwise an
+/// init container could be the first.
 fn held_by_pause(volume: &SandboxVolume) -> Option<Value> {
     if volume.name == SHM_HINT {
-        // The pause container has this mount of its own.
+        // The pause container's spec has this mount already.
         return None;
     }
     Some(json!({
@@ -237,6 +239,7 @@ fn held_by_pause(volume: &SandboxVolume) -> Option<Value> {
     }))
 }
 
+/// Adds gVisor's annotations for a volume that the sandbox keeps.
 fn hint(annotations: &mut Map<String, Value>, volume: &SandboxVolume) {
     let source = volume.source.display().to_string();
     let options = match &volume.directory {
@@ -256,9 +259,11 @@ fn hint(annotations: &mut Map<String, Value>, volume: &SandboxVolume) {
     }
 }
 
-/// A volume's files belong to the one mount that gVisor takes for a bind mount, and an image can only be restored when
-/// there is exactly one such: the pause container's, for a volume that is backed by a file in its source. Every other
-/// mount of it, and all mounts of a volume in memory, are tmpfs to gVisor, which finds the volume by its source.
+/// Changes the type of a mount of a volume that the sandbox keeps. A volume's files belong to the
+/// one mount that gVisor takes for a bind mount. An image can only be restored with exactly one
+/// such mount: the pause container's, for a volume that is backed by a file in its source. Every
+/// other mount of that volume, and all mounts of a volume in memory, are tmpfs to gVisor, which
+/// finds the volume by its source.
 fn mount_inside(mount: &mut Value, role: Role, volumes: &[SandboxVolume]) {
     let Some(source) = mount
         .get("source")
@@ -282,8 +287,9 @@ fn mount_inside(mount: &mut Value, role: Role, volumes: &[SandboxVolume]) {
     }
 }
 
-/// What the kubelet mounts for a `subPath` is a folder of its own, `POD/volume-subpaths/VOLUME/CONTAINER/N`, bound to the volume's on the host:
-/// there the files of a volume that the sandbox keeps are not.
+/// Refuses a mount with `subPath` of a volume that the sandbox keeps. For a `subPath` the kubelet
+/// mounts a directory `POD/volume-subpaths/VOLUME/CONTAINER/N`, which is bound to the volume's
+/// directory on the host. It does not have the files of a volume that the sandbox keeps.
 fn refuse_part(mount: &Value, volumes: &[SandboxVolume]) -> Result<(), Error> {
     let text = |field| mount.get(field).and_then(Value::as_str).unwrap_or_default();
     let source = Path::new(text("source"));
@@ -302,8 +308,8 @@ fn refuse_part(mount: &Value, volumes: &[SandboxVolume]) -> Result<(), Error> {
     }
 }
 
-/// Whether the mount is an emptyDir of the Pod, by the place that the kubelet gives those: what it
-/// holds is in the image, and nothing of another volume at the same place is.
+/// Reports whether the mount is an emptyDir of the Pod, by the path that the kubelet gives them.
+/// The files of an emptyDir are in the image. Files of another volume at the same place are not.
 fn is_empty_dir(mount: &Value) -> bool {
     let source = mount.get("source").and_then(Value::as_str);
     source.is_some_and(|source| source.contains("/volumes/kubernetes.io~empty-dir/"))
@@ -316,8 +322,9 @@ fn makes_a_bind_mount(option: &str) -> bool {
     )
 }
 
-/// Digest over what must be the same when the container is restored: what gVisor checks, and nothing that another Pod
-/// of the same template has differently (ids, environment, host paths, host name, limits).
+/// Returns the digest of the parts of a spec that must be the same when the container is restored:
+/// the parts that gVisor checks, without those in which Pods of the same template differ (ids,
+/// environment, host paths, host name, limits).
 pub fn digest(spec: &Spec) -> Digest {
     let process = |field: &str| spec.0.pointer(&format!("/process/{field}")).cloned();
     let mounts: Vec<Value> = spec
@@ -343,8 +350,8 @@ pub fn digest(spec: &Spec) -> Digest {
         "sysctl": spec.0.pointer("/linux/sysctl"),
         "mounts": mounts,
     });
-    // containerd's list of capabilities does not tell. Left out otherwise: images from before
-    // 2026-11-27 keep their digests.
+    // containerd's list of capabilities does not show this. False is left out, so that images from
+    // before 2026-11-27 keep their digests.
     if adds_net_raw(&spec.0) {
         distilled["netRaw"] = json!(true);
     }

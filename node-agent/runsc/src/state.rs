@@ -1,4 +1,4 @@
-//! runsc's own records: a state and a lock for each container, in its root directory.
+//! runsc's own records: a state file and a lock file for each container, in runsc's root directory.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -24,21 +24,22 @@ pub enum Error {
     },
 }
 
-/// A state holds the container's whole OCI spec.
+/// Bytes that are read of a state. A state holds the container's whole OCI spec.
 const MAX_RECORD: u64 = 16 << 20;
 
-/// What most of them have, and so are read by one call: a sandbox that dozes waits for it.
+/// Bytes that most states have at most, so that one call reads them. The wake of a dozing sandbox
+/// waits for this.
 const USUAL_RECORD: usize = 32 << 10;
 
-/// runsc's record of a container of the sandbox.
+/// Returns the path of runsc's state of a container of the sandbox.
 pub(crate) fn state_path(root: &Path, id: &str, sandbox: &str) -> PathBuf {
     root.join(format!("{id}_sandbox:{sandbox}.state"))
 }
 
-/// How often a lock is asked for that somebody has.
+/// Time between two attempts to take a lock that another process holds.
 const LOCK_PERIOD: Duration = Duration::from_millis(2);
 
-/// What is read of runsc's record of a sandbox.
+/// The part of a root container's state that is read.
 #[derive(serde::Deserialize)]
 struct RunscState {
     sandbox: RunscSandbox,
@@ -46,7 +47,7 @@ struct RunscState {
 
 #[derive(serde::Deserialize)]
 struct RunscSandbox {
-    /// Of the sentry.
+    /// The sentry's process id.
     #[serde(default)]
     pid: i32,
     #[serde(default)]
@@ -55,34 +56,34 @@ struct RunscSandbox {
     gid: u32,
 }
 
-/// What is read of runsc's record of a container.
+/// The part of a container's state that is read.
 #[derive(serde::Deserialize)]
 struct RunscContainer {
-    /// 0: it has none.
+    /// 0: the container has no gofer.
     #[serde(rename = "goferPid", default)]
     gofer_pid: i32,
 }
 
 impl RunscContainer {
-    /// The process that serves its files, which may have ended.
+    /// Returns the process id of the container's gofer, which may have ended.
     fn gofer(&self) -> Option<i32> {
         Some(self.gofer_pid).filter(|pid| *pid > 0)
     }
 }
 
-/// Whether runsc has a state of the container.
+/// Reports whether runsc has a state of the container.
 pub fn is_known(root: &Path, id: &str, sandbox: &str) -> bool {
     state_path(root, id, sandbox).exists()
 }
 
-/// What runsc keeps of the sandbox' containers: a state and a lock each.
+/// Returns the paths of runsc's files of the sandbox' containers: a state and a lock each.
 pub(crate) fn files_of(root: &Path, sandbox: &str) -> Result<Vec<PathBuf>, Error> {
     let part = format!("_sandbox:{sandbox}.");
     records(root, |name| name.contains(&part))
 }
 
-/// The states of containers of this name, each with its sandbox: one or none, unless a killed runsc
-/// has left more.
+/// Returns the states of the container `id`, each with its sandbox' id: one or none, unless a
+/// killed runsc has left more.
 pub(crate) fn states_of(root: &Path, id: &str) -> Result<Vec<(PathBuf, String)>, Error> {
     let part = format!("{id}_sandbox:");
     let states = |name: &str| name.starts_with(&part) && name.ends_with(".state");
@@ -94,43 +95,45 @@ pub(crate) fn states_of(root: &Path, id: &str) -> Result<Vec<(PathBuf, String)>,
     Ok(found.filter_map(with_sandbox).collect())
 }
 
-/// Whether each of the sandbox' gofers lives. gVisor kills a container that has lost its gofer as
-/// soon as it may run, unless the sandbox was restored.
+/// Reports whether each of the sandbox' gofers lives. gVisor kills a container that has lost its
+/// gofer as soon as the container may run, unless the sandbox was restored.
 pub(crate) fn has_all_gofers(root: &Path, sandbox: &str) -> Result<bool, Error> {
     Ok(gofers(root, sandbox)?.into_iter().all(process::goes_on))
 }
 
-/// Whether the container's gofer has certainly ended. A container that never had one has lost none.
+/// Reports whether the container's gofer has certainly ended. False for a container that never had
+/// a gofer.
 pub(crate) fn has_lost_gofer(root: &Path, id: &str, sandbox: &str) -> Result<bool, Error> {
     let record: RunscContainer = read_record(&state_path(root, id, sandbox))?;
     Ok(record.gofer().is_some_and(process::is_gone))
 }
 
-/// User and group of the sandbox' processes.
+/// Returns the user and group ids of the sandbox' processes.
 pub(crate) fn user(root: &Path, sandbox: &str) -> Result<(u32, u32), Error> {
     let RunscSandbox { uid, gid, .. } = of_sandbox(root, sandbox)?;
     Ok((uid, gid))
 }
 
-/// What runsc, whose root directory this is, has recorded of the sandbox.
+/// Reads the sandbox' part of its root container's state.
 fn of_sandbox(root: &Path, sandbox: &str) -> Result<RunscSandbox, Error> {
     let path = state_path(root, sandbox, sandbox);
     Ok(read_record::<RunscState>(&path)?.sandbox)
 }
 
-/// The sandbox' first process, by runsc's own record.
+/// Returns the process id of the sandbox' sentry, by runsc's own record.
 pub fn sentry(root: &Path, sandbox: &str) -> Result<i32, Error> {
     Ok(of_sandbox(root, sandbox)?.pid)
 }
 
-/// The processes that serve the files of the sandbox' containers, by runsc's own records: they may have ended.
+/// Returns the process ids of the gofers of the sandbox' containers, by runsc's own records. The
+/// processes may have ended.
 pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
     let end = format!("_sandbox:{sandbox}.state");
     let mut found = Vec::new();
     for path in records(root, |name| name.ends_with(&end))? {
         match read_record::<RunscContainer>(&path) {
             Ok(container) => found.extend(container.gofer()),
-            // Its container was deleted meanwhile.
+            // The container was deleted meanwhile.
             Err(Error::Read { source, .. }) if source.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
@@ -138,14 +141,14 @@ pub(crate) fn gofers(root: &Path, sandbox: &str) -> Result<Vec<i32>, Error> {
     Ok(found)
 }
 
-/// Whether the process that serves the container's files goes on, by runsc's own record. A
-/// container that never had one counts as well.
+/// Reports whether the container's gofer lives, by runsc's own record. True for a container that
+/// never had a gofer.
 pub fn gofer_goes_on(root: &Path, id: &str, sandbox: &str) -> Result<bool, Error> {
     let record: RunscContainer = read_record(&state_path(root, id, sandbox))?;
     Ok(record.gofer().is_none_or(process::goes_on))
 }
 
-/// What runsc has recorded of the container. None where it has nothing.
+/// Returns runsc's record of the container. None where runsc has none.
 pub fn of_container(
     root: &Path,
     id: &str,
@@ -157,7 +160,8 @@ pub fn of_container(
     }
 }
 
-/// Writes that record, where runsc has not begun the container: in its place when it is whole, because other commands of runsc's look for it.
+/// Writes the record of a container that runsc has not started. The whole file takes its place at
+/// once, because other commands of runsc read the record.
 pub fn write(
     root: &Path,
     id: &str,
@@ -183,8 +187,13 @@ pub fn write(
     })
 }
 
-/// What runsc holds while it makes a container and again while it starts it; of a sandbox' first one until that has the image. Its commands for the other containers
-/// wait for that, and so come neither before there is a sandbox nor before that has the image (gVisor, `runsc/container/state_file.go`). The kernel gives it back with the file.
+/// Takes runsc's lock of the container, until the deadline. The kernel releases the lock when the
+/// file is closed.
+///
+/// runsc holds the lock while it makes a container, and again while it starts the container. It
+/// holds the lock of a sandbox' first container until the sandbox has the image. Its commands for
+/// the other containers wait for that lock. So they run after the sandbox exists and has the image
+/// (gVisor, `runsc/container/state_file.go`).
 pub fn lock(
     root: &Path,
     id: &str,
@@ -199,7 +208,8 @@ pub fn lock(
             .truncate(false)
             .mode(0o600)
             .open(&path)?;
-        // Who has it looks whether a record is whole, or is one that should have been killed with the sandbox.
+        // Another holder of the lock checks whether a record is whole, or is a command that should
+        // have been killed with the sandbox.
         let at_once = rustix::fs::FlockOperation::NonBlockingLockExclusive;
         loop {
             match rustix::fs::flock(&file, at_once) {
@@ -217,6 +227,7 @@ pub fn lock(
     })
 }
 
+/// Returns the paths of the files of a root directory whose names are `wanted`.
 pub(crate) fn records(root: &Path, wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>, Error> {
     let failed = |source| Error::Read {
         path: root.to_owned(),
@@ -248,7 +259,8 @@ pub(crate) fn remove(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Whether a killed runsc has left it half written. One that writes has the lock beside it.
+/// Reports whether a killed runsc has left the state half written. A runsc that writes the state
+/// holds the lock beside it.
 pub(crate) fn is_torn(state: &Path) -> Result<bool, Error> {
     let lock = std::fs::File::open(state.with_extension("lock"));
     if let Ok(lock) = &lock

@@ -1,18 +1,23 @@
-//! How many sandboxes of this node are restored at once, and who comes first.
+//! The limit on concurrent restores of this node's sandboxes, and their order.
 //!
-//! Restores are done by processes that know nothing of each other (a keeper that has seen a packet, an exec, the agent), so
-//! their limit is a set of locked files below the state directory: `turns/wake-0`, `turns/wake-1` and so on. Whoever restores
-//! holds one of them. The kernel takes a lock back from a process that dies, so nothing is left of one that was killed.
+//! Restores are done by processes that do not communicate: a keeper after a packet, an exec, the
+//! agent. So the limit is a set of locked files below the state directory: `turns/wake-0`,
+//! `turns/wake-1` and so on. A process holds one of the locks while it restores: its turn. The
+//! kernel releases a lock when its process dies, so a killed process leaves nothing behind.
 //!
-//! Somebody who waits for an answer comes before what was asked of the API or happens after a reboot: as long as such a one
-//! waits or restores, it holds `turns/called` (shared), and the others try again later.
+//! A restore for a waiting client comes before a restore that the API requests or that follows a
+//! reboot. Such a restore holds `turns/called` (shared) while it waits and runs, and the other
+//! restores try again later.
 //!
-//! Whoever waits stands in a line, `turns/line`, in which namespaces take turns ([`torpor_core::wake_line`]): a tenant who needs a hundred
-//! sandboxes at once holds up his own. Only the locked files limit; the line says who may try to lock one, and leaves one free for each that
-//! is before. So one that stands still before the others keeps one turn from them, and no more, for as long as it could be waiting.
+//! Waiting restores stand in a line, `turns/line`, in which namespaces take turns
+//! ([`torpor_core::wake_line`]). So a tenant with a hundred restores at once delays only its own.
+//! The locked files alone limit. The line gives the order: a restore takes a lock only where as
+//! many others are free as restores are ahead of it. So a stopped process at the front of the line
+//! keeps one turn from the others, and no more, for as long as it counts as waiting.
 //!
-//! A turn is for speed and not for safety: nobody waits longer than [`Patience`] says, and then restores without one. Whoever
-//! has a turn waits for nobody who waits for one: it holds its own pod's lock and needs no other.
+//! Turns are for speed and not for safety: a restore waits no longer than its [`WaitLimits`], and
+//! then goes on without a turn. A process with a turn never waits for a process without one: it
+//! holds its own pod's lock and needs no other.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -28,26 +33,27 @@ use torpor_records::locks;
 mod line;
 use line::{Line, Waiting};
 
-/// Between two tries of those that are next. A restore takes some ten times as long, and those that have their turns need the processors: each try
-/// reads the line.
-const TRY_AGAIN: Duration = Duration::from_millis(20);
-/// Of those that are behind, for each restore that has to end before: less than half of what the fastest takes, so that nothing is lost. Each try
-/// reads the line, and who restores needs the processors.
-const A_RESTORE: Duration = Duration::from_millis(50);
-/// And at most: those before it may all be gone.
-const TRY_AGAIN_LATER: Duration = Duration::from_millis(500);
+/// Time between two attempts of a restore at the front of the line. A restore takes some ten times
+/// as long. Each attempt reads the line, and running restores need the processors.
+const MIN_RETRY: Duration = Duration::from_millis(20);
+/// Time between two attempts of a restore further behind, for each restore that has to end before.
+/// It is less than half of the fastest restore, so that no time is lost.
+const RETRY_PER_RESTORE: Duration = Duration::from_millis(50);
+/// Longest time between two attempts: the restores ahead may all be gone.
+const MAX_RETRY: Duration = Duration::from_millis(500);
 
-/// How long one waits for its turn at most.
+/// The limits on a restore's wait for its turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Patience {
-    /// For those who wait for an answer to be served.
+pub struct WaitLimits {
+    /// Time for which the restore lets restores for waiting clients pass.
     pub courtesy: Duration,
-    /// For a free turn.
+    /// Time for the whole wait.
     pub in_all: Duration,
 }
 
-impl Patience {
-    /// The kubelet gives an exec and the making of a container two minutes.
+impl WaitLimits {
+    /// Returns the limits for a cause. The kubelet allows two minutes for an exec and for the
+    /// creation of a container.
     pub fn of(cause: WakeCause) -> Self {
         Self {
             courtesy: match cause.is_waited_for() {
@@ -59,31 +65,32 @@ impl Patience {
     }
 }
 
-/// The right to restore now; given back when dropped.
+/// The right to restore now. Dropping it releases the right.
 #[derive(Debug)]
-pub struct Turn {
+pub struct WakeSlot {
     _called: Option<Flock<File>>,
     _slot: Option<Flock<File>>,
 }
 
+/// Result of an attempt to get a turn.
 enum Slot {
-    Mine(Flock<File>),
-    /// There is no limit, or none that can be kept here.
+    Taken(Flock<File>),
+    /// There is no limit, or its files cannot be locked here.
     Unneeded,
-    AllTaken,
+    NoneFree,
 }
 
 /// The turns of this node.
 #[derive(Debug)]
-pub struct Turns {
+pub struct WakeSlots {
     dir: PathBuf,
     line: Line,
-    /// None: as many as want to.
+    /// Concurrent restores. None: no limit.
     limit: Option<usize>,
 }
 
-impl Turns {
-    /// `limit`: restores at once; 0 for as many as want to.
+impl WakeSlots {
+    /// `limit`: concurrent restores; 0 for no limit.
     pub fn new(state_dir: &Path, limit: u32) -> Self {
         let dir = state_dir.join("turns");
         Self {
@@ -95,15 +102,21 @@ impl Turns {
         }
     }
 
-    /// Waits for a turn to restore a sandbox of this namespace. Where files cannot be locked everybody has one.
-    pub fn take(&self, cause: WakeCause, namespace: &Namespace) -> Turn {
-        self.take_within(cause, namespace, Patience::of(cause))
+    /// Waits for a turn to restore a sandbox of this namespace. Returns at once where files cannot
+    /// be locked.
+    pub fn take(&self, cause: WakeCause, namespace: &Namespace) -> WakeSlot {
+        self.take_within(cause, namespace, WaitLimits::of(cause))
     }
 
-    fn take_within(&self, cause: WakeCause, namespace: &Namespace, patience: Patience) -> Turn {
+    fn take_within(
+        &self,
+        cause: WakeCause,
+        namespace: &Namespace,
+        patience: WaitLimits,
+    ) -> WakeSlot {
         let began = Instant::now();
         let mut courteous = !cause.is_waited_for();
-        let called = (!courteous).then(|| self.say_waiting()).flatten();
+        let called = (!courteous).then(|| self.lock_called()).flatten();
         let mut waiting = self.join(namespace, courteous);
         let slot = loop {
             let waited = began.elapsed();
@@ -112,47 +125,51 @@ impl Turns {
                 drop(waiting);
                 waiting = self.join(namespace, courteous);
             }
-            // Whoever has no place in the line goes when it can: one that cannot be kept keeps nobody waiting.
+            // A restore without a place in the line goes when a turn is free: a line that cannot be
+            // kept delays no restore.
             let turns = self.limit.unwrap_or(usize::MAX);
             let ahead = (waiting.as_ref()).map_or(0, |waiting| self.line.ahead(waiting, turns));
             if !(courteous && self.is_somebody_waiting()) {
                 match self.slot(ahead) {
-                    Slot::Mine(slot) => break Some(slot),
+                    Slot::Taken(slot) => break Some(slot),
                     Slot::Unneeded => break None,
-                    Slot::AllTaken if waited >= patience.in_all => break None,
-                    Slot::AllTaken => {}
+                    Slot::NoneFree if waited >= patience.in_all => break None,
+                    Slot::NoneFree => {}
                 }
             }
             std::thread::sleep(self.between_tries(ahead));
         };
-        Turn {
+        WakeSlot {
             _called: called,
             _slot: slot,
         }
     }
 
-    fn join(&self, namespace: &Namespace, patient: bool) -> Option<Waiting> {
-        self.limit.and_then(|_| self.line.join(namespace, patient))
+    /// Takes a place in the line. None where there is no limit, or no line can be kept.
+    fn join(&self, namespace: &Namespace, courteous: bool) -> Option<Waiting> {
+        self.limit
+            .and_then(|_| self.line.join(namespace, courteous))
     }
 
     fn between_tries(&self, ahead: usize) -> Duration {
         let restores = ahead / self.limit.unwrap_or(usize::MAX);
         let restores = u32::try_from(restores).unwrap_or(u32::MAX);
-        let wait = A_RESTORE.saturating_mul(restores);
-        wait.clamp(TRY_AGAIN, TRY_AGAIN_LATER)
+        let wait = RETRY_PER_RESTORE.saturating_mul(restores);
+        wait.clamp(MIN_RETRY, MAX_RETRY)
     }
 
-    /// Whether somebody who waits for an answer restores, or waits for a turn to.
+    /// Reports whether a restore for a waiting client runs, or waits for its turn.
     pub fn is_somebody_waiting(&self) -> bool {
-        // Only a lock that somebody has says so; that there is no file, or none that can be locked, does not.
+        // Only a held lock means that. A missing file, or a file that cannot be locked, does not.
         let Some(file) = self.open("called") else {
             return false;
         };
         matches!(locks::try_exclusive(file), Ok(None))
     }
 
-    /// Who looks whether anybody waits has the file for a moment.
-    fn say_waiting(&self) -> Option<Flock<File>> {
+    /// Takes the shared lock of a restore for a waiting client. [`Self::is_somebody_waiting`] of
+    /// another process holds the lock for a moment, so this tries several times.
+    fn lock_called(&self) -> Option<Flock<File>> {
         let mut file = self.open("called")?;
         for _ in 0..100 {
             match Flock::lock(file, FlockArg::LockSharedNonblock) {
@@ -164,28 +181,28 @@ impl Turns {
         None
     }
 
-    /// A turn, if more than `ahead` are free.
+    /// Takes a turn where more than `ahead` turns are free.
     fn slot(&self, ahead: usize) -> Slot {
         let Some(limit) = self.limit else {
             return Slot::Unneeded;
         };
         if ahead >= limit {
-            return Slot::AllTaken;
+            return Slot::NoneFree;
         }
-        // Held for a moment only: whoever is before looks again soon.
-        let mut left = Vec::new();
+        // Locks for the restores ahead, which try again soon: held for a moment only.
+        let mut left_free = Vec::new();
         for slot in 0..limit {
             let Some(file) = self.open(&format!("wake-{slot}")) else {
                 return Slot::Unneeded;
             };
             match locks::try_exclusive(file) {
-                Ok(Some(lock)) if left.len() == ahead => return Slot::Mine(lock),
-                Ok(Some(lock)) => left.push(lock),
+                Ok(Some(lock)) if left_free.len() == ahead => return Slot::Taken(lock),
+                Ok(Some(lock)) => left_free.push(lock),
                 Ok(None) => {}
                 Err(_) => return Slot::Unneeded,
             }
         }
-        Slot::AllTaken
+        Slot::NoneFree
     }
 
     fn open(&self, name: &str) -> Option<File> {
@@ -206,12 +223,12 @@ mod tests {
 
     use super::*;
 
-    const SHORT: Patience = Patience {
+    const SHORT: WaitLimits = WaitLimits {
         courtesy: Duration::from_millis(50),
         in_all: Duration::from_millis(100),
     };
     /// Longer than any test waits.
-    const LONG: Patience = Patience {
+    const LONG: WaitLimits = WaitLimits {
         courtesy: Duration::from_secs(60),
         in_all: Duration::from_secs(60),
     };
@@ -220,9 +237,9 @@ mod tests {
         Namespace::new(name).expect("a name")
     }
 
-    fn turns(limit: u32) -> (tempfile::TempDir, Turns) {
+    fn turns(limit: u32) -> (tempfile::TempDir, WakeSlots) {
         let dir = tempfile::tempdir().expect("a directory");
-        let turns = Turns::new(dir.path(), limit);
+        let turns = WakeSlots::new(dir.path(), limit);
         (dir, turns)
     }
 
@@ -233,7 +250,7 @@ mod tests {
         std::thread::scope(|scope| {
             for n in 0..20 {
                 let (turns, now, most) = (&turns, &now, &most);
-                let cause = [WakeCause::Called, WakeCause::Asked][n % 2];
+                let cause = [WakeCause::Exec, WakeCause::Asked][n % 2];
                 let of = namespace(["a", "b", "c"][n % 3]);
                 scope.spawn(move || {
                     let turn = turns.take_within(cause, &of, LONG);
@@ -250,8 +267,8 @@ mod tests {
     #[test]
     fn without_a_limit_nobody_waits() {
         let (_dir, turns) = turns(0);
-        let _held: Vec<Turn> = (0..50)
-            .map(|_| turns.take_within(WakeCause::Called, &namespace("a"), LONG))
+        let _held: Vec<WakeSlot> = (0..50)
+            .map(|_| turns.take_within(WakeCause::Exec, &namespace("a"), LONG))
             .collect();
         assert!(turns.is_somebody_waiting());
     }
@@ -260,8 +277,8 @@ mod tests {
     fn where_nothing_can_be_locked_nobody_waits() {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("turns"), b"no directory").expect("written");
-        let turns = Turns::new(dir.path(), 1);
-        let turn = turns.take_within(WakeCause::Called, &namespace("a"), LONG);
+        let turns = WakeSlots::new(dir.path(), 1);
+        let turn = turns.take_within(WakeCause::Exec, &namespace("a"), LONG);
         assert!(turn._slot.is_none() && turn._called.is_none());
     }
 
@@ -269,7 +286,7 @@ mod tests {
     fn who_waits_too_long_goes_without_a_turn() {
         let (_dir, turns) = turns(1);
         let _held = turns.take(WakeCause::Asked, &namespace("a"));
-        let late = turns.take_within(WakeCause::Called, &namespace("a"), SHORT);
+        let late = turns.take_within(WakeCause::Exec, &namespace("a"), SHORT);
         assert!(late._slot.is_none());
     }
 
@@ -288,21 +305,21 @@ mod tests {
                 });
             };
             waits(WakeCause::Asked);
-            waits(WakeCause::Called);
+            waits(WakeCause::Exec);
             while !turns.is_somebody_waiting() {
                 std::thread::yield_now();
             }
             drop(held);
         });
         let order = order.into_inner().expect("no panic");
-        assert_eq!(order, [WakeCause::Called, WakeCause::Asked]);
+        assert_eq!(order, [WakeCause::Exec, WakeCause::Asked]);
         assert!(!turns.is_somebody_waiting());
     }
 
     #[test]
     fn what_the_api_asks_for_does_not_wait_for_ever_for_those_who_wait_for_an_answer() {
         let (_dir, turns) = turns(2);
-        let _called = turns.take(WakeCause::Called, &namespace("a"));
+        let _called = turns.take(WakeCause::Exec, &namespace("a"));
         let asked = turns.take_within(WakeCause::Asked, &namespace("a"), SHORT);
         assert!(asked._slot.is_some());
     }
@@ -310,14 +327,14 @@ mod tests {
     #[test]
     fn a_namespace_that_needs_many_sandboxes_does_not_keep_another_waiting() {
         let (_dir, turns) = turns(1);
-        let held = turns.take(WakeCause::Called, &namespace("many"));
+        let held = turns.take(WakeCause::Exec, &namespace("many"));
         let order = std::sync::Mutex::new(Vec::new());
         std::thread::scope(|scope| {
             let names = ["many", "many", "many", "many", "one"];
             for (place, name) in names.into_iter().enumerate() {
                 let (turns, order) = (&turns, &order);
                 scope.spawn(move || {
-                    let turn = turns.take_within(WakeCause::Called, &namespace(name), LONG);
+                    let turn = turns.take_within(WakeCause::Exec, &namespace(name), LONG);
                     order.lock().expect("no panic").push(name);
                     drop(turn);
                 });
@@ -336,7 +353,7 @@ mod tests {
     fn one_that_stands_still_before_the_others_keeps_one_turn_from_them_and_no_more() {
         let (_dir, turns) = turns(2);
         let still = turns.line.join(&namespace("still"), false);
-        let take = |patience| turns.take_within(WakeCause::Called, &namespace("a"), patience);
+        let take = |patience| turns.take_within(WakeCause::Exec, &namespace("a"), patience);
         let first = take(LONG);
         assert!(first._slot.is_some());
         let late = take(SHORT);
@@ -350,7 +367,7 @@ mod tests {
     fn nobody_waits_for_an_answer_of_who_is_woken_by_the_api_or_the_clock() {
         for cause in WakeCause::ALL {
             let for_itself = matches!(cause, WakeCause::Asked | WakeCause::Clock);
-            let courtesy = Patience::of(cause).courtesy;
+            let courtesy = WaitLimits::of(cause).courtesy;
             assert_eq!(courtesy > Duration::ZERO, for_itself, "{cause:?}");
         }
     }
@@ -362,7 +379,7 @@ mod tests {
         for left in ["called-0-gone", "called-1-gone", "asked-0-gone"] {
             std::fs::write(turns.line.dir.join(left), b"").expect("written");
         }
-        for cause in [WakeCause::Called, WakeCause::Asked] {
+        for cause in [WakeCause::Exec, WakeCause::Asked] {
             let turn = turns.take_within(cause, &namespace("lives"), LONG);
             assert!(turn._slot.is_some(), "{cause:?}");
         }

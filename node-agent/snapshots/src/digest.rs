@@ -1,4 +1,4 @@
-//! BLAKE3 digests, and hashing of large files on all processors.
+//! BLAKE3 digests of bytes and of large files, which several threads hash.
 
 use std::fmt;
 use std::io;
@@ -11,21 +11,21 @@ use serde::{Deserialize, Serialize};
 const PREFIX: &str = "blake3:";
 /// Bytes per read.
 const BUFFER: usize = 256 * 1024;
-/// Below this many bytes a second thread costs more than it saves.
+/// Least bytes for a second thread. With fewer bytes the thread costs more time than it saves.
 const WORTH_A_THREAD: u64 = 4 << 20;
 
-/// 32 bytes, written `blake3:<64 hexadecimal digits>`.
+/// A BLAKE3 digest of 32 bytes, written `blake3:<64 hexadecimal digits>`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Digest([u8; 32]);
 
-/// A text is not a digest.
+/// Error: the text is not a digest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a digest (blake3: and 64 hexadecimal digits in lower case)")]
 pub struct InvalidDigest(pub String);
 
 impl Digest {
-    /// The digest of these bytes.
+    /// Returns the digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self(*blake3::hash(bytes).as_bytes())
     }
@@ -34,8 +34,8 @@ impl Digest {
         &self.0
     }
 
-    /// The digest of the first `len` bytes of an open file, read with up to `threads` threads. The file's position is not used.
-    /// `UnexpectedEof` if the file is shorter.
+    /// Returns the digest of the first `len` bytes of an open file. Up to `threads` threads read
+    /// the file; its position is not used. Error: `UnexpectedEof` if the file is shorter.
     pub fn of_file(file: BorrowedFd<'_>, len: u64, threads: usize) -> io::Result<Self> {
         if threads < 2 || len < WORTH_A_THREAD {
             let mut hasher = blake3::Hasher::new();
@@ -49,7 +49,8 @@ impl Digest {
     }
 }
 
-/// The chaining values of the two subtrees of `len` bytes at `offset`, each hashed by a thread of its own.
+/// Returns the chaining values of the two subtrees of `len` bytes at `offset`. Each subtree has its
+/// own thread.
 fn halves(
     file: BorrowedFd<'_>,
     offset: u64,

@@ -1,16 +1,17 @@
-//! Places where a test can kill the process.
+//! Failpoints: places where a test can kill the process.
 //!
-//! `TORPOR_FAILPOINT=<name>#<n>` makes the `n`th [`hit`] with that name abort, as a crash would: no destructor runs, nothing is
-//! flushed. The name alone is its first hit. Unset, a hit costs one atomic load. The names are in [`ALL`], and a test dies at each
-//! of them as often as it is passed.
+//! `TORPOR_FAILPOINT=<name>#<n>` makes the `n`th [`hit`] with that name abort the process like a
+//! crash: no destructor runs and no buffer is flushed. A name without number means the first hit.
+//! Without the variable a hit costs one atomic load. [`ALL`] lists the names. A test kills a
+//! process at each hit of each failpoint.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Environment variable that names the point.
+/// Environment variable with the chosen failpoint.
 pub const VARIABLE: &str = "TORPOR_FAILPOINT";
 
-/// Every point, in the order in which a save, a consumption and a removal pass them.
+/// All failpoints, in the order in which a save, a consumption and a removal pass them.
 pub const ALL: &[&str] = &[
     "begin:created",
     "commit:synced",
@@ -49,13 +50,13 @@ impl Chosen {
         }
     }
 
-    /// Takes note of a hit; whether it is the chosen one.
+    /// Counts a hit and reports whether it is the chosen one.
     fn is_hit(&self, name: &str) -> bool {
         self.name == name && self.hits.fetch_add(1, Ordering::Relaxed) + 1 == self.number
     }
 }
 
-/// Aborts the process if this is the chosen point, passed as often as was chosen.
+/// Aborts the process if `name` is the chosen failpoint and this is the chosen hit.
 pub fn hit(name: &str) {
     let chosen = CHOSEN.get_or_init(|| std::env::var(VARIABLE).ok().map(|v| Chosen::parse(&v)));
     if chosen.as_ref().is_some_and(|chosen| chosen.is_hit(name)) {

@@ -1,4 +1,5 @@
-//! Ledgers on disk: one file per Pod, appended to under a lock. The format is [`torpor_core::ledger`]'s.
+//! Ledgers on disk: one file per Pod. A lock protects appends. [`torpor_core::ledger`] defines the
+//! format.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,20 +10,19 @@ use rustix::io::Errno;
 use torpor_core::ledger::{self, Tail};
 use torpor_core::{Entry, LedgerState, PodUid};
 
+use crate::dirs::{OpenError, PathError, Removed, Unsafe, open_checked, read_limited};
 use crate::failpoint;
-use crate::store::{
-    OpenError, StorePathError as PathError, UnsafePath, open_checked, read_limited,
-};
 
-/// Bytes set aside when a ledger is made, so that the records that let a sandbox run on can be written on a full disk.
+/// Bytes allocated for a new ledger. On a full disk they hold the records without which a sandbox
+/// could not run on.
 const RESERVED: u64 = 64 * 1024;
-/// A ledger longer than this is rewritten as one record. On a full disk it cannot be: the other half of what is set aside is left for
-/// the records that follow.
+/// Length in bytes above which a ledger is rewritten as one record. On a full disk the rewrite
+/// fails; the other half of the allocated bytes is left for the records that follow.
 const FOLD_AT: u64 = RESERVED / 2;
-/// Largest ledger read, in bytes; a rewritten one stays far below.
+/// Most bytes of a ledger that is read. A rewritten ledger is far shorter.
 const MAX_FILE: usize = 16 << 20;
 
-/// Why a ledger could not be read or written.
+/// Error of reading or writing a ledger.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("the ledger {} cannot be trusted, so the memory of its Pod is neither saved nor woken nor removed; delete the Pod to start cold", path.display())]
@@ -41,7 +41,7 @@ pub enum Error {
     #[error("no room on the disk for the ledger {}", path.display())]
     DiskFull { path: PathBuf, source: io::Error },
     #[error(transparent)]
-    Unsafe(#[from] UnsafePath),
+    Unsafe(#[from] Unsafe),
     #[error("cannot {doing} {}", path.display())]
     Io {
         doing: &'static str,
@@ -51,7 +51,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// LedgerCorrupt, LedgerFenced, DiskFull or LedgerUnavailable.
+    /// Returns the reason for conditions: LedgerCorrupt, LedgerFenced, DiskFull or
+    /// LedgerUnavailable.
     pub fn reason(&self) -> &'static str {
         match self {
             Error::Corrupt { .. } | Error::TooLarge { .. } | Error::Unsafe(_) => "LedgerCorrupt",
@@ -91,7 +92,8 @@ impl From<OpenError> for Error {
     }
 }
 
-/// The ledger of one Pod. Several processes may hold one; each call takes the file's lock for itself.
+/// The ledger of one Pod. Several processes may use the same ledger: each call takes the file's
+/// lock.
 #[derive(Debug)]
 pub struct LedgerFile {
     dir: OwnedFd,
@@ -99,11 +101,11 @@ pub struct LedgerFile {
     path: PathBuf,
 }
 
-/// What was in the file, under the lock.
+/// Content of the file, read under its lock.
 struct Content {
     state: LedgerState,
-    /// Bytes up to the end of the last good record; 0: not even a header.
-    good: u64,
+    /// Bytes up to the end of the last whole record; 0: the file has no whole header.
+    whole: u64,
 }
 
 impl LedgerFile {
@@ -119,7 +121,8 @@ impl LedgerFile {
         })
     }
 
-    /// What the ledger says; nothing if there is none. A torn last record is left out, and left where it is.
+    /// Reads the ledger; a missing ledger is an empty one. A torn last record is ignored and stays
+    /// in the file.
     pub fn read(&self) -> Result<LedgerState, Error> {
         match self.locked(OFlags::RDONLY, FlockOperation::LockShared)? {
             Some(file) => Ok(self.content(&file)?.state),
@@ -127,21 +130,22 @@ impl LedgerFile {
         }
     }
 
-    /// Appends one entry, durably, and answers what the ledger says then. Makes the file if there is none.
+    /// Appends one entry, durably, and returns the ledger's new state. Makes a missing file.
     pub fn append(&self, entry: &Entry) -> Result<LedgerState, Error> {
         self.append_checked(entry, None)
     }
 
-    /// Like [`LedgerFile::append`], but only as the entry after the first `seq` ones.
+    /// Appends one entry like [`LedgerFile::append`], but only if the ledger has exactly `seq`
+    /// entries.
     pub fn append_at(&self, seq: u64, entry: &Entry) -> Result<LedgerState, Error> {
         self.append_checked(entry, Some(seq))
     }
 
-    /// Removes the ledger; none is fine.
-    pub fn remove(&self) -> Result<crate::Removed, Error> {
-        // Under the lock, so that an appender either comes before or finds that its file is gone.
+    /// Removes the ledger. A missing ledger is no error.
+    pub fn remove(&self) -> Result<Removed, Error> {
+        // The lock orders a concurrent append: before the removal, or after it in a new file.
         let Some(_file) = self.locked(OFlags::RDWR, FlockOperation::LockExclusive)? else {
-            return Ok(crate::Removed::Already);
+            return Ok(Removed::Already);
         };
         let failed = |e: Errno| PathError::new("remove", &self.path, e);
         rustix::fs::unlinkat(&self.dir, &self.name, AtFlags::empty()).map_err(failed)?;
@@ -150,10 +154,11 @@ impl LedgerFile {
             Err(errno) => return Err(failed(errno).into()),
         }
         self.sync_dir()?;
-        Ok(crate::Removed::Done)
+        Ok(Removed::Done)
     }
 
-    /// Removes the ledger if no record in it ever became whole (a crash at its creation); whether it is there afterwards.
+    /// Removes the ledger if it has no whole record, which a crash at its creation causes. Reports
+    /// whether the ledger exists afterwards.
     pub(crate) fn sweep(&self) -> Result<bool, Error> {
         let lock = FlockOperation::LockExclusive;
         let Some(file) = self.locked(OFlags::RDWR, lock)? else {
@@ -175,7 +180,7 @@ impl LedgerFile {
         let file = file.expect("a file opened with CREATE is there");
         let Content {
             mut state,
-            mut good,
+            mut whole,
         } = self.content(&file)?;
         if let Some(expected) = seq.filter(|expected| *expected != state.seq) {
             return Err(Error::Fenced {
@@ -184,28 +189,30 @@ impl LedgerFile {
                 found: state.seq,
             });
         }
-        self.truncate(&file, good)?;
-        if good == 0 {
-            good = self.write_header(&file)?;
+        self.truncate(&file, whole)?;
+        if whole == 0 {
+            whole = self.write_header(&file)?;
         }
         let record = ledger::encode(entry).map_err(|source| Error::Corrupt {
             path: self.path.clone(),
             source,
         })?;
-        if let Err(error) = self.write_durably(&file, &record, good) {
-            // Best effort: a torn record is dropped by the next append anyhow.
-            let _ = self.truncate(&file, good);
+        if let Err(error) = self.write_durably(&file, &record, whole) {
+            // Best effort: the next append removes a torn record.
+            let _ = self.truncate(&file, whole);
             return Err(error);
         }
         state.apply(entry);
-        if good + record.len() as u64 > FOLD_AT {
-            // Only to save room, and tried again with the next entry: the entry itself is safe already.
+        if whole + record.len() as u64 > FOLD_AT {
+            // Best effort: the entry is durable already, and the next entry tries the rewrite
+            // again.
             let _ = self.fold(&state);
         }
         Ok(state)
     }
 
-    /// The file under its lock; `None` if it is not there (and `flags` do not make it).
+    /// Opens the file and takes its lock. Returns none if the file does not exist and `flags` do
+    /// not make it.
     fn locked(&self, flags: OFlags, lock: FlockOperation) -> Result<Option<OwnedFd>, Error> {
         loop {
             let opened = open_checked(self.dir.as_fd(), &self.name, &self.path, flags);
@@ -218,7 +225,8 @@ impl LedgerFile {
                 Err(Errno::INTR) => continue,
                 Err(errno) => return Err(PathError::new("lock", &self.path, errno).into()),
             }
-            // While we waited the ledger may have been rewritten or removed: then this is a file without a name.
+            // During the wait for the lock another process may have replaced or removed the ledger.
+            // The open file has no name then.
             if self.is_current(&file)? {
                 return Ok(Some(file));
             }
@@ -245,13 +253,13 @@ impl LedgerFile {
             path: self.path.clone(),
             source,
         })?;
-        let good = match tail {
+        let whole = match tail {
             Tail::Clean => bytes.len() as u64,
             Tail::Torn { offset, len: _ } => offset,
         };
         Ok(Content {
             state: LedgerState::fold(&entries),
-            good,
+            whole,
         })
     }
 
@@ -266,7 +274,8 @@ impl LedgerFile {
     }
 
     fn write_header(&self, file: &OwnedFd) -> Result<u64, Error> {
-        // Best effort: not every file system can, and then a full disk delays what needs the ledger.
+        // Best effort: not every file system supports it. Without it the actions that need the
+        // ledger wait while the disk is full.
         let _ = rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, RESERVED);
         let header = ledger::encode_header();
         self.write_at(file, &header, 0)?;
@@ -285,7 +294,7 @@ impl LedgerFile {
         Ok(())
     }
 
-    /// One write. A short one is a full disk.
+    /// Writes with one call. A short write means that the disk is full.
     fn write_at(&self, file: &OwnedFd, bytes: &[u8], at: u64) -> Result<(), Error> {
         loop {
             let short = || io::Error::from(io::ErrorKind::StorageFull);
@@ -298,7 +307,7 @@ impl LedgerFile {
         }
     }
 
-    /// Rewrites the ledger as one record beside it and renames that over it.
+    /// Rewrites the ledger as one record in a new file and renames the new file over the ledger.
     fn fold(&self, state: &LedgerState) -> Result<(), Error> {
         let entry = Entry::Folded {
             state: state.clone(),

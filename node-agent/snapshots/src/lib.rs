@@ -1,19 +1,28 @@
-//! Images of sandboxes on the node's disk: format, store, ledger files. Synchronous, standard I/O only.
+//! Images of sandboxes on the node's disk: format, store, ledger files. Synchronous, with standard
+//! I/O only.
 //!
 //! ```text
-//! <root>/images/<namespace>/<image id>/        one committed image (directories 0700, files 0600, owner = us)
-//!            manifest.json                     what the image is and what it needs: manifest.rs
+//! <root>/images/<namespace>/<image id>/        one committed image
+//!            manifest.json                     its contents and needs: manifest.rs
 //!            checkpoint.img pages.img ...      the runtime's files, as named in the manifest
-//!            consumed                          UID of the Pod that was restored from it, once there is one
-//! <root>/images/<namespace>/.tmp-<image id>/   being written; a rename makes it an image
-//! <root>/images/<namespace>/.trash-<image id>/ being removed
-//! <root>/ledger/<pod UID>                      torpor_core::ledger
+//!            consumed                          UID of the Pod that was restored from the image;
+//!                                              exists from that restore on
+//! <root>/images/<namespace>/.tmp-<image id>/   image that is being written; a rename commits it
+//! <root>/images/<namespace>/.trash-<image id>/ image that is being removed
+//! <root>/ledger/<pod UID>                      ledger of a Pod: torpor_core::ledger
 //! ```
-//! Names come from API objects, contents may have been damaged, and whoever can write below the root can make the agent read
-//! what they like: so names are checked types, paths are resolved below an open directory without following any link, and what
-//! is not a plain file or directory of ours, closed to others, is refused.
+//!
+//! Directories have mode 0700, files 0600; the agent's user owns them.
+//!
+//! Names come from API objects, and contents may be damaged. A process that can write below the
+//! root can make the agent read any file. Therefore:
+//! - names are checked types,
+//! - paths are resolved below an open directory, and no link is followed,
+//! - an entry is refused if it is not a plain file or directory, if another user owns it, or if
+//!   group or others may write to it.
 
 pub mod digest;
+mod dirs;
 pub mod failpoint;
 pub mod ledger_file;
 pub mod manifest;

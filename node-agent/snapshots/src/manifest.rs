@@ -1,13 +1,14 @@
-//! The manifest of an image: what it is, what it is made of, what it needs to be restored.
+//! The manifest of an image: its identity, its files and its needs for a restore.
 //!
 //! `manifest.json` is one line of JSON and a newline, at most 1 MiB:
 //! ```text
 //! {"digest":"blake3:<64 hex>","manifest":{"magic":"torpor-image","version":1,...}}
 //! ```
-//! `digest` is that of the bytes of `manifest` as they stand in the file. There is one encoding of a manifest: fields in the
-//! order of [`Manifest`], no spaces. The decoder reads, encodes again and compares, so a changed byte anywhere in the file is
-//! found, a space included. A version that this program does not know is refused before anything else is looked at; fields are
-//! only ever added together with a new version.
+//! `digest` is the digest of the bytes of `manifest` in the file. A manifest has exactly one
+//! encoding: fields in the order of [`Manifest`], no spaces. The decoder reads the manifest,
+//! encodes it again and compares the bytes, and so finds every changed byte in the file, even an
+//! added space. The decoder checks the version before the other fields and refuses an unknown one.
+//! A new field requires a new version.
 
 use std::fmt;
 
@@ -17,9 +18,13 @@ use torpor_core::{ContainerName, ImageId, Namespace, PodUid};
 
 use crate::digest::Digest;
 
-/// The first field of every manifest.
+/// The manifest's file name.
+pub const MANIFEST: &str = "manifest.json";
+/// Name of the file with the UID of the Pod that was restored from the image.
+pub const CONSUMED: &str = "consumed";
+/// Value of `magic`, the first field of every manifest.
 pub const MAGIC: &str = "torpor-image";
-/// The version written; the only one read so far.
+/// Version of the format that is written, and the only one that is read.
 pub const VERSION: u32 = 1;
 /// Largest manifest file, in bytes.
 pub const MAX_BYTES: usize = 1 << 20;
@@ -28,10 +33,12 @@ pub const MAX_FILES: usize = 16;
 pub const MAX_CONTAINERS: usize = 256;
 pub const MAX_FLAGS: usize = 256;
 pub const MAX_CPU_FEATURES: usize = 4096;
-/// How [`SavedName::Root`] is written.
+/// Text of [`SavedName::Root`].
 pub const ROOT_NAME: &str = "__root__";
+/// Longest file name in an image, in bytes.
+const MAX_FILE_NAME: usize = 64;
 
-/// A container of the saved Pod: the pause container has no name in Kubernetes.
+/// Name of a container of the saved Pod. In Kubernetes the pause container has no name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum SavedName {
@@ -40,7 +47,7 @@ pub enum SavedName {
     Named(ContainerName),
 }
 
-/// Why an image was made.
+/// Purpose of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SaveReason {
     /// In-place hibernation.
@@ -49,51 +56,53 @@ pub enum SaveReason {
     Manual,
 }
 
-/// What the runtime of a node is, as far as an image depends on it.
+/// Properties of a node's runtime on which an image depends.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fingerprint {
-    /// Of the runsc binary, `<algorithm>:<hex>`. Must be equal.
+    /// Digest of the runsc binary, `<algorithm>:<hex>`. Must be equal for a restore.
     pub runsc_digest: String,
-    /// What `runsc --version` says, for people.
+    /// Output of `runsc --version`, for messages.
     pub runsc_version: String,
-    /// systrap, kvm, ptrace. Must be equal.
+    /// gVisor's platform: systrap, kvm, ptrace. Must be equal for a restore.
     pub platform: String,
-    /// The global flags that the sandbox was started with, without paths. Must be equal.
+    /// Global flags of the sandbox's runsc, without paths. Must be equal for a restore.
     pub flags: Vec<String>,
-    /// Digest of `cpu_features`. Equal digests need no comparison of the lists.
+    /// Digest of `cpu_features`. If the digests are equal, the lists are not compared.
     pub cpu_features_digest: String,
-    /// CPU features, sorted. The node must have all that the image's node had; empty: the digests must be equal.
+    /// CPU features, sorted. A node needs all features of the image's node. If the list is empty,
+    /// the digests must be equal.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cpu_features: Vec<String>,
-    /// `uname -r`, for people: an image does not depend on it.
+    /// Output of `uname -r`, for people. An image does not depend on it.
     pub kernel: String,
 }
 
-/// One file of an image.
+/// A file of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
-    /// `[a-z0-9][a-z0-9._-]*`, at most 64, neither `manifest.json` nor `consumed`.
+    /// `[a-z0-9][a-z0-9._-]*`, at most 64 bytes, neither `manifest.json` nor `consumed`.
     pub name: String,
-    /// Bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Of all its bytes.
+    /// Digest of the whole file.
     pub blake3: Digest,
 }
 
-/// One container of an image.
+/// A container of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SavedContainer {
     pub name: SavedName,
-    /// The container image's id as CRI reports it (`sha256:...` or `repo@sha256:...`); empty for the pause container.
+    /// The container image's id as CRI reports it (`sha256:...` or `repo@sha256:...`); empty for
+    /// the pause container.
     pub image_id: String,
-    /// Of the distilled OCI spec; the driver defines what goes into it.
+    /// Digest of the distilled OCI spec. The driver defines the parts of the distilled spec.
     pub spec_digest: Digest,
 }
 
-/// A container that had ended before the save.
+/// A container that ended before the save.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CompletedContainer {
@@ -101,7 +110,7 @@ pub struct CompletedContainer {
     pub exit_code: i32,
 }
 
-/// All of an image but its files: what the caller of a commit knows.
+/// The manifest without the image's id and files: the input of a commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ManifestDraft {
     pub pod_name: String,
@@ -109,14 +118,14 @@ pub struct ManifestDraft {
     pub reason: SaveReason,
     pub created_at: Timestamp,
     pub fingerprint: Fingerprint,
-    /// In the order of restore, [`SavedName::Root`] first.
+    /// Containers in the order of restore, [`SavedName::Root`] first.
     pub containers: Vec<SavedContainer>,
     pub completed: Vec<CompletedContainer>,
-    /// The image that this sandbox was restored from.
+    /// Image from which the saved sandbox was restored.
     pub parent: Option<ImageId>,
 }
 
-/// A manifest. See the module for its encoding.
+/// A manifest. The module's documentation describes its encoding.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -131,20 +140,20 @@ pub struct Manifest {
     pub created_at: Timestamp,
     pub fingerprint: Fingerprint,
     pub files: Vec<FileEntry>,
-    /// In the order of restore, [`SavedName::Root`] first.
+    /// Containers in the order of restore, [`SavedName::Root`] first.
     pub containers: Vec<SavedContainer>,
     pub completed: Vec<CompletedContainer>,
     pub parent: Option<ImageId>,
 }
 
-/// The spec of one container that is to be restored.
+/// Spec digest of a container that is to be restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerSpecDigest {
     pub name: SavedName,
     pub digest: Digest,
 }
 
-/// Why bytes are not a manifest.
+/// Error of decoding or encoding a manifest.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
     #[error("the manifest has {found} bytes, at most {MAX_BYTES} are allowed")]
@@ -163,7 +172,7 @@ pub enum DecodeError {
     Rule(String),
 }
 
-/// Why an image cannot be restored here.
+/// Error: the image cannot be restored on this node or into this Pod.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Mismatch {
     #[error(
@@ -197,7 +206,7 @@ pub enum Mismatch {
 }
 
 impl Mismatch {
-    /// FingerprintMismatch or SpecMismatch.
+    /// Returns the reason for conditions: FingerprintMismatch or SpecMismatch.
     pub fn reason(&self) -> &'static str {
         match self {
             Mismatch::Runsc { .. }
@@ -214,10 +223,17 @@ impl Mismatch {
 mod check;
 mod codec;
 
-pub(crate) use codec::is_file_name;
+/// Reports whether an image may have a file with this name: see [`FileEntry::name`].
+pub(crate) fn is_file_name(name: &str) -> bool {
+    let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"._-".contains(&b);
+    (1..=MAX_FILE_NAME).contains(&name.len())
+        && name.bytes().all(plain)
+        && !name.starts_with(['.', '-', '_'])
+        && !matches!(name, MANIFEST | CONSUMED)
+}
 
 impl SavedName {
-    /// `__root__` or the container's name.
+    /// Returns `__root__` or the container's name.
     pub fn as_str(&self) -> &str {
         match self {
             SavedName::Root => ROOT_NAME,

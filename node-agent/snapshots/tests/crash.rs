@@ -1,5 +1,5 @@
-//! The process dies at every failpoint, as often as it is passed on the way through a save, a consumption and a removal.
-//! Afterwards the store holds either nothing or a whole image, and what the agent plans over it comes to an end.
+//! A process dies at each hit of each failpoint during a save, a consumption and a removal.
+//! Afterwards the store contains nothing or a whole image, and the agent's plans come to an end.
 
 mod agent;
 mod common;
@@ -15,12 +15,12 @@ use torpor_core::{Entry, ImageState, LedgerState, Memory, PodUid, ledger};
 use torpor_snapshots::{Store, failpoint};
 
 const ROOT: &str = "TORPOR_TEST_ROOT";
-/// Entries that make a ledger so long that the next one has it rewritten.
+/// Entries of a ledger that the next entry causes to be rewritten.
 const LONG: usize = 900;
-/// Entries of one life.
+/// Entries of one image's life.
 const ENTRIES: usize = 9;
 
-/// Runs in the child only.
+/// Runs in the child process only.
 #[test]
 fn child() {
     if let Some(root) = std::env::var_os(ROOT) {
@@ -28,7 +28,7 @@ fn child() {
     }
 }
 
-/// The life of an image, as the agent leads it.
+/// Does all that the agent does with an image, from its save to its removal.
 fn lead(store: &Store) {
     let ledger = store.ledger(&pod()).unwrap();
     let append = |entry: &Entry| {
@@ -61,7 +61,7 @@ fn lead(store: &Store) {
     append(&discarded);
 }
 
-/// One of each kind, and a second try of the wake.
+/// Returns one entry of each kind, with a second attempt of the wake.
 fn entries() -> [Entry; ENTRIES] {
     let waking = Entry::Waking { image: image(1) };
     [
@@ -93,7 +93,8 @@ fn old_pod() -> PodUid {
     PodUid::new("old-pod").unwrap()
 }
 
-/// Another Pod's ledger, written at once: hundreds of appends would take their time.
+/// Appends to another Pod's long ledger. The long ledger is written with one call, because hundreds
+/// of appends would be slow.
 fn append_to_a_long_ledger(store: &Store) {
     let mut bytes = ledger::encode_header().to_vec();
     for _ in 0..LONG {
@@ -115,8 +116,9 @@ fn append_to_a_long_ledger(store: &Store) {
         .unwrap();
 }
 
-/// Dies at every point as often as it is passed, and looks at what is left each time. A `point` is a name and a number.
-fn at_each_death(mut look: impl FnMut(&str, &Path)) {
+/// Runs a child that dies, once for each hit of each failpoint, and calls `check` with the
+/// failpoint (name and number) and the store's root.
+fn at_each_death(mut check: impl FnMut(&str, &Path)) {
     for name in failpoint::ALL {
         for number in 1.. {
             let dir = tempfile::tempdir().unwrap();
@@ -125,12 +127,12 @@ fn at_each_death(mut look: impl FnMut(&str, &Path)) {
                 assert!(number > 1, "{name} was not passed");
                 break;
             }
-            look(&point, dir.path());
+            check(&point, dir.path());
         }
     }
 }
 
-/// Whether the child died at the point.
+/// Reports whether the child died at the failpoint.
 fn dies_at(point: &str, root: &Path) -> bool {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -195,7 +197,7 @@ fn a_death_at_any_point_leaves_nothing_or_a_whole_image() {
     assert_eq!(last_entries, each, "each entry was the last one");
 }
 
-/// Rewritten or not, a ledger says the same: nothing yet, all that was there, or one more.
+/// Asserts that the long ledger, rewritten or not, has no entry yet, all its entries, or one more.
 fn assert_not_shortened(point: &str, state: &LedgerState) {
     let before = LONG as u64;
     assert!(
@@ -208,11 +210,11 @@ fn assert_not_shortened(point: &str, state: &LedgerState) {
     );
 }
 
-/// The ledger says what was done and nothing else, never promises an image that is not there, and never forgets one that is
-/// needed.
+/// Asserts that the ledger's state is that of the entries so far. Also asserts that an image exists
+/// if the ledger requires it, and exactly at the failpoints at which it must.
 fn assert_agrees(point: &str, state: &LedgerState, whole: bool) {
-    let said = usize::try_from(state.seq).unwrap();
-    assert_eq!(*state, LedgerState::fold(&entries()[..said]), "{point}");
+    let count = usize::try_from(state.seq).unwrap();
+    assert_eq!(*state, LedgerState::fold(&entries()[..count]), "{point}");
     let needs = !matches!(state.memory, Memory::Live | Memory::Saving { .. });
     assert!(whole || !needs, "{point}: {state:?} without the image");
     let image = state.images.get(&image(1));
@@ -224,7 +226,7 @@ fn assert_agrees(point: &str, state: &LedgerState, whole: bool) {
         | "ledger:created"
         | "remove:renamed"
         | "remove:emptied" => false,
-        // From the entry that follows its commit to the one that follows its removal.
+        // The image exists between the commit's entry and the removal's entry.
         "ledger:appended" | "ledger:synced" => image.is_some_and(|image| image.committed),
         _ => true,
     };

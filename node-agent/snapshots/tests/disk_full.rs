@@ -1,4 +1,4 @@
-//! A disk that fills up at any moment of a save: a small tmpfs in a mount namespace of its own.
+//! A disk that becomes full at any stage of a save: a small tmpfs in a mount namespace of its own.
 
 mod common;
 
@@ -32,7 +32,7 @@ fn a_full_disk_is_said_to_be_full_and_nothing_is_lost() {
     );
 }
 
-/// Runs in a process of its own: the mount is seen by nobody else and goes with it.
+/// Runs in a process of its own. No other process sees the mount, and it ends with the process.
 fn in_namespace(root: &std::path::Path) {
     unshare(CloneFlags::CLONE_NEWNS).expect("this test needs root");
     let none: Option<&str> = None;
@@ -44,7 +44,7 @@ fn in_namespace(root: &std::path::Path) {
     ledger.append(&Entry::Awake).unwrap();
     save(&store, 1).expect("one image fits");
 
-    // What is known to be too much is refused before it begins.
+    // An image that is certainly too large is refused before the save begins.
     let error = store.check_room(2 << 20, 5).unwrap_err();
     assert_eq!(error.reason(), "DiskFull", "{error:?}");
     let (words, path) = (error.to_string(), root.display().to_string());
@@ -53,7 +53,8 @@ fn in_namespace(root: &std::path::Path) {
     }
     store.check_room(4096, 5).unwrap();
 
-    // Filled but for a few pages at a time, a save fails at each of its stages in turn.
+    // The disk is filled but for a growing number of pages, so that each stage of a save fails
+    // once.
     let mut failed_at = std::collections::BTreeSet::new();
     for spare in 0..130 {
         let filler = root.join("filler");
@@ -80,11 +81,11 @@ fn in_namespace(root: &std::path::Path) {
         }
         fs::remove_file(filler).unwrap();
     }
-    // A directory costs no room on a tmpfs, so the beginning always succeeds.
+    // A directory needs no space on a tmpfs, so that the beginning always succeeds.
     let all = ["commit", "nothing", "write"];
     assert_eq!(failed_at.into_iter().collect::<Vec<_>>(), all);
 
-    // Whatever lets a sandbox run on must find room: it was set aside.
+    // The ledger has allocated space for the records without which a sandbox could not run on.
     let filler = root.join("filler");
     fill(&filler, 0);
     for _ in 0..200 {
@@ -101,7 +102,7 @@ fn in_namespace(root: &std::path::Path) {
     assert_eq!(other.append(&Entry::Awake).unwrap().seq, 1);
 }
 
-/// Fills the disk and gives `spare` bytes back.
+/// Fills the disk and then frees `spare` bytes.
 fn fill(path: &std::path::Path, spare: u64) {
     let file = fs::File::create(path).unwrap();
     let mut len = 0;

@@ -154,14 +154,14 @@ fn a_ledger_that_grows_long_is_rewritten_and_says_the_same() {
         longest = longest.max(fs::metadata(path).unwrap().len());
     }
     assert_eq!(ledger.read().unwrap(), expected);
-    // Half of what is set aside is left for when it cannot be rewritten.
+    // Half of the allocated bytes is left for a ledger that cannot be rewritten.
     assert!(longest < 32 * 1024 + 200, "{longest}");
 }
 
 #[test]
 fn many_appenders_lose_no_entry_and_mix_none() {
     let (dir, store) = store();
-    // Long enough to be rewritten while others wait for the lock.
+    // The ledger becomes so long that it is rewritten while other threads wait for the lock.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             let root = dir.path();

@@ -59,12 +59,12 @@ fn there_is_room_while_what_is_to_stay_free_does() {
     for (disk, bytes, reserve, room) in [
         (disk(1000, 500), 450, 5, true),
         (disk(1000, 500), 451, 5, false),
-        // Nothing is to stay free: it is tried.
+        // Without a reserve the save is tried.
         (disk(1000, 500), 501, 0, true),
-        // Whose size is not known is not saved where nothing is left either.
+        // An image of unknown size (0 bytes) is refused if less than the reserve is free.
         (disk(1000, 49), 0, 5, false),
         (disk(1000, 500), u64::MAX, 5, false),
-        // A file system that tells nothing.
+        // A file system that does not report its size.
         (disk(0, 0), 500, 5, true),
     ] {
         assert_eq!(disk.has_room(bytes, reserve), room, "{disk:?} {bytes}");
@@ -299,7 +299,7 @@ fn chmod(path: &std::path::Path, mode: u32) {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// Moves pages.img out of the image and puts something else in its place.
+/// Moves pages.img out of the image and calls `put` to replace it.
 fn swap(dir: &std::path::Path, put: fn(&std::path::Path, &std::path::Path) -> std::io::Result<()>) {
     let moved = dir.parent().unwrap().join("moved-away");
     fs::rename(dir.join("pages.img"), &moved).unwrap();
@@ -423,7 +423,7 @@ fn a_marker_that_is_there_is_not_written_again() {
     save(&store, 1).unwrap();
     let found = store.image(&namespace(), &image(1)).unwrap();
     found.mark_consumed(&pod("pod-b")).unwrap();
-    // As a crash leaves it: the marker is in its place, and under its first name too.
+    // State after a crash: the marker is in its place and also under its temporary name.
     let at = |name: &str| image_dir(dir.path(), 1).join(name);
     fs::hard_link(at("consumed"), at(".consumed-pod-b")).unwrap();
     let written = std::time::UNIX_EPOCH;

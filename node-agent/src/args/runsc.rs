@@ -1,20 +1,23 @@
-//! The installer's options about gVisor's program.
+//! The installer's options for runsc.
 
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use super::absolute;
+use super::parse::absolute;
 
-/// Builds of runsc that start sandboxes.
+/// Options for the builds of runsc that start sandboxes.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct RunscArgs {
-    /// Path of a runsc on the host to install instead of the shipped one, such as Google's release binary
+    /// Path of a runsc on the host to install instead of the shipped one, such as Google's release
+    /// binary
     #[arg(long, value_parser = absolute, env = "TORPOR_RUNSC")]
     pub(crate) runsc: Option<PathBuf>,
-    /// SHA-256 (64 hex digits) or SHA-512 (128) digest that this runsc must have; Google publishes the SHA-512 beside each release
+    /// SHA-256 (64 hex digits) or SHA-512 (128) digest that this runsc must have; Google publishes
+    /// the SHA-512 beside each release
     #[arg(long, requires = "runsc", env = "TORPOR_RUNSC_DIGEST")]
     pub(crate) runsc_digest: Option<ShaDigest>,
-    /// Builds of runsc that start no sandbox on this node, by the digests (blake3:<64 hex digits>) that SandboxNodes and SandboxSnapshots show as runscDigest. Their images are kept
+    /// Builds of runsc that start no sandbox on this node, by the digests (blake3:<64 hex digits>)
+    /// that SandboxNodes and SandboxSnapshots show as runscDigest. Their images are kept
     #[arg(long, value_delimiter = ',', value_parser = blake3_digest, env = "TORPOR_REVOKED_RUNSC")]
     pub(crate) revoked_runsc: Vec<String>,
 }
@@ -24,7 +27,7 @@ pub(crate) struct RunscArgs {
 pub(crate) struct ShaDigest(String);
 
 impl ShaDigest {
-    /// Hex digits in lower case.
+    /// Returns the hex digits in lower case.
     pub(crate) fn hex(&self) -> &str {
         &self.0
     }

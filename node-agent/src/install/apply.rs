@@ -1,11 +1,18 @@
-//! Carries out an installation and its removal on the host's files.
+//! Performs an installation or an uninstallation on the host's files.
 //!
 //! ```text
-//! <install dir>/bin/torpor-oci, torpor-oci.json, runsc-<12 hex digits of its digest>, pause-<the same of its own>.erofs
-//! <install dir>/installed.json      what is to be undone: written before anything else is changed
-//! <install dir>/restart-pending     containerd's configuration changed, and no restart was observed since
-//! <install dir>/lock                held by a running install or uninstall
+//! <install dir>/bin/torpor-oci      the OCI runtime
+//! <install dir>/bin/torpor-oci.json configuration of torpor-oci and the agent
+//! <install dir>/bin/runsc-<digest>  a build of runsc
+//! <install dir>/bin/runsc-<digest>.flags  flags of this build
+//! <install dir>/bin/pause-<digest>.erofs  root file system of pause containers
+//! <install dir>/installed.json      the changes to undo; written before any other change
+//! <install dir>/restart-pending     exists from a change of containerd's configuration until a
+//!                                   restart of containerd is observed
+//! <install dir>/lock                locked by a running install or uninstall
 //! ```
+//!
+//! `<digest>` stands for the first 12 hex digits of the file's digest.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -32,35 +39,36 @@ use crate::args::{
     ContainerdArgs, InstallArgs, NodePaths, ShareOfMemory, StatsPeriod, UninstallArgs,
 };
 
-/// Name of the runtime's program, beside the builds of runsc.
+/// Name of torpor-oci's program, in the payload and in the directory of binaries.
 pub(crate) const OCI: &str = "torpor-oci";
 const DROP_IN: &str = "torpor.toml";
 const EXECUTABLE: Mode = Mode::New(0o755);
 
-/// What an installation or its removal changed.
+/// The changes that an installation or an uninstallation made.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Outcome {
     /// A binary or torpor-oci's configuration was written or removed.
     pub(crate) binaries: bool,
     /// containerd's configuration was written.
     pub(crate) containerd: bool,
-    /// containerd was seen to come back.
+    /// A restart of containerd was observed.
     pub(crate) restarted: bool,
 }
 
-/// What is needed to undo the installation; paths as this process sees them, below the host's root.
+/// The record of an installation's changes, which the uninstallation undoes. Paths are those of the
+/// installer's container, below the mount point of the host's root.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Record {
-    /// Directories that were not there, the outermost first.
+    /// Directories that the installation made, the outermost first.
     created: Vec<PathBuf>,
     main: Option<MainEdit>,
-    /// The number of our zram device.
+    /// Number of Torpor's zram device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     zram: Option<u32>,
 }
 
-/// The places of one node, below its root.
+/// Paths of one node's files, below the mount point of its root.
 struct Node {
     root: HostRoot,
     install: PathBuf,
@@ -142,7 +150,8 @@ impl Node {
         })
     }
 
-    /// Writes containerd's files. The mark comes first: a crash after it leads to a restart next time.
+    /// Writes containerd's files, after the mark of a pending restart. If the installer crashes
+    /// between, its next run therefore restarts containerd.
     fn change_containerd(&self, plan: &Plan) -> Result<(), Error> {
         if plan.restart == Some(Restart::Changed) {
             host::replace(&self.pending_file(), Mode::New(0o600), &mut io::empty())?;
@@ -163,7 +172,7 @@ impl Node {
         Ok(())
     }
 
-    /// Restarts containerd if the plan says so. Returns whether it was seen to come back.
+    /// Restarts containerd if the plan requires it. Returns whether a restart was observed.
     fn restart(&self, plan: &Plan, containerd: &ContainerdArgs) -> Result<bool, Error> {
         let Some(why) = plan.restart else {
             info!("containerd's configuration is up to date: no restart");
@@ -186,7 +195,7 @@ impl Node {
     }
 }
 
-/// Installs. What is there and right is left alone.
+/// Installs Torpor. Files that are up to date are not written.
 pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
     let node = Node::new(
         &args.host_root,
@@ -218,12 +227,12 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
     } else {
         host::missing(&conf_dir)
     };
-    let known = record.created.clone();
+    let recorded = record.created.clone();
     record.created.extend(
         created
             .into_iter()
             .chain(conf_dirs)
-            .filter(|dir| !known.contains(dir)),
+            .filter(|dir| !recorded.contains(dir)),
     );
     record.main.clone_from(&plan.edit);
     node.write_record(&record)?;
@@ -245,18 +254,19 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
     })
 }
 
-/// Makes swap that is asked for and not there, and removes what is not asked for any more. A number that is left from before a
-/// reboot is nobody's, or somebody else's, so only a device that is swap counts as ours.
+/// Makes the wanted zram swap if there is none, and removes swap that is no longer wanted. After a
+/// reboot the record may hold a number that no device has, or a device of another program. The
+/// recorded device therefore counts as Torpor's only while it is in use as swap.
 fn provide_swap(
     node: &Node,
     record: &mut Record,
     wanted: Option<ShareOfMemory>,
 ) -> Result<(), Error> {
-    let zram = Zram::of(&node.root)?;
-    let ours = record
+    let zram = Zram::new(&node.root)?;
+    let recorded = record
         .zram
         .map(|device| zram.is_on(device).map(|on| (device, on)));
-    match (wanted, ours.transpose()?) {
+    match (wanted, recorded.transpose()?) {
         (Some(_), Some((_, true))) => return Ok(()),
         (None, Some((device, true))) => {
             zram.remove(device)?;
@@ -271,7 +281,7 @@ fn provide_swap(
                 .write_record(record)
                 .and_then(|()| zram.switch_on(device, share));
             if let Err(error) = made {
-                take_back(node, record, &zram, device);
+                remove_unused_device(node, record, &zram, device);
                 return Err(error);
             }
             info!(device, "created swap in compressed memory");
@@ -280,8 +290,9 @@ fn provide_swap(
     node.write_record(record)
 }
 
-/// Removes a device that did not become swap: the next attempt makes another one. What failed first is what is told.
-fn take_back(node: &Node, record: &mut Record, zram: &Zram, device: u32) {
+/// Removes a device that did not become swap; the next attempt makes another device. An error here
+/// is only logged: the caller returns the error that came first.
+fn remove_unused_device(node: &Node, record: &mut Record, zram: &Zram, device: u32) {
     let removed = zram.remove(device).and_then(|()| {
         record.zram = None;
         node.write_record(record)
@@ -291,16 +302,18 @@ fn take_back(node: &Node, record: &mut Record, zram: &Zram, device: u32) {
     }
 }
 
-/// One more than the node's processors: a restore waits for the disk now and then, and more that run beside one another take longer for all of it
-/// (docs/history/performance.md: of 50 at once on two processors, two, three, four and six in turns).
+/// Returns one more than the number of the node's processors. A restore waits for the disk at
+/// times, so the processors serve one restore more than their number. With still more at once, all
+/// restores together take longer (docs/history/performance.md: 50 wakes on two processors, with
+/// two, three, four and six at a time).
 fn default_wakes() -> u32 {
-    // Of the machine, not of the installer's own limits.
+    // The machine's processors, regardless of the limits of the installer's container.
     let online = nix::unistd::sysconf(nix::unistd::SysconfVar::_NPROCESSORS_ONLN);
     let online = online.ok().flatten().unwrap_or(1);
     u32::try_from(online).unwrap_or(1).saturating_add(1)
 }
 
-/// Places runsc first and what uses it last. Returns whether anything was written.
+/// Places runsc first and torpor-oci, which runs it, last. Returns whether a file was written.
 fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool, Error> {
     let runsc = build.file_name();
     let placed = node.bin.join(&runsc);
@@ -328,13 +341,14 @@ fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool
     Ok(changed)
 }
 
-/// The kubelet's highest limit of free disk space. What cannot be read is told, and keeps nothing from being installed.
+/// Returns the kubelet's highest eviction limit of free disk space, in percent. A failure to read
+/// this limit is logged and does not stop the installation.
 fn eviction_percent(node: &Node, args: &InstallArgs) -> Option<u8> {
-    let here = |path: &Path| node.root.path(path);
-    let folder = here(&args.paths.kubelet_root).ok()?;
+    let in_container = |path: &Path| node.root.path(path);
+    let folder = in_container(&args.paths.kubelet_root).ok()?;
     let capacity = nix::sys::statvfs::statvfs(&folder)
-        .map_or(0, |of| of.blocks().saturating_mul(of.fragment_size()));
-    let file = here(&args.kubelet_config()).ok()?;
+        .map_or(0, |stat| stat.blocks().saturating_mul(stat.fragment_size()));
+    let file = in_container(&args.kubelet_config()).ok()?;
     eviction::percent(&file, capacity).unwrap_or_else(|error| {
         let error: &dyn std::error::Error = &error;
         warn!(
@@ -345,7 +359,8 @@ fn eviction_percent(node: &Node, args: &InstallArgs) -> Option<u8> {
     })
 }
 
-/// The pause containers' root file system. Returns whether it was written.
+/// Places the root file system of pause containers, if this agent has one. Returns whether it was
+/// written.
 fn place_pause(node: &Node) -> Result<bool, Error> {
     let Some(image) = root::image() else {
         return Ok(false);
@@ -354,8 +369,9 @@ fn place_pause(node: &Node) -> Result<bool, Error> {
     write(&to, &image, Mode::New(0o644))
 }
 
-/// Copies a binary, unless the same one is there. Returns whether it was copied. `checked`: the digest that it had when it was found
-/// fit; another one by now is not installed.
+/// Copies a binary, unless `to` has its content already. Returns whether the binary was copied.
+/// `checked` is the digest that the binary had when it passed the checks. If the digest differs
+/// now, the binary is not installed ([`Error::Changed`]).
 fn place(from: &Path, checked: Option<blake3::Hash>, to: &Path) -> Result<bool, Error> {
     let payload = |source| Error::Payload {
         path: from.into(),
@@ -390,7 +406,7 @@ fn place(from: &Path, checked: Option<blake3::Hash>, to: &Path) -> Result<bool, 
     Ok(true)
 }
 
-/// Writes a record, unless it is there. Returns whether it was written.
+/// Writes a value as JSON, unless the file has this content. Returns whether the file was written.
 fn write_json(path: &Path, value: &impl Serialize, mode: Mode) -> Result<bool, Error> {
     let mut bytes = serde_json::to_vec_pretty(value).map_err(|source| Error::Write {
         path: path.into(),
@@ -400,7 +416,7 @@ fn write_json(path: &Path, value: &impl Serialize, mode: Mode) -> Result<bool, E
     write(path, &bytes, mode)
 }
 
-/// Writes a file, unless it is there. Returns whether it was written.
+/// Writes a file, unless the file has this content. Returns whether the file was written.
 fn write(path: &Path, mut bytes: &[u8], mode: Mode) -> Result<bool, Error> {
     if host::read(path)?.is_some_and(|found| found == bytes) {
         return Ok(false);
@@ -409,7 +425,7 @@ fn write(path: &Path, mut bytes: &[u8], mode: Mode) -> Result<bool, Error> {
     Ok(true)
 }
 
-/// Removes what [`install`] placed. Images and ledgers stay, unless they are to be purged.
+/// Undoes [`install`]. Images and ledgers stay unless `--purge` is given.
 pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
     let node = Node::new(
         &args.host_root,
@@ -421,7 +437,8 @@ pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
     let store = node.root.path(&args.paths.store_dir)?;
     let limit = Duration::from_secs(args.wait_for_pods);
     refuse_while_pods_run(&state.join("pods"), args.force, limit)?;
-    // The lock and the mark need a place, also where the directory was lost and only containerd still knows the handler.
+    // The directory holds the lock and the mark. It is made even if it was lost: containerd's
+    // configuration may still have the handler.
     let made = host::missing(&node.install);
     host::make_dir(&node.install, 0o755)?;
     let _lock = node.lock()?;
@@ -439,7 +456,7 @@ pub(super) fn uninstall(args: &UninstallArgs) -> Result<Outcome, Error> {
     if args.purge {
         host::remove_tree(&store)?;
     }
-    // Last, when there is nothing left to undo.
+    // These files go last, when no change is left to undo.
     for file in [node.pending_file(), node.record_file(), node.lock_file()] {
         host::remove_file(&file)?;
     }
@@ -478,7 +495,8 @@ fn refuse_while_pods_run(pods: &Path, force: bool, limit: Duration) -> Result<()
     Ok(())
 }
 
-/// Names of the pods that have a record; the sandbox id of one whose record is not understood.
+/// Returns the names of the pods that have a record, sorted. A pod with an unreadable record is
+/// named by its sandbox id.
 fn running_pods(pods: &Path) -> Result<Vec<String>, Error> {
     let read = |source| Error::Read {
         path: pods.into(),
@@ -509,7 +527,8 @@ fn pod_name(record: &Path) -> Option<String> {
     ))
 }
 
-/// Returns whether there were any.
+/// Removes the files that installations of any version placed in the directory of binaries. Returns
+/// whether there were any.
 fn remove_binaries(bin: &Path) -> Result<bool, Error> {
     let read = |source| Error::Read {
         path: bin.into(),

@@ -1,11 +1,13 @@
-//! containerd's configuration files, as text in and text out.
+//! Edits containerd's configuration files as texts.
 //!
-//! How a handler is added depends on the `version` of the main file, because that tells which containerd reads it:
+//! The `version` of the main file shows which containerd reads the file. The place of a handler
+//! depends on this version:
 //!
-//! - 3 and later (containerd 2): a file of our own, which an import adds. Plugin sections of imported files are merged.
-//! - 2 and earlier (containerd 1, which containerd 2 still reads): containerd 1 lets an imported file *replace* the whole
-//!   section of a plugin, and the node's own CRI settings would be lost. So the handler goes into the main file, as a
-//!   marked block at its end.
+//! - 3 and later (containerd 2): Torpor's own file, which an import of the main file adds.
+//!   containerd merges the plugin sections of imported files.
+//! - 2 and earlier (format of containerd 1, which containerd 2 still reads): a marked block at the
+//!   end of the main file. In containerd 1 an imported file *replaces* the whole section of a
+//!   plugin, and the node's own CRI settings would be lost.
 
 use std::path::{Path, PathBuf};
 
@@ -26,12 +28,12 @@ pub(super) struct Handler {
     pub(super) binary: PathBuf,
 }
 
-/// Where the handler is written.
+/// The place of the handler in containerd's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
     /// In a file of its own.
     DropIn,
-    /// In the main file, below this plugin.
+    /// In the main file, in the section of this plugin.
     Main { plugin: &'static str },
 }
 
@@ -50,7 +52,8 @@ fn first_line(message: &str) -> String {
     message.lines().next().unwrap_or_default().to_owned()
 }
 
-/// Decides by the `version` of the main file; without one it is 1.
+/// Returns the place of the handler, by the `version` of the main file. A file without one has
+/// version 1.
 pub(super) fn place(path: &Path, main: &DocumentMut) -> Result<Place, Error> {
     let shape = || Error::Shape {
         path: path.into(),
@@ -71,7 +74,8 @@ pub(super) fn place(path: &Path, main: &DocumentMut) -> Result<Place, Error> {
         2 => Place::Main {
             plugin: "io.containerd.grpc.v1.cri",
         },
-        // Version 1 has short names. containerd 2 takes long ones as well, and would then drop one of the two sections.
+        // Version 1 has short plugin names. containerd 2 also accepts long names; if a file has
+        // both, containerd 2 drops one of the two sections.
         _ if has("io.containerd.grpc.v1.cri") && !has("cri") => Place::Main {
             plugin: "io.containerd.grpc.v1.cri",
         },
@@ -92,14 +96,15 @@ fn sections(plugin: &str, handler: &Handler) -> String {
     )
 }
 
-/// The plugin of containerd 2 that has the handlers.
+/// The plugin of containerd 2 whose section holds the handlers.
 const RUNTIME_PLUGIN: &str = "io.containerd.cri.v1.runtime";
 
-/// containerd 2.3 and later asks each shim so often what its containers use (default: each second; containerd pull request
-/// 12629); older ones warn that they do not know it.
+/// Key of the period at which containerd 2.3 and later requests figures of use from each shim
+/// (default: each second; containerd pull request 12629). Older releases log a warning about an
+/// unknown key.
 const STATS_PERIOD: &str = "stats_collect_period";
 
-/// The content of our own file.
+/// Returns the content of Torpor's own file. A period in the main file overrides `stats`.
 pub(super) fn drop_in(main: &DocumentMut, handler: &Handler, stats: StatsPeriod) -> String {
     let stats = match stats {
         StatsPeriod::Seconds(seconds) if !has_stats_period(main) => {
@@ -117,12 +122,13 @@ fn has_stats_period(main: &DocumentMut) -> bool {
         .is_some()
 }
 
-/// The block for the main file.
+/// Returns the block for the main file.
 pub(super) fn block(plugin: &str, handler: &Handler) -> String {
     format!("{BEGIN}{}{END}", sections(plugin, handler))
 }
 
-/// Adds a block at the end of the main file.
+/// Adds the block at the end of the main file. Fails if the result is not valid TOML, for instance
+/// because the file defines the handler already.
 pub(super) fn with_block(
     path: &Path,
     main: &str,
@@ -145,7 +151,7 @@ pub(super) fn with_block(
     }
 }
 
-/// Removes our block, whatever stands in it.
+/// Removes Torpor's block, regardless of its content.
 pub(super) fn without_block(main: &str) -> String {
     let found = main.find(BEGIN).and_then(|begin| {
         let end = main[begin..].find(END)?;
@@ -157,7 +163,7 @@ pub(super) fn without_block(main: &str) -> String {
     }
 }
 
-/// Does an import of the main file take in the file `drop_in`?
+/// Reports whether an import of the main file covers the file `drop_in`.
 pub(super) fn imports(path: &Path, main: &DocumentMut, drop_in: &Path) -> Result<bool, Error> {
     let shape = || Error::Shape {
         path: path.into(),
@@ -178,18 +184,19 @@ pub(super) fn imports(path: &Path, main: &DocumentMut, drop_in: &Path) -> Result
     Ok(false)
 }
 
-/// The import of ours: a pattern, because containerd does not start when a file that is imported by name is missing.
+/// Returns Torpor's entry of the list of imports. The entry is a pattern: containerd does not start
+/// if a file that is imported by name is missing.
 fn own_import(drop_in: &Path) -> String {
     let stem = drop_in.with_extension("");
     format!("{}*.toml", stem.display())
 }
 
-/// Adds our import at the end of the list; tells whether the list is new.
+/// Adds Torpor's import at the end of the list. Returns whether the list is new.
 pub(super) fn add_import(main: &mut DocumentMut, drop_in: &Path) -> bool {
     let pattern = own_import(drop_in);
     if let Some(list) = main.get_mut("imports").and_then(Item::as_array_mut) {
         let mut value = Value::from(pattern);
-        // On a line of its own, and as far to the right, if the entry before it is.
+        // If the entry before is on a line of its own, the new entry is, too, with equal indent.
         let before = list
             .iter()
             .last()
@@ -207,7 +214,8 @@ pub(super) fn add_import(main: &mut DocumentMut, drop_in: &Path) -> bool {
     true
 }
 
-/// Removes our import, and with `list` the list too when it is left empty. Returns whether there was one.
+/// Removes Torpor's import, and with `list` also an empty list. Returns whether there was such an
+/// import.
 pub(super) fn remove_import(main: &mut DocumentMut, drop_in: &Path, list: bool) -> bool {
     let pattern = own_import(drop_in);
     let Some(entries) = main.get_mut("imports").and_then(Item::as_array_mut) else {
@@ -222,8 +230,9 @@ pub(super) fn remove_import(main: &mut DocumentMut, drop_in: &Path, list: bool) 
     found
 }
 
-/// Matches as containerd does: a pattern only when there is a `*`, which stays within one part of the path. Patterns with
-/// classes or escapes are taken to match nothing: an import too many does no harm.
+/// Reports whether an import covers a file, by containerd's rules: an import with a `*` is a
+/// pattern, and a `*` matches within one component of the path. A pattern with classes or escapes
+/// is assumed to match nothing: a superfluous import does no harm.
 fn covers(pattern: &Path, file: &Path) -> bool {
     let text = pattern.to_string_lossy();
     if !text.contains('*') {

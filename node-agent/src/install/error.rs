@@ -1,9 +1,11 @@
-//! Why an installation or its removal stopped.
+//! Errors of an installation and of an uninstallation.
 
 use std::io;
 use std::path::PathBuf;
 
-/// Every message names the file concerned and, where there is one, the remedy. Paths are as this process sees them.
+/// The reason for which an installation or an uninstallation stopped. Each message names the file
+/// concerned and the remedy, if there is one. Paths are those of the installer's container, below
+/// the mount point of the host's root.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("cannot read {path}")]
@@ -112,7 +114,7 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Stable name of the kind of failure, for logs.
+    /// Returns the stable name of the kind of failure, for logs.
     pub(crate) fn reason(&self) -> &'static str {
         match self {
             Self::Runsc { .. } => "RunscRefused",

@@ -1,5 +1,5 @@
-//! The kubelet's eviction limits for disks, read from its configuration file: images must leave more free than that, or
-//! they make the kubelet evict other Pods.
+//! The kubelet's eviction limits for disks, read from the kubelet's configuration file. Images must
+//! leave more of the disk free than these limits; otherwise the kubelet evicts other Pods.
 
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -12,13 +12,13 @@ use serde::Deserialize;
 
 use crate::args::Bytes;
 
-/// Longest configuration file that is read, in bytes.
+/// Maximum length of a configuration file, in bytes.
 const MAX_LENGTH: u64 = 1 << 20;
-/// Signals of free disk space. The defaults hold where `evictionHard` is not set at all (Kubernetes,
-/// `pkg/kubelet/apis/config/v1beta1/defaults_linux.go`).
+/// Eviction signals of free disk space, and their default limits in percent. The defaults apply if
+/// `evictionHard` is absent (Kubernetes, `pkg/kubelet/apis/config/v1beta1/defaults_linux.go`).
 const SIGNALS: [(&str, u8); 2] = [("nodefs.available", 10), ("imagefs.available", 15)];
 
-/// Why the kubelet's limits are not known.
+/// The reason for which the kubelet's limits are unknown.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("cannot read the kubelet's configuration {path}")]
@@ -41,8 +41,8 @@ struct KubeletConfiguration {
     eviction_soft: Option<BTreeMap<String, String>>,
 }
 
-/// The most that the kubelet wants free of a disk before it evicts Pods, in percent; `None` where there is no such file.
-/// `capacity`: of the kubelet's file system, in bytes.
+/// Returns the kubelet's highest eviction limit of free disk space, in percent; `None` if there is
+/// no configuration file. `capacity` is that of the kubelet's file system, in bytes.
 pub(super) fn percent(path: &Path, capacity: u64) -> Result<Option<u8>, Error> {
     let failed = |source| Error::Read {
         path: path.into(),
@@ -86,7 +86,8 @@ fn highest(text: &str, capacity: u64) -> Result<u8, String> {
     Ok(most)
 }
 
-/// A limit in percent, rounded up: written as percent, or as bytes. A signal that is not named has none.
+/// Returns the limit of a signal in percent, rounded up. The file has it in percent or in bytes. A
+/// signal that `limits` does not name has no limit (0).
 fn limit(limits: &BTreeMap<String, String>, signal: &str, capacity: u64) -> Result<u8, String> {
     let Some(text) = limits.get(signal) else {
         return Ok(0);

@@ -1,4 +1,4 @@
-//! Files of the host, seen through the directory where its root is mounted.
+//! Files of the host, reached through the mount point of the host's root directory.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -9,10 +9,10 @@ use std::path::{Component, Path, PathBuf};
 
 use super::error::Error;
 
-/// As many symbolic links as the kernel follows.
+/// Maximum number of symbolic links in a path, as in the kernel.
 const MAX_LINKS: usize = 40;
 
-/// The host's root directory.
+/// The mount point of the host's root directory.
 #[derive(Debug, Clone)]
 pub(super) struct HostRoot(PathBuf);
 
@@ -21,8 +21,9 @@ impl HostRoot {
         Self(root.to_owned())
     }
 
-    /// The path here of a path of the host. Symbolic links are followed within the host's root: the kernel would follow an
-    /// absolute one into this container. What does not exist yet is taken as it stands.
+    /// Translates a path of the host into a path of this container. Resolves symbolic links within
+    /// the host's root: the kernel would resolve an absolute link within this container's root.
+    /// Components that do not exist yet stay as they are.
     pub(super) fn path(&self, host: &Path) -> Result<PathBuf, Error> {
         let mut left: VecDeque<OsString> = parts(host).collect();
         let mut found = PathBuf::from("/");
@@ -65,16 +66,16 @@ fn parts(path: &Path) -> impl Iterator<Item = OsString> {
     })
 }
 
-/// Mode and owner of a file to be written.
+/// Mode and owner of a file to write.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Mode {
-    /// As given, owned by this process' user.
+    /// This mode, and the user of this process as owner.
     New(u32),
-    /// As the file it replaces; as given if there is none.
+    /// Mode and owner of the replaced file. A file that replaces none gets this mode.
     Kept(u32),
 }
 
-/// Reads a file that need not be there.
+/// Reads a file; None if the file does not exist.
 pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     match fs::read(path) {
         Ok(bytes) => Ok(Some(bytes)),
@@ -86,7 +87,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Vec<u8>>, Error> {
     }
 }
 
-/// Reads a text that need not be there.
+/// Reads a text file; None if the file does not exist.
 pub(super) fn read_text(path: &Path) -> Result<Option<String>, Error> {
     let Some(bytes) = read(path)? else {
         return Ok(None);
@@ -102,14 +103,15 @@ pub(super) fn read_text(path: &Path) -> Result<Option<String>, Error> {
     })
 }
 
-/// Replaces a file: a reader, and a crash at any time, finds the old one or the whole new one.
+/// Replaces a file atomically. Readers at any time, also after a crash, find the old content or the
+/// whole new content.
 pub(super) fn replace(path: &Path, mode: Mode, content: &mut impl io::Read) -> Result<(), Error> {
     let new = temporary(path);
     let written = write_new(&new, path, mode, content)
         .and_then(|()| fs::rename(&new, path))
         .and_then(|()| sync_dir(path));
     written.map_err(|source| {
-        // Nothing more can be done about the new file; the next attempt overwrites it.
+        // A failure to remove the new file is ignored: the next attempt overwrites it.
         let _ = fs::remove_file(&new);
         Error::Write {
             path: path.into(),
@@ -141,7 +143,8 @@ fn write_new(new: &Path, old: &Path, mode: Mode, content: &mut impl io::Read) ->
     file.sync_all()
 }
 
-/// Beside the file, under one name: what a crash leaves is overwritten.
+/// Returns the path of the new file, beside the old one. The name is fixed, so that the next
+/// attempt overwrites a file that a crash has left.
 fn temporary(path: &Path) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
@@ -153,7 +156,8 @@ fn sync_dir(path: &Path) -> io::Result<()> {
     File::open(path.parent().unwrap_or_else(|| Path::new("/")))?.sync_all()
 }
 
-/// Removes a file, and what a crash left beside it; it need not be there.
+/// Removes a file, and the temporary file beside it that a crash may have left. Succeeds if they do
+/// not exist.
 pub(super) fn remove_file(path: &Path) -> Result<(), Error> {
     for path in [temporary(path), path.to_owned()] {
         match fs::remove_file(&path) {
@@ -165,7 +169,7 @@ pub(super) fn remove_file(path: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// The directories on the way to `path`, itself included, that are missing; the outermost first.
+/// Returns the missing directories of `path`, itself included, the outermost first.
 pub(super) fn missing(path: &Path) -> Vec<PathBuf> {
     let mut missing: Vec<PathBuf> = path
         .ancestors()
@@ -176,7 +180,8 @@ pub(super) fn missing(path: &Path) -> Vec<PathBuf> {
     missing
 }
 
-/// Makes a directory and those on the way to it; it has this mode afterwards, also if it was there.
+/// Makes a directory and its missing parents. Sets this mode on the directory, even if the
+/// directory existed before.
 pub(super) fn make_dir(path: &Path, mode: u32) -> Result<(), Error> {
     fs::create_dir_all(path)
         .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(mode)))
@@ -187,7 +192,7 @@ pub(super) fn make_dir(path: &Path, mode: u32) -> Result<(), Error> {
         })
 }
 
-/// Gives a file this mode, if it has another.
+/// Sets the mode of a file, unless the file has this mode.
 pub(super) fn set_mode(path: &Path, mode: u32) -> Result<(), Error> {
     fs::metadata(path)
         .and_then(|found| match found.mode() & 0o7777 == mode {
@@ -200,7 +205,7 @@ pub(super) fn set_mode(path: &Path, mode: u32) -> Result<(), Error> {
         })
 }
 
-/// Removes a directory if it is there and empty.
+/// Removes a directory if the directory exists and is empty.
 pub(super) fn remove_empty_dir(path: &Path) -> Result<(), Error> {
     match fs::remove_dir(path) {
         Ok(()) => Ok(()),
@@ -214,7 +219,7 @@ pub(super) fn remove_empty_dir(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Removes a directory with all it holds. One that is a mount point is left, empty.
+/// Removes a directory and its content. A mount point is emptied and stays.
 pub(super) fn remove_tree(path: &Path) -> Result<(), Error> {
     match fs::remove_dir_all(path) {
         Ok(()) => Ok(()),

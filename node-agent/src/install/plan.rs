@@ -1,4 +1,4 @@
-//! Decides what is to change in containerd's configuration. Nothing here touches a file.
+//! Plans the changes of containerd's configuration. This module accesses no file.
 
 use std::path::{Path, PathBuf};
 
@@ -8,10 +8,12 @@ use super::containerd::{self, Handler, Place};
 use super::error::Error;
 use crate::args::StatsPeriod;
 
-/// Written where there is no main file: containerd 1.7 and 2 both read this version.
+/// Content of a main file that the installer makes. containerd 1.7 and containerd 2 both read this
+/// version.
 const NEW_MAIN: &str = "version = 2\n";
 
-/// What containerd is to know, and in which files, in the host's paths.
+/// The handler and period that containerd's configuration must have, and the files that hold them,
+/// as paths of the host.
 #[derive(Debug, Clone)]
 pub(super) struct Wanted {
     pub(super) main: PathBuf,
@@ -20,29 +22,29 @@ pub(super) struct Wanted {
     pub(super) stats_period: StatsPeriod,
 }
 
-/// What the files hold now.
+/// The current content of the files.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Current {
     pub(super) main: Option<String>,
     pub(super) drop_in: Option<String>,
-    /// Our last change of the main file.
+    /// Torpor's last change of the main file.
     pub(super) edit: Option<MainEdit>,
-    /// A change was written, but no restart was observed after it.
+    /// An earlier change was written, but no restart of containerd was observed after the write.
     pub(super) restart_pending: bool,
 }
 
-/// A change of the main file, kept so that it can be undone to the byte.
+/// A change of the main file, recorded so that the uninstallation can undo it to the byte.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct MainEdit {
-    /// Nothing: the file was not there.
+    /// Content before the change; None if there was no file.
     pub(super) before: Option<String>,
     pub(super) after: String,
-    /// There was no list of imports.
+    /// The change added the list of imports.
     pub(super) new_imports: bool,
 }
 
-/// What happens to one file.
+/// The change of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Change {
     Keep,
@@ -50,16 +52,18 @@ pub(super) enum Change {
     Remove,
 }
 
-/// Why containerd is restarted.
+/// The reason to restart containerd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Restart {
+    /// This plan changes the configuration.
     Changed,
+    /// An earlier change still needs a restart.
     Pending,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// To be recorded before anything is written.
+    /// The change to record before the first file is written.
     pub(super) edit: Option<MainEdit>,
     pub(super) main: Change,
     pub(super) drop_in: Change,
@@ -99,7 +103,8 @@ fn change(current: Option<&str>, wanted: Option<String>) -> Change {
     }
 }
 
-/// Plans the installation. The same files give the same plan, and a plan's result gives an empty one.
+/// Plans the installation. Equal files give equal plans. Files that a plan has produced give a plan
+/// that changes nothing.
 pub(super) fn install(wanted: &Wanted, current: &Current) -> Result<Plan, Error> {
     let text = current.main.as_deref().unwrap_or(NEW_MAIN);
     let main = containerd::parse(&wanted.main, text)?;
@@ -125,13 +130,13 @@ pub(super) fn install(wanted: &Wanted, current: &Current) -> Result<Plan, Error>
     Ok(Plan::new(current, Some(edit), Some(after), drop_in))
 }
 
-/// Plans the removal.
+/// Plans the uninstallation.
 pub(super) fn uninstall(wanted: &Wanted, current: &Current) -> Result<Plan, Error> {
     let main = undone(wanted, current)?;
     Ok(Plan::new(current, None, main, None))
 }
 
-/// Does the main file already say what it should, and nothing of ours that it should not?
+/// Reports whether the main file has the wanted entries of Torpor and no others of Torpor.
 fn settled(wanted: &Wanted, text: &str, place: Place) -> Result<bool, Error> {
     match place {
         Place::Main { plugin } => Ok(text.contains(&containerd::block(plugin, &wanted.handler))),
@@ -143,7 +148,8 @@ fn settled(wanted: &Wanted, text: &str, place: Place) -> Result<bool, Error> {
     }
 }
 
-/// The main file with what it needs, and whether its list of imports is new.
+/// Adds the wanted entries to the main file. Returns its new content, and whether the list of
+/// imports is new.
 fn edited(wanted: &Wanted, base: &str, place: Place) -> Result<(String, bool), Error> {
     let path: &Path = &wanted.main;
     match place {
@@ -162,7 +168,8 @@ fn edited(wanted: &Wanted, base: &str, place: Place) -> Result<(String, bool), E
     }
 }
 
-/// The main file without what we added: the recorded bytes if nobody changed it since, else what is left of it.
+/// Returns the main file without Torpor's entries. A file that is unchanged since the installation
+/// becomes its recorded original; a changed file loses Torpor's entries only.
 fn undone(wanted: &Wanted, current: &Current) -> Result<Option<String>, Error> {
     let Some(text) = &current.main else {
         return Ok(None);
@@ -175,7 +182,8 @@ fn undone(wanted: &Wanted, current: &Current) -> Result<Option<String>, Error> {
     let text = containerd::without_block(text);
     let mut main = containerd::parse(&wanted.main, &text)?;
     let new_imports = current.edit.as_ref().is_some_and(|edit| edit.new_imports);
-    // An untouched text stays as it is: writing a document anew may add a newline at its end.
+    // A text without Torpor's import stays as it is: a document that is parsed and printed again
+    // may get a newline at its end.
     let found = containerd::remove_import(&mut main, &wanted.drop_in, new_imports);
     Ok(Some(if found { main.to_string() } else { text }))
 }

@@ -18,10 +18,10 @@ use super::error::Error;
 use super::host::HostRoot;
 use crate::args::{ContainerdArgs, ContainerdRestart};
 
-/// Between two looks at something that gives no notice.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// Interval of polls of a state that gives no notice of its changes.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The time by which a restart must be done.
+/// The time by which a restart must be complete.
 #[derive(Debug, Clone, Copy)]
 struct Deadline {
     at: Instant,
@@ -36,33 +36,36 @@ impl Deadline {
         }
     }
 
-    /// Looks until there is an answer.
+    /// Polls until `poll` returns a value, and returns that value. After the deadline returns
+    /// [`Error::RestartUnknown`] with the last error of `poll`.
     fn wait<T>(
         self,
         what: impl FnOnce() -> String,
-        mut look: impl FnMut() -> io::Result<Option<T>>,
+        mut poll: impl FnMut() -> io::Result<Option<T>>,
     ) -> Result<T, Error> {
-        let mut seen = None;
+        let mut last_error = None;
         loop {
-            match look() {
-                Ok(Some(answer)) => return Ok(answer),
+            match poll() {
+                Ok(Some(value)) => return Ok(value),
                 Ok(None) => {}
-                Err(error) => seen = Some(error),
+                Err(error) => last_error = Some(error),
             }
             if Instant::now() >= self.at {
-                let cause = seen.map(|error| format!(" ({error})")).unwrap_or_default();
+                let cause = last_error.map(|error| format!(" ({error})"));
+                let cause = cause.unwrap_or_default();
                 let what = what() + &cause;
                 return Err(Error::RestartUnknown {
                     what,
                     seconds: self.limit.as_secs(),
                 });
             }
-            std::thread::sleep(LOOK_AGAIN);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Restarts containerd. Returns whether a restart was observed; it was not if somebody else is to do it.
+/// Restarts containerd. Returns whether a restart was observed; false if an administrator must
+/// restart containerd ([`ContainerdRestart::None`]).
 pub(super) fn restart(host: &HostRoot, containerd: &ContainerdArgs) -> Result<bool, Error> {
     let deadline = Deadline::new(containerd.containerd_restart_timeout);
     match &containerd.containerd_restart {
@@ -78,21 +81,22 @@ pub(super) fn restart(host: &HostRoot, containerd: &ContainerdArgs) -> Result<bo
     Ok(true)
 }
 
-/// One run of a process: its id can come again, but not with the same time of start.
+/// One run of a process. A later process may have an equal id, but not with an equal start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Run {
     pid: Pid,
-    /// In clock ticks since the machine started.
+    /// Start time in clock ticks since the machine started.
     started: u64,
 }
 
-/// The containerd that a pidfile names, if it lives. A file left by a crash may name a process of somebody else.
+/// Returns the containerd that a pidfile names, if that process lives. After a crash the pidfile
+/// may name an unrelated process; the result is then None.
 fn named_run(pidfile: &Path) -> io::Result<Option<Run>> {
     let text = match fs::read_to_string(pidfile) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         text => text?,
     };
-    // An empty file is about to be filled.
+    // The file is empty until containerd writes its id.
     let Ok(pid) = text.trim().parse::<i32>() else {
         return Ok(None);
     };
@@ -103,7 +107,7 @@ fn named_run(pidfile: &Path) -> io::Result<Option<Run>> {
     }))
 }
 
-/// When the process was started; nothing if it has ended or has another name.
+/// Returns the start time of the process; None if the process has ended or has another name.
 fn living(stat: &Stat, name: &str) -> Option<u64> {
     (stat.comm == name && !process::has_ended(stat)).then_some(stat.starttime)
 }
@@ -115,7 +119,7 @@ fn pidfile(path: &Path, deadline: Deadline) -> Result<(), Error> {
     })?;
     if let Some(run) = before {
         match kill(run.pid, Signal::SIGTERM) {
-            // It ended by itself since: all that counts is that another one comes.
+            // ESRCH: the process has ended meanwhile. Its successor is all that counts.
             Ok(()) | Err(Errno::ESRCH) => {}
             Err(errno) => {
                 return Err(Error::Signal {
@@ -132,7 +136,8 @@ fn pidfile(path: &Path, deadline: Deadline) -> Result<(), Error> {
     Ok(())
 }
 
-/// Only a thread that shares neither its root nor its working directory may change its mount namespace.
+/// Runs `systemctl restart` on the host, in a thread of its own: only a thread that does not share
+/// its root and working directory may change its mount namespace (setns(2)).
 fn systemd(unit: &str, deadline: Deadline) -> Result<(), Error> {
     let unit = unit.to_owned();
     let thread = std::thread::Builder::new()
@@ -180,7 +185,7 @@ fn systemctl(unit: &str, deadline: Deadline) -> Result<(), Error> {
     }
     let mut message = String::new();
     if let Some(stderr) = child.stderr.take() {
-        // What it said is only for people: half of it is better than none.
+        // The output is only for people: a part of it is better than none.
         let _ = stderr.take(4096).read_to_string(&mut message);
     }
     let message = format!("{status}: {}", message.trim().replace('\n', "; "));
@@ -190,9 +195,9 @@ fn systemctl(unit: &str, deadline: Deadline) -> Result<(), Error> {
     })
 }
 
-/// Ends the command; the job that it asked systemd for goes on.
+/// Ends the `systemctl` process. The job that `systemctl` has requested from systemd continues.
 fn end(child: &mut Child) {
-    // Fails only for a process that has ended.
+    // `kill` fails only for a process that has ended.
     let _ = child.kill();
     let _ = child.wait();
 }

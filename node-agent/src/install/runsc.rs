@@ -1,4 +1,4 @@
-//! The build of gVisor that is installed: the shipped one, or one of the host that the operator names.
+//! The runsc build to install: the shipped one, or a build of the host that an option names.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek};
@@ -14,14 +14,14 @@ use super::error::Error;
 use super::host::HostRoot;
 use crate::args::RunscArgs;
 
-/// The program's name in the payload, and the beginning of its name on the node.
+/// Name of the program in the payload, and beginning of its name on the node.
 pub(super) const RUNSC: &str = "runsc";
-/// `runsc --version` answers within milliseconds.
+/// Time limit of a command of the build. `runsc --version` takes milliseconds.
 const LIMIT: Duration = Duration::from_secs(20);
-/// Google's releases have about 50 MB.
+/// Maximum size of a build. Google's releases have about 50 MB.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// A program that was found fit to be installed as runsc.
+/// A program that has passed the checks and may be installed as runsc.
 #[derive(Debug)]
 pub(super) struct Build {
     pub(super) path: PathBuf,
@@ -29,14 +29,14 @@ pub(super) struct Build {
 }
 
 impl Build {
-    /// The program that the options name, or the payload's.
+    /// Checks and returns the build that `--runsc` names, or else the payload's.
     pub(super) fn chosen(
         root: &HostRoot,
         payload_dir: &Path,
         args: &RunscArgs,
     ) -> Result<Self, Error> {
         let build = match &args.runsc {
-            Some(path) => Self::of_the_host(&root.path(path)?, args)?,
+            Some(path) => Self::of_host(&root.path(path)?, args)?,
             None => Self::shipped(payload_dir.join(RUNSC))?,
         };
         let digest = build.config_digest();
@@ -56,7 +56,7 @@ impl Build {
         }
     }
 
-    fn of_the_host(path: &Path, args: &RunscArgs) -> Result<Self, Error> {
+    fn of_host(path: &Path, args: &RunscArgs) -> Result<Self, Error> {
         let refused = |why: String| Error::Runsc {
             path: path.into(),
             why,
@@ -91,7 +91,7 @@ impl Build {
         }
         let mut sum = blake3::Hasher::new();
         let digest = sum.update_reader(file).map_err(unreadable)?.finalize();
-        let version = release(path, LIMIT).map_err(|error| refused(words(&error)))?;
+        let version = release(path, LIMIT).map_err(|error| refused(message_with_causes(&error)))?;
         let Some(version) = version else {
             return Err(refused(
                 "`--version` does not print `runsc version` and a release".to_owned(),
@@ -110,20 +110,20 @@ impl Build {
         })
     }
 
-    /// Flags that this build gets beside those of all builds, one in a line.
+    /// Returns the flags that this build gets in addition to those of all builds, one in a line.
     pub(super) fn flags(&self) -> Result<String, Error> {
         flags::wanted_by(&self.path, LIMIT).map_err(|error| Error::Runsc {
             path: self.path.clone(),
-            why: words(&error),
+            why: message_with_causes(&error),
         })
     }
 
-    /// Its name on the node.
+    /// Returns the name of the build's file on the node.
     pub(super) fn file_name(&self) -> String {
         format!("{RUNSC}-{}", &self.digest.to_hex()[..12])
     }
 
-    /// Its digest as torpor-oci's configuration, images and objects have it.
+    /// Returns the build's digest in the form of torpor-oci's configuration, images and the API.
     pub(super) fn config_digest(&self) -> String {
         format!("blake3:{}", self.digest.to_hex())
     }
@@ -139,14 +139,14 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn words(error: &torpor_runsc::command::Error) -> String {
-    let mut words = error.to_string();
+fn message_with_causes(error: &torpor_runsc::command::Error) -> String {
+    let mut message = error.to_string();
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {
-        words = format!("{words}: {cause}");
+        message = format!("{message}: {cause}");
         source = cause.source();
     }
-    words
+    message
 }
 
 #[cfg(test)]
@@ -207,8 +207,11 @@ mod tests {
         ] {
             let refused = chosen(path, digest).expect_err("refused");
             assert_eq!(refused.reason(), "RunscRefused", "{path}");
-            let said = refused.to_string();
-            assert!(said.contains(words) && said.contains(path), "{said}");
+            let message = refused.to_string();
+            assert!(
+                message.contains(words) && message.contains(path),
+                "{message}"
+            );
         }
     }
 

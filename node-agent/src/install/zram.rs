@@ -1,7 +1,9 @@
-//! Swap in compressed memory, for sandboxes that doze: made only when the operator asks, and taken away by the removal.
+//! Swap in compressed memory for dozing sandboxes. The installer makes this swap only if an option
+//! requests it; the uninstallation removes it.
 //!
-//! A zram device of our own, beside any that the node has. It does not survive a reboot; the next installation, which every start of the
-//! node brings, makes it again.
+//! The swap is a zram device of Torpor's own, in addition to any zram devices of the node. The
+//! device does not survive a reboot. Every start of the node brings a new installation, which makes
+//! the device again.
 
 #![allow(unsafe_code)]
 
@@ -20,10 +22,10 @@ use super::error::Error;
 use super::host::{self, HostRoot};
 use crate::args::ShareOfMemory;
 
-/// Before any swap on disk.
+/// Priority of the device among the swaps. The kernel fills it before any swap on disk.
 const PRIORITY: i32 = 100;
 
-/// The host's files that make and remove devices.
+/// Paths of the host's files that make and remove devices.
 pub(super) struct Zram {
     control: PathBuf,
     block: PathBuf,
@@ -33,31 +35,31 @@ pub(super) struct Zram {
 }
 
 impl Zram {
-    pub(super) fn of(root: &HostRoot) -> Result<Self, Error> {
+    pub(super) fn new(root: &HostRoot) -> Result<Self, Error> {
         Ok(Self {
             control: root.path(Path::new("/sys/class/zram-control"))?,
             block: root.path(Path::new("/sys/block"))?,
             dev: root.path(Path::new("/dev"))?,
-            // These two are the same in every namespace.
+            // These two files have the host's content in every namespace.
             swaps: "/proc/swaps".into(),
             meminfo: "/proc/meminfo".into(),
         })
     }
 
-    /// Whether the device is swap now.
+    /// Reports whether the device is in use as swap.
     pub(super) fn is_on(&self, device: u32) -> Result<bool, Error> {
         let swaps = host::read_text(&self.swaps)?.unwrap_or_default();
         Ok(names_device(&swaps, device))
     }
 
-    /// Makes a device, which is of no use yet.
+    /// Makes a device, which has size zero and is not swap yet, and returns its number.
     pub(super) fn add(&self) -> Result<u32, Error> {
         let path = self.control.join("hot_add");
         let number = host::read_text(&path)?.ok_or_else(|| Error::NoZram { path: path.clone() })?;
         number.trim().parse().map_err(|_| Error::NoZram { path })
     }
 
-    /// Makes the device swap of this share of the node's memory.
+    /// Sets the device's size to this share of the node's memory, and turns swap on it on.
     pub(super) fn switch_on(&self, device: u32, share: ShareOfMemory) -> Result<(), Error> {
         let memory = meminfo::read_at(&self.meminfo).map_err(|source| Error::Read {
             path: self.meminfo.clone(),
@@ -81,7 +83,7 @@ impl Zram {
         swapon(&path).map_err(|source| Error::Swap { path, source })
     }
 
-    /// Brings back what is in it, and removes it.
+    /// Moves the device's content back into memory, and removes the device.
     pub(super) fn remove(&self, device: u32) -> Result<(), Error> {
         let path = self.dev.join(format!("zram{device}"));
         if self.is_on(device)? {
@@ -95,7 +97,9 @@ impl Zram {
     }
 }
 
-/// A line of names, then one for each swap: its path comes first. The kernel escapes blanks in it, which these paths have none of.
+/// Reports whether the content of /proc/swaps names the device. The first line has the titles of
+/// the columns; each further line begins with the path of one swap. The kernel escapes blanks in a
+/// path; paths of zram devices have none.
 fn names_device(swaps: &str, device: u32) -> bool {
     let name = format!("/zram{device}");
     let mut paths = swaps
@@ -105,7 +109,8 @@ fn names_device(swaps: &str, device: u32) -> bool {
     paths.any(|path| path.ends_with(&name))
 }
 
-/// The first page of a swap area (the kernel's `union swap_header`, version 1): without a name, and without bad pages.
+/// Returns the first page of a swap area of this size (the kernel's `union swap_header`, version
+/// 1), without a name and without bad pages.
 fn header(bytes: u64, page: usize) -> Vec<u8> {
     const VERSION_AT: usize = 1024;
     const MAGIC: &[u8] = b"SWAPSPACE2";
@@ -129,13 +134,13 @@ fn write(path: &Path, text: &str) -> Result<(), Error> {
     })
 }
 
-fn path_of(path: &Path) -> io::Result<CString> {
+fn c_path(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)
 }
 
 fn swapon(path: &Path) -> io::Result<()> {
-    let path = path_of(path)?;
-    // SWAP_FLAG_PREFER, with the priority below it.
+    let path = c_path(path)?;
+    // SWAP_FLAG_PREFER, with the priority in the low bits (swapon(2)).
     let flags = 0x8000 | PRIORITY;
     // SAFETY: the path is a C string that outlives the call; the kernel only reads it.
     match unsafe { libc::swapon(path.as_ptr(), flags) } {
@@ -145,8 +150,8 @@ fn swapon(path: &Path) -> io::Result<()> {
 }
 
 fn swapoff(path: &Path) -> io::Result<()> {
-    let path = path_of(path)?;
-    // SAFETY: as for swapon.
+    let path = c_path(path)?;
+    // SAFETY: the path is a C string that outlives the call; the kernel only reads it.
     match unsafe { libc::swapoff(path.as_ptr()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -176,10 +181,10 @@ mod tests {
         );
     }
 
-    /// Needs root and the zram module, as the development cluster does.
+    /// This test needs root and the zram module, as the development cluster does.
     #[test]
     fn a_device_becomes_swap_and_goes_again() {
-        let zram = Zram::of(&HostRoot::new(Path::new("/"))).expect("the host's files");
+        let zram = Zram::new(&HostRoot::new(Path::new("/"))).expect("the host's files");
         let device = zram.add().expect("a device");
         let made = zram.switch_on(device, ShareOfMemory::percent(1).expect("a share"));
         let was_on = zram.is_on(device).expect("looked");

@@ -1,8 +1,9 @@
-//! Finding out whether a sandbox is idle; what follows from it is decided in `torpor-core`.
+//! The facts by which `torpor-core` decides since when a sandbox has been idle.
 //!
-//! Only sandboxes that may fall asleep by themselves are watched: one call on the control socket and a few file times at each look.
-//! Before one falls asleep, the keeper is asked for the times of its packets (a process on the host: it takes a right that the agent
-//! does not have), and the sandbox for its busy mark.
+//! Only sandboxes that may fall asleep by themselves are watched. Each look costs one call on the
+//! control socket and a few file times. Before a sandbox falls asleep, the agent also requests the
+//! times of its packets from its keeper (which runs a process on the host, with a right that
+//! the agent does not have) and reads the busy mark in the sandbox.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -17,29 +18,33 @@ use torpor_runsc::forward;
 use torpor_runsc::keeper::Verb;
 use torpor_runsc::spec::PAUSE_VOLUMES;
 
-use crate::policy::left;
+use crate::policy::exec_leftovers;
 use crate::reconcile::node::{CALL_LIMIT, Node};
 use crate::reconcile::observe::words;
 
-/// The emptyDir in which a program may leave one of these files: while it is there, the sandbox is in use. The second is the sandbox runtime's, for calls of `PUT /v1/busy` (runtime/src/busy.rs).
+/// Name of the emptyDir in which a program may make a busy file.
 const BUSY_VOLUME: &str = "torpor";
+/// The busy files. While one exists, the sandbox is in use. The sandbox runtime makes the
+/// second for calls of `PUT /v1/busy` (runtime/src/busy.rs).
 const BUSY_FILES: [&str; 2] = ["busy", "busy-call"];
-/// A file that is there is opened at once; a FIFO in its place would be waited for in vain.
+/// Time limit for opening a busy file. A file opens at once, while the open of a FIFO in its place
+/// would never return.
 const BUSY_LIMIT: Duration = Duration::from_secs(1);
 
-/// What is known of one sandbox.
+/// The idle state of one sandbox.
 #[derive(Debug, Clone)]
 pub(crate) struct Watched {
     sandbox: SandboxId,
     watch: IdleWatch,
+    /// The start of the clock that [`Self::up`] returns.
     began: Instant,
 }
 
 impl Watched {
-    /// What is known of this sandbox; of another one nothing is.
-    pub(crate) fn of(known: Option<Self>, sandbox: &SandboxId, now: Timestamp) -> Self {
-        known
-            .filter(|known| known.sandbox == *sandbox)
+    /// Returns `before` if it is about this sandbox, else a new state that begins `now`.
+    pub(crate) fn of(before: Option<Self>, sandbox: &SandboxId, now: Timestamp) -> Self {
+        before
+            .filter(|before| before.sandbox == *sandbox)
             .unwrap_or_else(|| Self {
                 sandbox: sandbox.clone(),
                 watch: IdleWatch::new(now),
@@ -47,7 +52,7 @@ impl Watched {
             })
     }
 
-    /// See [`Look::up`].
+    /// Returns the time for [`Look::up`].
     pub(crate) fn up(&self) -> Duration {
         self.began.elapsed()
     }
@@ -56,7 +61,7 @@ impl Watched {
         self.watch.look(look);
     }
 
-    /// Takes note of a use at that time.
+    /// Records a use at that time.
     pub(crate) fn used(&mut self, at: Timestamp) {
         self.watch.inquired(&Inquiry {
             at,
@@ -65,12 +70,14 @@ impl Watched {
         });
     }
 
+    /// Returns since when the sandbox has been idle.
     pub(crate) fn since(&self) -> Timestamp {
         self.watch.since()
     }
 
-    /// Whether it was in use at that time, or nobody has watched it before.
-    pub(crate) fn is_of(&self, at: Timestamp) -> bool {
+    /// Returns whether the idle time begins at that time or later: the sandbox was in use then, or
+    /// was not watched before.
+    pub(crate) fn begins_at(&self, at: Timestamp) -> bool {
         self.since() >= at
     }
 }
@@ -83,27 +90,29 @@ pub(crate) struct Sandbox<'a> {
     pub(crate) probes: Option<&'a Probes>,
 }
 
-/// Looks at a sandbox that may fall asleep by itself, and says in `observed` since when it has been idle. Answers what is to be
-/// remembered: nothing of one that sleeps, so that its time begins anew when it is woken.
+/// Observes a sandbox that may fall asleep by itself, and adds to `observed` since when it has been
+/// idle. Returns the idle state for the next look. It is none for a hibernated sandbox, so that the
+/// idle time begins anew with a wake.
 pub(crate) fn watch(
     sandbox: &Sandbox<'_>,
     desired: &Desired,
     observed: &mut Observed,
-    known: Option<Watched>,
+    before: Option<Watched>,
     now: Timestamp,
 ) -> Option<Watched> {
-    // One that may sleep for the node's sake only is looked at, and asked when its time has come.
+    // A sandbox that may sleep only to relieve the node gets the cheap look. The inquiry
+    // follows once the node needs its sleep: then `desired.sleep` has a time.
     let for_the_node = desired.pressure.may.then_some(Duration::MAX);
     let after = desired.sleep.first().or(for_the_node)?;
     let id = &sandbox.record.sandbox;
-    let mut watched = Watched::of(known, id, now);
+    let mut watched = Watched::of(before, id, now);
     let looked = match observed.live {
         Live::Running => {
-            // Its time begins when it is ready, and nobody debugs it any more.
+            // The idle time begins when the sandbox is ready and no debug container runs any more.
             let is_needed = observed.added.is_some() || !desired.ready;
             sandbox.look(&mut watched, after, now, is_needed)
         }
-        // Nothing goes on in it.
+        // No program of a paused sandbox works.
         Live::Paused => {
             let up = watched.up();
             watched.watch.stood_still(now, up);
@@ -147,7 +156,7 @@ impl Sandbox<'_> {
             last_use: records.last_use(id).and_then(timestamp),
         });
         if watch.is_due(after, now) {
-            left::look(node, self.record);
+            exec_leftovers::note(node, self.record);
             watch.inquired(&Inquiry {
                 at: now,
                 last_packet: self.last_packet(now)?,
@@ -159,9 +168,9 @@ impl Sandbox<'_> {
 
     fn host_time(&self) -> Option<HostTime> {
         let cgroups = self.node.cgroups.as_ref()?;
-        // First what is over, so that no probe's end is counted without its work.
+        // The probes are read before the cgroup, so that each ended probe counts with its work.
         let probed = self.node.records.probed(&self.record.sandbox).ok()?;
-        // The kubelet limits the Pod.
+        // The kubelet sets the limit on the Pod's cgroup, above the sandbox's.
         let pod = self.record.cgroup.parent();
         Some(HostTime {
             used: cgroups.processor_time(&self.record.cgroup)?,
@@ -178,7 +187,7 @@ impl Sandbox<'_> {
         connected.map_err(|error| words(&error))
     }
 
-    /// The last packet that was no probe.
+    /// Returns the time of the last packet that was no probe.
     fn last_packet(&self, now: Timestamp) -> Result<Option<Timestamp>, String> {
         let id = &self.record.sandbox;
         let answer = self
@@ -194,6 +203,7 @@ impl Sandbox<'_> {
         Ok(ago.map(|ago| now.checked_sub(ago).unwrap_or(Timestamp::MIN)))
     }
 
+    /// Returns whether a busy file exists.
     fn is_marked_busy(&self, control: &mut Control) -> Result<bool, String> {
         let mut volumes = self.record.volumes.iter();
         if !volumes.any(|volume| volume.name == BUSY_VOLUME) {
@@ -204,7 +214,7 @@ impl Sandbox<'_> {
             match control.has_file(&path, BUSY_LIMIT) {
                 Ok(false) => {}
                 Ok(true) => return Ok(true),
-                // Something is there that cannot be read as a file: the program has put it there.
+                // The program has put something there that cannot be opened as a file.
                 Err(control::Error::Refused { .. } | control::Error::NoAnswer { .. }) => {
                     return Ok(true);
                 }

@@ -1,5 +1,5 @@
-//! A moment between the kubelet's probes, in which a sandbox is put to sleep: a probe that is under way would wait for its answer in vain, and
-//! one failure may be all that the Pod allows.
+//! A wait for a gap between the kubelet's probes, in which a sandbox is paused. A probe that
+//! is under way would get no answer, and the Pod may allow only one failure.
 
 use std::time::{Duration, Instant};
 
@@ -9,13 +9,14 @@ use torpor_runsc::keeper::{Rules, Verb};
 
 use crate::reconcile::node::{CALL_LIMIT, Node};
 
-/// A probe that has said nothing for so long is over. Within one there are breaks of 40 ms, where one end delays its acknowledgements and the other
-/// waits for them (seen with gRPC; Linux' TCP_DELACK_MIN).
+/// Time without a packet after which a probe is over. Within a probe there are breaks of 40 ms,
+/// where one end delays its acknowledgements and the other waits for them (measured with gRPC;
+/// TCP_DELACK_MIN of Linux).
 const SILENCE: Duration = Duration::from_millis(60);
-/// Probes of a container that is probed without end are not waited for.
+/// Longest wait: a container may be probed without a gap.
 const LIMIT: Duration = Duration::from_secs(1);
 
-/// Waits for it. What cannot be found out is not waited for.
+/// Waits for a gap. Without information about the packets there is no wait.
 pub(crate) fn wait(node: &Node, record: &PodRecord, lock: &PodLock, rules: &Rules) {
     let ports: Vec<u16> = rules
         .probes
@@ -35,14 +36,14 @@ pub(crate) fn wait(node: &Node, record: &PodRecord, lock: &PodLock, rules: &Rule
     }
 }
 
-/// How long ago a packet of a probe was seen.
+/// Returns the time since the last packet of a probe.
 fn last_probe(node: &Node, record: &PodRecord, lock: &PodLock, ports: &[u16]) -> Option<Duration> {
     let asked = node.ask_keeper(&record.sandbox, lock, Verb::Traffic, None, None, CALL_LIMIT);
     let ages: Ages = serde_json::from_value(asked.ok()?.detail).ok()?;
     ages.youngest_probe(ports)
 }
 
-/// How long to wait before looking again.
+/// Returns how long to wait before the next check; none if the wait is over.
 fn left_of_silence(last: Duration, waited: Duration) -> Option<Duration> {
     let left = SILENCE.saturating_sub(last);
     (!left.is_zero() && waited < LIMIT).then_some(left)

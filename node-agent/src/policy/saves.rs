@@ -1,4 +1,6 @@
-//! Turns to save: the queue of this node, shared by the tasks of its Pods. Who comes next is decided in `torpor_core::queue`.
+//! Turns to save: the queue of this node, shared by the tasks of its Pods.
+//!
+//! `torpor_core::queue` decides which task comes next.
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
@@ -16,27 +18,28 @@ use torpor_core::queue::{Capacity, Queue, Ticket, Urgency, Wish};
 use torpor_core::steps::Plan;
 use torpor_records::{PodLock, PodRecord};
 use torpor_runsc::keeper::Verb;
-use torpor_runsc::wake_slots::Turns;
+use torpor_runsc::wake_slots::WakeSlots;
 
 use crate::reconcile::node::{CALL_LIMIT, Node};
 use crate::reconcile::observe::words;
 use crate::report::metrics::Metrics;
 
-/// Whoever has waited for so long comes before everybody.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// A save that lasts longer is counted no more.
-const LONGEST: Duration = Duration::from_secs(60);
-/// While somebody waits: how often it is looked, at least, whether courtesy still holds a turn back. A wake takes some tenths of a second.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// A task that has waited for so long comes before all others.
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+/// A save that lasts longer does not count as under way any more.
+const LONGEST_SAVE: Duration = Duration::from_secs(60);
+/// Longest interval between two checks of a queue in which a task waits. The wakes that hold back a
+/// turn take some tenths of a second.
+const RECHECK: Duration = Duration::from_millis(100);
 
 /// The turns of this node.
 #[derive(Debug)]
 pub(crate) struct Saves {
     queue: Mutex<Waiting>,
-    /// Whether bandwidth is limited, so that it counts how large images are.
+    /// Bandwidth is limited. Only then the sizes of images count.
     weighs: bool,
-    /// Where it is seen whether somebody waits for a sandbox to wake.
-    wakes: Turns,
+    /// The node's restores. They show whether a caller waits for a sandbox to wake.
+    wakes: WakeSlots,
     metrics: Arc<Metrics>,
 }
 
@@ -44,32 +47,32 @@ pub(crate) struct Saves {
 struct Waiting {
     queue: Queue,
     tasks: HashMap<Ticket, Arc<Notify>>,
-    /// A task does so while somebody waits.
-    looks_again: bool,
+    /// [`Saves::recheck`] runs.
+    rechecks: bool,
 }
 
-/// A turn, or the wait for it. Dropped, it is given back.
+/// A turn to save, or a place in the queue. The drop gives it back.
 #[derive(Debug)]
 pub(crate) struct SaveTurn {
     saves: Arc<Saves>,
     ticket: Ticket,
     urgency: Urgency,
-    /// Bytes, so far.
+    /// Bytes written in this turn so far.
     written: AtomicU64,
 }
 
 impl SaveTurn {
-    /// Whether it is its turn.
+    /// Returns whether the turn has come.
     pub(crate) fn has_come(&self) -> bool {
         self.saves.lock().queue.is_admitted(self.ticket)
     }
 
-    /// Whether it waits for bandwidth.
+    /// Returns whether the task waits for bandwidth.
     pub(crate) fn is_held_back(&self) -> bool {
         self.saves.lock().queue.is_held_back(self.ticket)
     }
 
-    /// So many bytes more were written in this turn.
+    /// Records that so many more bytes were written in this turn.
     pub(crate) fn wrote(&self, bytes: u64) {
         self.saves.metrics.wrote(bytes);
         self.written.fetch_add(bytes, Ordering::Relaxed);
@@ -87,7 +90,8 @@ impl Drop for SaveTurn {
 }
 
 impl Saves {
-    /// `at_once`: at least 1. `bandwidth`: bytes a second; none: no limit.
+    /// Makes an empty queue. `at_once`: saves at once, at least 1. `bandwidth`: bytes per second;
+    /// none: no limit.
     pub(crate) fn new(
         at_once: usize,
         bandwidth: Option<NonZeroU64>,
@@ -96,8 +100,8 @@ impl Saves {
     ) -> Arc<Self> {
         let queue = Queue::new(Capacity {
             at_once,
-            patience: PATIENCE,
-            longest: LONGEST,
+            patience: LONGEST_WAIT,
+            longest: LONGEST_SAVE,
             bandwidth,
         });
         Arc::new(Self {
@@ -105,15 +109,16 @@ impl Saves {
             queue: Mutex::new(Waiting {
                 queue,
                 tasks: HashMap::new(),
-                looks_again: false,
+                rechecks: false,
             }),
-            // The limit is the restoring processes' own affair.
-            wakes: Turns::new(state_dir, 0),
+            // 0: no limit. The restoring processes themselves keep to the limit.
+            wakes: WakeSlots::new(state_dir, 0),
             metrics,
         })
     }
 
-    /// What a plan waits to save, if it waits. `size`: of its image, as far as known.
+    /// Returns the save for which a plan waits, if it waits for a turn. `size`: bytes of the
+    /// image, if known.
     pub(crate) fn wish(
         &self,
         plan: &Plan,
@@ -127,8 +132,9 @@ impl Saves {
         })
     }
 
-    /// What becomes of a task's turn after it has planned: asked for, waited for, used, or given back. `wish`: what the plan waits to
-    /// save. `task` is told when its turn comes.
+    /// Returns the task's turn after it has planned: requested, awaited, used, or none if
+    /// given back. `wish`: the save for which the plan waits. `task` is notified when the turn
+    /// comes.
     pub(crate) fn follow(
         self: &Arc<Self>,
         held: Option<Arc<SaveTurn>>,
@@ -159,14 +165,15 @@ impl Saves {
         })
     }
 
-    /// Whether somebody who waits for a sandbox to answer restores it, or waits for a turn to.
-    pub(crate) fn is_somebody_waiting(&self) -> bool {
+    /// Returns whether a caller waits for the answer of a sandbox that is being restored, or
+    /// that waits for its turn to be restored.
+    pub(crate) fn is_wake_awaited(&self) -> bool {
         self.wakes.is_somebody_waiting()
     }
 
-    /// Gives the turns that there are to give.
+    /// Gives the turns that are free to the tasks that come next, and notifies them.
     fn advance(self: &Arc<Self>, waiting: &mut Waiting) {
-        let called = self.is_somebody_waiting();
+        let called = self.is_wake_awaited();
         while let Some(ticket) = waiting.queue.admit(called, Timestamp::now()) {
             let waited = waiting.queue.was_held_back(ticket);
             self.metrics.waited_for_bandwidth(waited);
@@ -175,31 +182,32 @@ impl Saves {
             }
         }
         self.metrics.saves(&waiting.queue);
-        // Without a runtime the agent is ending.
+        // Without a tokio runtime the agent is ending.
         if waiting.queue.is_waited_for()
-            && !waiting.looks_again
+            && !waiting.rechecks
             && let Ok(runtime) = Handle::try_current()
         {
-            waiting.looks_again = true;
-            runtime.spawn(self.clone().look_again());
+            waiting.rechecks = true;
+            runtime.spawn(self.clone().recheck());
         }
     }
 
-    /// Nobody tells when a wake has ended, a save lasts too long, or the images before are paid for.
-    async fn look_again(self: Arc<Self>) {
+    /// Checks the queue at intervals while a task waits. No event shows that a wake has
+    /// ended, that a save has lasted too long, or that bandwidth is free again.
+    async fn recheck(self: Arc<Self>) {
         loop {
             let free_at = self.lock().queue.free_at();
             let now = Timestamp::now();
             let wait = free_at.map(|at| at.duration_since(now).try_into());
-            // What is free already waits for something else.
+            // If bandwidth is free already, the tasks wait for something else.
             let wait = wait
                 .and_then(Result::ok)
                 .filter(|wait| *wait != Duration::ZERO);
-            tokio::time::sleep(wait.unwrap_or(LOOK_AGAIN).min(LOOK_AGAIN)).await;
+            tokio::time::sleep(wait.unwrap_or(RECHECK).min(RECHECK)).await;
             let mut waiting = self.lock();
             self.advance(&mut waiting);
             if !waiting.queue.is_waited_for() {
-                waiting.looks_again = false;
+                waiting.rechecks = false;
                 return;
             }
         }
@@ -210,17 +218,22 @@ impl Saves {
     }
 }
 
-/// What decides how large an image of a sandbox may become. The sandbox is asked where the kernel does not tell.
+/// Returns the figures that decide how large an image of the sandbox may become. The sandbox itself
+/// gives its memory only if the kernel does not count it.
 pub(crate) fn figures(node: &Node, record: &PodRecord, lock: &PodLock) -> Figures {
     let counted = node.memory_held(record);
     Figures {
-        told: counted.is_none().then(|| told(node, record)).flatten(),
+        by_sandbox: counted
+            .is_none()
+            .then(|| memory_usage(node, record))
+            .flatten(),
         counted,
         filestores: filestores(node, record, lock),
     }
 }
 
-fn told(node: &Node, record: &PodRecord) -> Option<u64> {
+/// Requests the memory usage from the sandbox, in bytes.
+fn memory_usage(node: &Node, record: &PodRecord) -> Option<u64> {
     let connected = node.connect(&record.sandbox);
     let asked = connected.and_then(|mut control| control.memory_usage(CALL_LIMIT));
     if let Err(error) = &asked {
@@ -230,7 +243,8 @@ fn told(node: &Node, record: &PodRecord) -> Option<u64> {
     asked.ok()
 }
 
-/// A keeper of an older version does not know.
+/// Requests the bytes of the sandbox's filestores through its keeper. None with a keeper
+/// of an older version.
 fn filestores(node: &Node, record: &PodRecord, lock: &PodLock) -> Option<u64> {
     #[derive(serde::Deserialize)]
     #[serde(rename_all = "camelCase")]
@@ -295,7 +309,7 @@ mod tests {
         let second = saves.follow(None, &waits, wish(Urgency::ByItself, None), &tasks[1]);
         let second = second.expect("a place in the queue");
         assert!(!second.has_come());
-        // Nothing is left to be done, and nobody waits: the turn is given back.
+        // The plan has no steps and does not wait, so the turn is given back.
         assert!(
             saves
                 .follow(Some(first), &plan(None), None, &tasks[0])
@@ -310,8 +324,8 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let saves = Saves::new(1, None, dir.path(), Arc::new(Metrics::new()));
         let namespace = Namespace::new("n").expect("a name");
-        let called = torpor_records::WakeCause::Called;
-        let wake = Turns::new(dir.path(), 0).take(called, &namespace);
+        let called = torpor_records::WakeCause::Exec;
+        let wake = WakeSlots::new(dir.path(), 0).take(called, &namespace);
         let task = Arc::new(Notify::new());
         let turn = saves.follow(
             None,
@@ -349,7 +363,7 @@ mod tests {
         assert!(asked.has_come());
         drop(asked);
         task.notified().await;
-        // It was no more than this, so that the disk is free again in a tenth of a second.
+        // The image was this small, so the disk is free again after a tenth of a second.
         first.wrote(1000);
         drop(first);
         task.notified().await;

@@ -1,7 +1,9 @@
-//! What is said about the sleep of a sandbox: on its Pod, and by whoever runs the cluster on the Pod's RuntimeClass. Pure.
+//! The settings of a sandbox's sleep: annotations on its Pod, and the administrator's on the Pod's
+//! RuntimeClass. Pure: no I/O.
 //!
-//! What a Sandbox, its pod template or its SandboxTemplate says stands on the Pod; the controller writes it there. Of a RuntimeClass the agent reads it
-//! itself, so that it holds for Pods without a Sandbox too, and a change of it for those that run.
+//! The controller copies the settings of a Sandbox, its Pod template or its SandboxTemplate to the
+//! Pod. The agent reads those of a RuntimeClass itself, so that they also apply to Pods without a
+//! Sandbox, and so that a change applies to Pods that run.
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::node::v1::RuntimeClass;
@@ -10,28 +12,29 @@ use torpor_api::annotations::{self, InvalidAnnotation, SleepAfter};
 use torpor_core::pressure::Pressure;
 use torpor_core::state;
 
-/// Of each depth the first that is said.
+/// The setting of each depth. None: there is no setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Said {
+pub(crate) struct SleepSettings {
     doze: Option<SleepAfter>,
     hibernate: Option<SleepAfter>,
 }
 
-impl Said {
-    /// On the Pod, else on its RuntimeClass. A wrong value is as if nobody had written one: the controller tells of one on a Sandbox, [`problems`] of one on
-    /// a RuntimeClass.
+impl SleepSettings {
+    /// Reads the settings of the Pod, else those of its RuntimeClass. A wrong value counts as none:
+    /// the controller reports it on a Sandbox, and [`problems`] returns those of a RuntimeClass.
     pub(crate) fn of(pod: &Pod, class: Option<&RuntimeClass>) -> Self {
         let on_pod = |key: &str| pod.annotations().get(key);
         let on_class = |key: &str| class?.annotations().get(key);
-        let right = |said: Option<Result<SleepAfter, InvalidAnnotation>>| said?.ok();
+        let valid = |value: Option<Result<SleepAfter, InvalidAnnotation>>| value?.ok();
         Self {
-            doze: right(annotations::doze_after(on_pod))
-                .or_else(|| right(annotations::doze_after(on_class))),
-            hibernate: right(annotations::hibernate_after(on_pod))
-                .or_else(|| right(annotations::hibernate_after(on_class))),
+            doze: valid(annotations::doze_after(on_pod))
+                .or_else(|| valid(annotations::doze_after(on_class))),
+            hibernate: valid(annotations::hibernate_after(on_pod))
+                .or_else(|| valid(annotations::hibernate_after(on_class))),
         }
     }
 
+    /// Returns the idle times after which the sandbox sleeps by itself.
     pub(crate) fn after(self) -> state::SleepAfter {
         state::SleepAfter {
             doze: self.doze.and_then(SleepAfter::duration),
@@ -39,7 +42,7 @@ impl Said {
         }
     }
 
-    /// How deep it sleeps for the node's sake, as far as that is said.
+    /// Returns the depths in which the sandbox never sleeps to relieve the node.
     pub(crate) fn pressure(self) -> Pressure {
         Pressure {
             never_dozes: self.doze == Some(SleepAfter::Off),
@@ -48,12 +51,13 @@ impl Said {
         }
     }
 
-    /// Whether the sandbox may be put to sleep for the node's sake: one that may fall asleep by itself; on a node where all may
-    /// (`on_all`), also one of which nothing is said. One of which it is said that it does not sleep does not.
+    /// Returns whether the sandbox may be put to sleep to relieve the node. It may if it may fall
+    /// asleep by itself. Without any setting it may if the agent allows that for all (`on_all`). A
+    /// sandbox whose settings are all `off` may not.
     pub(crate) fn may_be_pressed(self, on_all: bool) -> bool {
         match [self.doze, self.hibernate] {
             [None, None] => on_all,
-            said => said
+            settings => settings
                 .into_iter()
                 .flatten()
                 .any(|after| after != SleepAfter::Off),
@@ -61,18 +65,18 @@ impl Said {
     }
 }
 
-/// Wrong values on a RuntimeClass.
+/// Returns the wrong values on a RuntimeClass.
 pub(crate) fn problems(class: &RuntimeClass) -> Vec<InvalidAnnotation> {
     let value = |key: &str| class.annotations().get(key);
-    let said = [
+    let values = [
         annotations::doze_after(value),
         annotations::hibernate_after(value),
     ];
-    let said = said.into_iter().flatten();
-    said.filter_map(Result::err).collect()
+    let values = values.into_iter().flatten();
+    values.filter_map(Result::err).collect()
 }
 
-/// The name of the Pod's RuntimeClass.
+/// Returns the name of the Pod's RuntimeClass.
 pub(crate) fn class_name(pod: &Pod) -> Option<&str> {
     pod.spec.as_ref()?.runtime_class_name.as_deref()
 }
@@ -92,9 +96,9 @@ mod tests {
         serde_json::from_value(class).expect("a RuntimeClass")
     }
 
-    /// Seconds until it dozes and until it hibernates.
+    /// Returns the seconds until the sandbox dozes and until it hibernates.
     fn after(on_pod: Value, on_class: Value) -> (Option<u64>, Option<u64>) {
-        let after = Said::of(&pod(on_pod), Some(&class(on_class))).after();
+        let after = SleepSettings::of(&pod(on_pod), Some(&class(on_class))).after();
         let seconds = |after: Option<std::time::Duration>| after.map(|after| after.as_secs());
         (seconds(after.doze), seconds(after.hibernate))
     }
@@ -125,7 +129,7 @@ mod tests {
                 json!({ "torpor.dev/doze-after": "5s" }),
                 (Some(5), Some(3600)),
             ),
-            // Whatever name the Pod uses hides every name of the RuntimeClass.
+            // Any name on the Pod hides every name on the RuntimeClass.
             (
                 json!({ "torpor.dev/idle-timeout": "2h" }),
                 (Some(30), Some(7200)),
@@ -143,15 +147,18 @@ mod tests {
         }
         let wrong = json!({ "torpor.dev/doze-after": "soon", "torpor.dev/idle-timeout": "off" });
         assert_eq!(after(json!({}), wrong), (None, None));
-        let said = Said::of(&pod(json!({})), None);
-        assert_eq!(said, Said::default());
+        let settings = SleepSettings::of(&pod(json!({})), None);
+        assert_eq!(settings, SleepSettings::default());
     }
 
     #[test]
     fn a_wrong_value_on_a_runtime_class_is_told_by_its_key() {
         let keys = |annotations| {
             let problems = problems(&class(annotations));
-            problems.iter().map(|told| told.key).collect::<Vec<_>>()
+            problems
+                .iter()
+                .map(|problem| problem.key)
+                .collect::<Vec<_>>()
         };
         let right = json!({ "torpor.dev/doze-after": "30s", "torpor.dev/hibernate-after": "off" });
         assert!(keys(right).is_empty());
@@ -176,10 +183,10 @@ mod tests {
             ),
             (json!({ "torpor.dev/hibernate-after": "soon" }), false, true),
         ] {
-            let on_pod = Said::of(&pod(annotations.clone()), None);
-            let on_class = Said::of(&pod(json!({})), Some(&class(annotations.clone())));
-            for said in [on_pod, on_class] {
-                let may = [false, true].map(|on_all| said.may_be_pressed(on_all));
+            let on_pod = SleepSettings::of(&pod(annotations.clone()), None);
+            let on_class = SleepSettings::of(&pod(json!({})), Some(&class(annotations.clone())));
+            for settings in [on_pod, on_class] {
+                let may = [false, true].map(|on_all| settings.may_be_pressed(on_all));
                 assert_eq!(may, [by_default, on_all], "{annotations}");
             }
         }
@@ -205,7 +212,7 @@ mod tests {
                 false,
             ),
         ] {
-            let pressure = Said::of(&pod(annotations.clone()), None).pressure();
+            let pressure = SleepSettings::of(&pod(annotations.clone()), None).pressure();
             let never = (pressure.never_dozes, pressure.never_hibernates);
             assert_eq!(never, (never_dozes, never_hibernates), "{annotations}");
         }

@@ -1,4 +1,4 @@
-//! The node's swap: whether there is any to doze in, and what of it dozing sandboxes may take.
+//! The node's swap: whether there is any, and how much of it dozing sandboxes may take.
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
@@ -11,44 +11,45 @@ use torpor_core::steps::{Action, Plan};
 
 use crate::args::SwapArgs;
 
-/// What of the node's swap may be taken, and what is promised of it.
+/// The limits on the node's swap, and the dozes that are under way.
 #[derive(Debug)]
 pub(crate) struct SwapRoom {
     limits: SwapLimits,
-    promised: Mutex<Promised>,
+    pending: Mutex<PendingDozes>,
 }
 
-/// Bytes of the sandboxes whose doze is under way: their memory is not in swap yet, where the kernel would count it.
+/// Bytes of memory of the sandboxes whose doze is under way, by Pod. Their memory is not in
+/// swap yet, so the kernel does not count it there.
 #[derive(Debug, Default)]
-struct Promised(HashMap<PodUid, u64>);
+struct PendingDozes(HashMap<PodUid, u64>);
 
-/// How far the doze of a sandbox is.
+/// The progress of a sandbox's doze.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Course {
+enum DozeProgress {
     Begins,
-    /// Its memory is still where it was.
+    /// The sandbox is paused, and its memory is not in swap yet.
     UnderWay,
-    /// Its memory is in swap; or it is awake, or gone.
+    /// The memory is in swap, or the sandbox is awake or gone.
     Over,
-    /// Nobody could be asked.
+    /// The sandbox did not answer.
     Unknown,
 }
 
-/// Bytes; none: as much as there is.
+/// Limits in bytes. None: no limit.
 #[derive(Debug, Clone, Copy, Default)]
 struct SwapLimits {
     per_sandbox: Option<NonZeroU64>,
     per_node: Option<NonZeroU64>,
 }
 
-/// Bytes of all swap devices together.
+/// The sums over all swap devices, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Swap {
     total: u64,
     used: u64,
 }
 
-/// Whether this node has anywhere to push memory out to.
+/// Checks that this node has swap. `Err`: the reason.
 pub(crate) fn has_swap() -> Result<(), String> {
     SwapLimits::default().decide(Swap::read()?, 0, None)
 }
@@ -60,20 +61,22 @@ impl SwapRoom {
                 per_sandbox: args.doze_swap_per_sandbox.bytes(),
                 per_node: args.doze_swap_per_node.bytes(),
             },
-            promised: Mutex::default(),
+            pending: Mutex::default(),
         }
     }
 
-    /// Whether a sandbox that is awake may doze: all of its memory may go into swap. `working_set`, in bytes, is looked up where a limit
-    /// asks for it. What is promised to others, for some seconds, concerns only who is about to doze: see [`Self::plan`].
+    /// Checks that an awake sandbox may doze: all of its memory may go into swap. `Err`: the
+    /// reason. `working_set`, in bytes, is read only for a limit. The dozes under way do not
+    /// count here. They last some seconds, and [`Self::plan`] counts them when a doze begins.
     pub(crate) fn may_doze(&self, working_set: impl FnOnce() -> Option<u64>) -> Result<(), String> {
         let limited = self.limits.per_sandbox.or(self.limits.per_node).is_some();
         self.limits
             .decide(Swap::read()?, 0, limited.then(working_set))
     }
 
-    /// The plan for what is observed. A doze for which there is no room beside those that are under way does not begin, and the plan says why. One that
-    /// begins is one of those from now on.
+    /// Returns the plan for the observation. If there is no room for a doze beside those under way,
+    /// the doze does not begin and the plan has the reason. A doze that begins counts as under way
+    /// from now on.
     pub(crate) fn plan(
         &self,
         desired: &Desired,
@@ -88,17 +91,18 @@ impl SwapRoom {
         }
         let begins = plan.steps.iter().any(|step| step.action == Action::Doze);
         let course = course(observed, begins);
-        let mut promised = self.promised.lock().unwrap_or_else(PoisonError::into_inner);
-        // The kernel is asked while nobody else is: what it counts by now may be promised no more a moment later.
-        let followed = promised.follow(
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        // The swap in use is read under this lock. Otherwise another task could end the doze of a
+        // sandbox in between, and its memory would count in neither sum.
+        let allowed = pending.follow(
             &desired.pod_uid,
             course,
             &self.limits,
             Swap::read,
             working_set,
         );
-        drop(promised);
-        match followed {
+        drop(pending);
+        match allowed {
             Ok(()) => plan,
             Err(why) => {
                 observed.can_doze = Err(why);
@@ -108,37 +112,37 @@ impl SwapRoom {
     }
 }
 
-/// `begins`: whether the plan for what is observed begins a doze.
-fn course(observed: &Observed, begins: bool) -> Course {
+/// Returns the progress of the doze. `begins`: whether the plan for the observation begins a doze.
+fn course(observed: &Observed, begins: bool) -> DozeProgress {
     match (observed.live, observed.doze) {
-        (Live::Unknown, _) => Course::Unknown,
-        (Live::Paused, Some(Doze { reclaimed: false })) => Course::UnderWay,
-        _ if begins => Course::Begins,
-        _ => Course::Over,
+        (Live::Unknown, _) => DozeProgress::Unknown,
+        (Live::Paused, Some(Doze { reclaimed: false })) => DozeProgress::UnderWay,
+        _ if begins => DozeProgress::Begins,
+        _ => DozeProgress::Over,
     }
 }
 
-impl Promised {
-    /// Keeps in mind what a sandbox is about to take. `Err`: its doze may not begin.
+impl PendingDozes {
+    /// Updates the bytes that a sandbox is about to take. `Err`: why its doze may not begin.
     fn follow(
         &mut self,
         pod: &PodUid,
-        course: Course,
+        course: DozeProgress,
         limits: &SwapLimits,
         swap: impl FnOnce() -> Result<Swap, String>,
         working_set: impl FnOnce() -> Option<u64>,
     ) -> Result<(), String> {
         match course {
-            Course::Unknown => {}
-            Course::Over => {
+            DozeProgress::Unknown => {}
+            DozeProgress::Over => {
                 self.0.remove(pod);
             }
-            // Begun by an agent that was here before, if it is not known.
-            Course::UnderWay => {
+            // If there is no entry yet, an earlier agent has begun the doze.
+            DozeProgress::UnderWay => {
                 let memory = || working_set().unwrap_or(0);
                 self.0.entry(pod.clone()).or_insert_with(memory);
             }
-            Course::Begins => {
+            DozeProgress::Begins => {
                 self.0.remove(pod);
                 let memory = working_set();
                 limits.decide(swap()?, self.sum(), Some(memory))?;
@@ -154,11 +158,13 @@ impl Promised {
 }
 
 impl SwapLimits {
-    /// `promised`: bytes that others are about to take. `working_set`: none where no limit asks for it.
+    /// Checks that there is room. `pending`: bytes that other sandboxes are about to take.
+    /// `working_set`: bytes of the sandbox; the outer none: no limit needs it; the inner none:
+    /// the kernel does not count it.
     fn decide(
         &self,
         swap: Swap,
-        promised: u64,
+        pending: u64,
         working_set: Option<Option<u64>>,
     ) -> Result<(), String> {
         if swap.total == 0 {
@@ -180,7 +186,7 @@ impl SwapLimits {
                 mebibytes(limit.get())
             ));
         }
-        let taken = swap.used.saturating_add(promised);
+        let taken = swap.used.saturating_add(pending);
         if let Some(limit) = self.per_node
             && memory.saturating_add(taken) > limit.get()
         {
@@ -203,7 +209,8 @@ impl Swap {
     }
 }
 
-/// A line of names, then one for each swap device: name, type, KiB, KiB in use, priority.
+/// Parses /proc/swaps: a line of column names, then one line for each swap device with name,
+/// type, KiB, KiB in use, and priority.
 fn swap(swaps: &str) -> Swap {
     let number = |line: &str, column| line.split_whitespace().nth(column)?.parse::<u64>().ok();
     let sum = |column| {
@@ -252,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_sandbox_dozes_where_there_is_swap_and_the_limits_leave_room_for_it() {
-        let told = |limits: SwapLimits, swap, memory: u64| {
+        let refusal = |limits: SwapLimits, swap, memory: u64| {
             limits
                 .decide(swap, 0, Some(Some(memory * MIB)))
                 .err()
@@ -260,16 +267,16 @@ mod tests {
         };
         assert_eq!(limits(0, 0).decide(node(0), 0, None), Ok(()));
         assert_eq!(
-            told(limits(0, 0), Swap::default(), 1),
+            refusal(limits(0, 0), Swap::default(), 1),
             "this node has no swap"
         );
-        assert_eq!(told(limits(64, 0), node(900), 64), "");
+        assert_eq!(refusal(limits(64, 0), node(900), 64), "");
         assert!(
-            told(limits(64, 0), node(0), 65)
+            refusal(limits(64, 0), node(0), 65)
                 .contains("its memory, 65 MiB, is more than the 64 MiB")
         );
-        assert_eq!(told(limits(0, 500), node(400), 100), "");
-        assert!(told(limits(0, 500), node(400), 101).contains("into the 500 MiB"));
+        assert_eq!(refusal(limits(0, 500), node(400), 100), "");
+        assert!(refusal(limits(0, 500), node(400), 101).contains("into the 500 MiB"));
         assert!(
             limits(64, 500).decide(node(0), 0, Some(None)).is_err(),
             "not counted"
@@ -280,61 +287,66 @@ mod tests {
         PodUid::new(name).expect("a uid")
     }
 
-    /// What a sandbox of 50 MiB is told on a node where 500 MiB of swap may be taken and so many are.
-    fn told(promised: &mut Promised, name: &str, course: Course, used: u64) -> Result<(), String> {
+    /// Follows a sandbox of 50 MiB on a node where `used` of at most 500 MiB of swap are in use.
+    fn follow(
+        pending: &mut PendingDozes,
+        name: &str,
+        course: DozeProgress,
+        used: u64,
+    ) -> Result<(), String> {
         let (swap, memory) = (|| Ok(node(used)), || Some(50 * MIB));
-        promised.follow(&pod(name), course, &limits(0, 500), swap, memory)
+        pending.follow(&pod(name), course, &limits(0, 500), swap, memory)
     }
 
     #[test]
     fn dozes_that_are_under_way_count_for_who_is_about_to_doze() {
-        use Course::*;
-        let promised = &mut Promised::default();
-        // At the same moment: what the kernel counts is the same for all of them.
-        assert_eq!(told(promised, "a", Begins, 400), Ok(()));
-        assert_eq!(told(promised, "b", Begins, 400), Ok(()));
-        let refused = told(promised, "c", Begins, 400).expect_err("no room");
+        use DozeProgress::*;
+        let pending = &mut PendingDozes::default();
+        // All at the same moment: the kernel counts the same for each of them.
+        assert_eq!(follow(pending, "a", Begins, 400), Ok(()));
+        assert_eq!(follow(pending, "b", Begins, 400), Ok(()));
+        let refused = follow(pending, "c", Begins, 400).expect_err("no room");
         assert!(refused.contains("500 MiB are in use or about to be"));
-        // Refused is not promised, and who is seen again does not count twice.
+        // A refused doze does not count, and a sandbox that is observed again does not count twice.
         for (name, course) in [("c", Over), ("a", UnderWay), ("b", Unknown)] {
-            assert_eq!(told(promised, name, course, 400), Ok(()), "{name}");
+            assert_eq!(follow(pending, name, course, 400), Ok(()), "{name}");
         }
-        assert_eq!(promised.sum(), 100 * MIB);
-        // One is in swap, which the kernel counts; the other is awake again.
-        assert_eq!(told(promised, "a", Over, 450), Ok(()));
-        let refused = told(promised, "c", Begins, 450);
+        assert_eq!(pending.sum(), 100 * MIB);
+        // One sandbox is in swap, where the kernel counts it; the other is awake again.
+        assert_eq!(follow(pending, "a", Over, 450), Ok(()));
+        let refused = follow(pending, "c", Begins, 450);
         assert!(refused.is_err_and(|why| why.contains("500 MiB are")));
-        assert_eq!(told(promised, "b", Over, 450), Ok(()));
-        assert_eq!(told(promised, "c", Begins, 450), Ok(()));
+        assert_eq!(follow(pending, "b", Over, 450), Ok(()));
+        assert_eq!(follow(pending, "c", Begins, 450), Ok(()));
     }
 
     #[test]
     fn a_doze_that_an_agent_before_has_begun_counts() {
-        let promised = &mut Promised::default();
-        assert_eq!(told(promised, "a", Course::UnderWay, 430), Ok(()));
-        assert!(told(promised, "b", Course::Begins, 430).is_err_and(|why| !why.is_empty()));
+        let pending = &mut PendingDozes::default();
+        assert_eq!(follow(pending, "a", DozeProgress::UnderWay, 430), Ok(()));
+        assert!(follow(pending, "b", DozeProgress::Begins, 430).is_err_and(|why| !why.is_empty()));
     }
 
     #[test]
     fn a_doze_is_under_way_from_its_plan_until_its_memory_is_in_swap() {
-        let seen = |live, doze: Option<bool>| Observed {
+        let observed = |live, doze: Option<bool>| Observed {
             live,
             doze: doze.map(|reclaimed| Doze { reclaimed }),
             ..Observed::nothing()
         };
         for (live, doze, begins, expected) in [
-            (Live::Running, None, false, Course::Over),
-            (Live::Running, None, true, Course::Begins),
-            // Paused for another reason: the doze is noted first.
-            (Live::Paused, None, true, Course::Begins),
-            (Live::Paused, Some(false), false, Course::UnderWay),
-            (Live::Paused, Some(false), true, Course::UnderWay),
-            (Live::Paused, Some(true), false, Course::Over),
-            // It has died while it dozed.
-            (Live::None, Some(false), false, Course::Over),
-            (Live::Unknown, Some(false), false, Course::Unknown),
+            (Live::Running, None, false, DozeProgress::Over),
+            (Live::Running, None, true, DozeProgress::Begins),
+            // A sandbox that is paused for another reason: the doze is recorded first.
+            (Live::Paused, None, true, DozeProgress::Begins),
+            (Live::Paused, Some(false), false, DozeProgress::UnderWay),
+            (Live::Paused, Some(false), true, DozeProgress::UnderWay),
+            (Live::Paused, Some(true), false, DozeProgress::Over),
+            // A sandbox that has ended while it dozed.
+            (Live::None, Some(false), false, DozeProgress::Over),
+            (Live::Unknown, Some(false), false, DozeProgress::Unknown),
         ] {
-            let course = course(&seen(live, doze), begins);
+            let course = course(&observed(live, doze), begins);
             assert_eq!(course, expected, "{live:?} {doze:?} {begins}");
         }
     }

@@ -1,4 +1,4 @@
-//! What the API asks for, for one Pod UID. Pure: from the watch caches to `torpor-core`'s words.
+//! The desired state of one Pod, from the objects of the watch caches. Pure: no I/O.
 
 use std::collections::BTreeSet;
 
@@ -12,11 +12,12 @@ use torpor_core::state::{
     Desired, PodPresence, Power, SnapshotIntent, SnapshotReason, SnapshotWish,
 };
 
-use crate::policy::sleep::Said;
+use crate::policy::sleep::SleepSettings;
 use crate::reconcile::kubelet::containers;
 
 fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent> {
-    // Also one that cannot be found at the moment is the snapshot's: it may come back (a disk that is mounted late).
+    // The image belongs to the snapshot even if it cannot be found at the moment: a disk may be
+    // mounted late.
     let status = snapshot.status.as_ref();
     let image = status.and_then(|status| status.image_id.as_deref());
     Some(SnapshotIntent {
@@ -35,8 +36,9 @@ fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent
     })
 }
 
-/// What is wanted of the Pod `pod_uid`. `pod`: from a synced cache of this node's Pods; `class`: its RuntimeClass, likewise; `snapshots`:
-/// those about it.
+/// Returns the desired state of the Pod `pod_uid`. `pod`: from a synced cache of this node's Pods;
+/// `class`: the Pod's RuntimeClass, from a synced cache too; `snapshots`: the snapshots about the
+/// Pod.
 pub(crate) fn desired(
     pod_uid: &PodUid,
     pod: Option<&Pod>,
@@ -58,7 +60,9 @@ pub(crate) fn desired(
         (false, true) => Power::Frozen,
         (false, false) => Power::Awake,
     };
-    let said = pod.map(|pod| Said::of(pod, class)).unwrap_or_default();
+    let settings = pod
+        .map(|pod| SleepSettings::of(pod, class))
+        .unwrap_or_default();
     let snapshots = snapshots
         .iter()
         .filter(|snapshot| snapshot.is_adopted())
@@ -67,25 +71,27 @@ pub(crate) fn desired(
     Desired {
         pod_uid: pod_uid.clone(),
         pod: presence(pod),
-        // Whoever has had the Pod in hand knows: see `crate::reconcile::driver`.
+        // The Pod's task adds it: see `crate::reconcile::driver`.
         departure: None,
         power,
-        sleep: said.after(),
-        // What the node has to do with it is said by whoever knows the node.
-        pressure: said.pressure(),
+        sleep: settings.after(),
+        // The Pod's task adds the node's part.
+        pressure: settings.pressure(),
         evicted: pod
             .and_then(|pod| condition(pod, conditions::POD_DISRUPTION_TARGET))
-            .is_some_and(|said| said.status == "True"),
+            .is_some_and(|found| found.status == "True"),
         keep_last_image: pod.is_some_and(goes_back),
         wake_up: pod.map(wake_up).unwrap_or_default(),
         snapshots,
-        told: pod.is_some_and(|pod| condition(pod, conditions::POD_HIBERNATED).is_some()),
+        has_sleep_condition: pod
+            .is_some_and(|pod| condition(pod, conditions::POD_HIBERNATED).is_some()),
         containers: pod.map(to_run).unwrap_or_default(),
         ready: pod.is_none_or(is_ready),
     }
 }
 
-/// A Pod that has ended (its node shuts down, or is short of memory) is as one that is being deleted: the kubelet never starts its containers again.
+/// Returns the Pod's presence. A Pod that has ended (its node shuts down, or is short of memory)
+/// counts as one that is being deleted: the kubelet never starts its containers again.
 fn presence(pod: Option<&Pod>) -> PodPresence {
     let Some(pod) = pod else {
         return PodPresence::Gone;
@@ -101,14 +107,15 @@ fn presence(pod: Option<&Pod>) -> PodPresence {
     }
 }
 
-/// What the Pod says of itself under this type.
+/// Returns the Pod's condition of this type.
 pub(crate) fn condition<'a>(pod: &'a Pod, kind: &str) -> Option<&'a PodCondition> {
     let conditions = pod.status.as_ref()?.conditions.as_ref()?;
     conditions.iter().find(|condition| condition.type_ == kind)
 }
 
-/// The containers that run, or that the kubelet is going to start again: all but those that have ended and are left so. Init containers
-/// end, except sidecars, which the kubelet always starts again (Kubernetes, "Sidecar containers").
+/// Returns the containers that run or that the kubelet is going to start again: all except those
+/// that stay ended. Init containers end, except sidecars, which the kubelet always starts again
+/// (Kubernetes, "Sidecar containers").
 fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
     let spec = pod.spec.as_ref();
     let policy = spec.and_then(|spec| spec.restart_policy.as_deref());
@@ -129,10 +136,11 @@ fn to_run(pod: &Pod) -> BTreeSet<ContainerName> {
         .collect()
 }
 
-/// Whether the kubelet starts a container again that has ended with this code: by rules and a policy of the container's own, from Kubernetes 1.34 on, or by the Pod's.
+/// Returns whether the kubelet starts a container again that has ended with this code. The
+/// container's own rules and policy (from Kubernetes 1.34 on) come before the Pod's policy.
 fn starts_again(container: &Container, of_pod: Option<&str>, exit_code: i32) -> bool {
     let own = container.restart_policy.as_deref();
-    // All that a rule can ask for is a start.
+    // A rule has only one action: to start the container again.
     let mut rules = container.restart_policy_rules.iter().flatten();
     let by_rule = rules.any(|rule| {
         rule.exit_codes.as_ref().is_some_and(|codes| {
@@ -152,7 +160,7 @@ fn starts_again(container: &Container, of_pod: Option<&str>, exit_code: i32) -> 
         }
 }
 
-/// What the kubelet says of this container.
+/// Returns the kubelet's status of this container.
 fn status_of<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
     let status = pod.status.as_ref()?;
     let init = status.init_container_statuses.iter().flatten();
@@ -160,8 +168,12 @@ fn status_of<'a>(pod: &'a Pod, container: &str) -> Option<&'a ContainerStatus> {
     main.chain(init).find(|status| status.name == container)
 }
 
-/// Whether all that runs, or is to run, has started and is ready, as far as it is probed for that. By the kubelet's word on each container: the
-/// Pod's condition Ready also waits for gates of others. Of a liveness probe that fails nothing is said before the container is restarted.
+/// Returns whether all containers that run, or are to run, have started and are ready, as far as
+/// probes check that.
+///
+/// The source is the kubelet's status of each container, because the Pod's condition Ready also
+/// waits for readiness gates of others. A failing liveness probe does not show in a status before
+/// the container is restarted.
 fn is_ready(pod: &Pod) -> bool {
     let to_run = to_run(pod);
     let mut runs = containers(pod).filter(|container| {
@@ -181,14 +193,16 @@ fn is_sidecar(init_container: &Container) -> bool {
     init_container.restart_policy.as_deref() == Some("Always")
 }
 
-/// Whether the sandbox goes back to its last image when it crashes. The controller tells of a wrong value.
+/// Returns whether the sandbox goes back to its last image after a crash. The controller reports a
+/// wrong value.
 fn goes_back(pod: &Pod) -> bool {
     let policy = pod.annotations().get(annotations::ON_CRASH);
     policy.and_then(|value| annotations::parse_on_crash(value).ok())
         == Some(annotations::OnCrash::LastImage)
 }
 
-/// When the sandbox is to be awake. A wrong value is none; the controller tells of it.
+/// Returns the times at which the sandbox is to be awake. A wrong value gives none; the controller
+/// reports it.
 fn wake_up(pod: &Pod) -> BTreeSet<jiff::Timestamp> {
     let keys = [annotations::NEXT_WAKEUP, annotations::WAKE_AT];
     let times = keys.into_iter().filter_map(|key| {
@@ -246,7 +260,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_pod_is_told_of_when_it_has_a_word_about_its_sleep() {
-        let told = |kind: &str| {
+        let has_condition = |kind: &str| {
             let mut pod = pod(json!({}));
             pod.status = Some(
                 serde_json::from_value(
@@ -254,18 +268,19 @@ pub(crate) mod tests {
                 )
                 .expect("a status"),
             );
-            desired(&uid(), Some(&pod), None, &[]).told
+            desired(&uid(), Some(&pod), None, &[]).has_sleep_condition
         };
-        assert!(told("torpor.dev/Hibernated"));
-        assert!(!told("Ready"));
+        assert!(has_condition("torpor.dev/Hibernated"));
+        assert!(!has_condition("Ready"));
     }
 
     #[test]
     fn a_pod_that_is_evicted_says_so_before_it_goes() {
         let evicted = |status: &str| {
             let mut pod = pod(json!({}));
-            let told = json!({ "conditions": [{ "type": "DisruptionTarget", "status": status }] });
-            pod.status = Some(serde_json::from_value(told).expect("a status"));
+            let status =
+                json!({ "conditions": [{ "type": "DisruptionTarget", "status": status }] });
+            pod.status = Some(serde_json::from_value(status).expect("a status"));
             desired(&uid(), Some(&pod), None, &[]).evicted
         };
         assert!(evicted("True") && !evicted("False"));
@@ -383,15 +398,15 @@ pub(crate) mod tests {
         let ready = |sidecar: bool, probed: serde_json::Value| {
             let mut pod = pod(json!({}));
             pod.spec = Some(serde_json::from_value(spec.clone()).expect("a spec"));
-            let told = json!({
-                // A gate of somebody else is not open.
+            let status = json!({
+                // A readiness gate of another component is not open.
                 "conditions": [{ "type": "Ready", "status": "False" }],
                 "initContainerStatuses": [status("once", false, false), status("sidecar", sidecar, false)],
                 "containerStatuses": [
                     probed, status("watched", false, false), status("plain", true, false),
                 ],
             });
-            pod.status = Some(serde_json::from_value(told).expect("a status"));
+            pod.status = Some(serde_json::from_value(status).expect("a status"));
             desired(&uid(), Some(&pod), None, &[]).ready
         };
         assert!(ready(true, status("probed", true, true)));
@@ -400,7 +415,7 @@ pub(crate) mod tests {
         let mut ended = status("probed", false, false);
         ended["state"] = json!({ "terminated": { "exitCode": 1 } });
         assert!(ready(true, ended), "it stays ended");
-        // Of what is probed nothing is known yet; nothing is probed.
+        // First a Pod whose probed containers have no status yet, then a Pod without probes.
         let mut new = pod(json!({}));
         new.spec = Some(serde_json::from_value(spec.clone()).expect("a spec"));
         assert!(!desired(&uid(), Some(&new), None, &[]).ready);
@@ -461,7 +476,7 @@ pub(crate) mod tests {
         );
     }
 
-    /// Else controller and agent would correct each other for ever.
+    /// If both wrote a status, controller and agent would correct each other for ever.
     #[test]
     fn of_a_pod_that_is_gone_the_agent_tells_just_where_the_controller_is_silent() {
         let ours = annotations::IMAGE_FINALIZER;
@@ -476,15 +491,15 @@ pub(crate) mod tests {
             snapshot(unnamed, &[ours]),
             saved,
         ];
-        let told = all.each_ref().map(|snapshot| {
-            let about_it = crate::reconcile::about::named_pod(snapshot) == Some(uid());
+        let answered = all.each_ref().map(|snapshot| {
+            let about_it = crate::reconcile::references::named_pod(snapshot) == Some(uid());
             about_it
                 && !desired(&uid(), None, None, &[snapshot])
                     .snapshots
                     .is_empty()
         });
-        assert_eq!(told, [false, true, false, false, true]);
-        let left_to_it = all.each_ref().map(SandboxSnapshot::is_told_by_agent);
-        assert_eq!(told, left_to_it);
+        assert_eq!(answered, [false, true, false, false, true]);
+        let left_to_agent = all.each_ref().map(SandboxSnapshot::is_told_by_agent);
+        assert_eq!(answered, left_to_agent);
     }
 }

@@ -1,97 +1,72 @@
-//! Steps, done. One arm per action, one call per arm, no choices: what is to happen was decided in `torpor-core`.
+//! The execution of steps. One arm per action, one call per arm, no choices: `torpor-core`
+//! has decided what is to happen.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-use jiff::Timestamp;
 use torpor_core::Entry;
-use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
+use torpor_core::ids::{ContainerId, ImageId, SandboxId};
 use torpor_core::ledger::{LedgerState, Memory};
 use torpor_core::state::{ImageState, NOT_WATCHED};
 use torpor_core::steps::{Action, Outcome, Step};
+use torpor_core::transition::{self, Left, NOT_HELD_OPEN, Resumed};
 use torpor_records::Role;
-use torpor_records::{self, ContainerRecord, Depth, PodLock, PodRecord, WakeCause, WakeNote};
+use torpor_records::{self, ContainerRecord, Depth, PodRecord, WakeNote};
 use torpor_runsc::control::Control;
-use torpor_runsc::held_open::{self, NOT_HELD_OPEN};
-use torpor_runsc::keeper::{self, Request, Rules, Verb};
+use torpor_runsc::held_open;
+use torpor_runsc::keeper::{self, Request, Verb};
 use torpor_runsc::pause;
 use torpor_runsc::programs;
-use torpor_runsc::resume::{self, Left, Resumed};
+use torpor_runsc::resume::{self, PausedSandbox};
 use torpor_runsc::save;
-use torpor_snapshots::{
-    LedgerFile, Listed, ManifestDraft, Partial, Removed, SaveError, ledger_file,
-};
+use torpor_snapshots::{LedgerFile, Listed, Removed, SaveError, ledger_file};
 
 use crate::install::OCI;
-use crate::policy::left;
+use crate::policy::exec_leftovers;
 use crate::policy::probe_gap;
 use crate::policy::saves;
-use crate::reconcile::driver::saved_name;
+use crate::reconcile::manifest::saved_name;
 use crate::reconcile::node::{CALL_LIMIT, Node};
 use crate::reconcile::observe::words;
 
+mod context;
+pub(crate) use context::Context;
+use context::{VERB_LIMIT, failed};
 mod room;
 pub(crate) use room::no_room;
 use room::{force_end, no_room_for, save_limit, stop_of};
 
-/// The kubelet gives an exec two minutes.
-const WAKE_LIMIT: Duration = Duration::from_secs(110);
-
-/// The sandbox ended before it heard what was asked of it.
-const NOT_HEARD: &str = "SandboxEnded";
+/// Reason of a failure: the sandbox ended before it received the call.
+const SANDBOX_ENDED: &str = "SandboxEnded";
+/// Reason of a failure: the shim of the sandbox has ended.
 const SHIM_GONE: &str = "ShimGone";
 
-/// One step's surroundings.
-pub(crate) struct Context<'a> {
-    pub(crate) node: &'a Node,
-    pub(crate) pod: &'a PodUid,
-    pub(crate) namespace: &'a Namespace,
-    /// The sandbox, with its lock; none when the Pod has none.
-    pub(crate) sandbox: Option<(&'a PodRecord, &'a PodLock)>,
-    /// What its keeper goes by while it sleeps, at the time of the call.
-    pub(crate) rules: &'a dyn Fn() -> Rules,
-    /// Nobody has asked for the sleep that the plan is for.
-    pub(crate) by_itself: bool,
-    /// When the plan was made: who needs the sandbox at a later time needs it after it has fallen asleep by it.
-    pub(crate) decided: Timestamp,
-    /// Who wants it, if this wakes it.
-    pub(crate) cause: WakeCause,
-    /// The limit of the Pod's namespace applies to an image of its sandbox.
-    pub(crate) limited: bool,
-    /// What a commit writes into the manifest.
-    pub(crate) draft: &'a dyn Fn() -> ManifestDraft,
-    /// The image that a checkpoint of this plan wrote and that waits for its commit.
-    pub(crate) partial: RefCell<Option<Partial>>,
-    /// Bytes of images that this plan wrote, whatever became of them.
-    pub(crate) written: Cell<u64>,
-}
-
-/// Does steps until one does not succeed, and tells of each. A sandbox that runs is not stopped for what there is no room for: `stops_for`
-/// then fails before the first step is done.
+/// Does steps until one does not succeed, and reports each. A running sandbox is not stopped for a
+/// save that has no room: then `stops_for` fails before the first step is done.
 pub(crate) fn run(
     steps: &[Step],
     stops_for: Option<&Step>,
     no_room: impl FnOnce() -> Option<Outcome>,
     mut act: impl FnMut(&Step) -> Outcome,
-    mut tell: impl FnMut(&Step, &Outcome, Duration),
+    mut report: impl FnMut(&Step, &Outcome, Duration),
 ) {
     let began = Instant::now();
     if let Some(step) = stops_for
         && let Some(refused) = no_room()
     {
-        return tell(step, &refused, began.elapsed());
+        return report(step, &refused, began.elapsed());
     }
     for step in steps {
         let began = Instant::now();
         let outcome = act(step);
-        tell(step, &outcome, began.elapsed());
+        report(step, &outcome, began.elapsed());
         if !matches!(outcome, Outcome::Done | Outcome::Already) {
             break;
         }
     }
 }
 
-/// Does one step: fence, ledger, act, ledger.
+/// Does one step: checks the fence, writes the entry before, acts, writes the entry after.
 pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     let opened = context.node.store.ledger(context.pod).and_then(|ledger| {
         let state = read_for(&ledger, step)?;
@@ -109,11 +84,11 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         return Outcome::Stale;
     }
     let held = |image: &ImageId| context.node.store.image(context.namespace, image).is_ok();
-    // The memory of a sandbox that is about to run.
-    let left = state
+    // The image that is the memory of the sandbox until the sandbox runs.
+    let memory = state
         .restorable(held)
         .filter(|_| step.before == Some(Entry::Awake));
-    if let Some(image) = left.filter(|_| step.action == Action::Resume)
+    if let Some(image) = memory.filter(|_| step.action == Action::Resume)
         && is_broken(context)
     {
         return end_broken(context, image);
@@ -122,11 +97,14 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         Ok(seq) => seq,
         Err(outcome) => return outcome,
     };
-    let left = left.map(|image| (image, seq));
-    let outcome = act(context, &step.action, &ledger, left);
+    let left = memory.map(|image| Left {
+        image: image.clone(),
+        seq,
+    });
+    let outcome = act(context, &step.action, &ledger, left.as_ref());
     let entry = match (&outcome, &step.action) {
         (Outcome::Done | Outcome::Already, Action::DiscardLedger) => None,
-        // Written by who woke it, before anybody could hear the sandbox.
+        // torpor-oci has written the entry already, before the sandbox could send anything.
         (Outcome::Done, Action::Wake { .. }) if is_awake(&ledger) => None,
         (Outcome::Done | Outcome::Already, _) => step.after.clone(),
         (Outcome::Failed { reason, .. }, Action::Wake { image }) => Some(Entry::WakeFailed {
@@ -135,7 +113,8 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
         }),
         _ => None,
     };
-    // Another sandbox of the Pod, made while this one's keeper did not answer, may have written what is true of it.
+    // A newer sandbox of the Pod, made while this one's keeper did not answer, may have written
+    // its own entries. Then the append fails.
     if let Some(entry) = entry
         && let Err(error) = ledger.append_at(seq, &entry)
     {
@@ -146,7 +125,10 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     outcome
 }
 
-/// Appends what must be durable before the act; answers how far the ledger is then. It may have gone on since the step's fence was looked at: whoever restores the sandbox writes too.
+/// Appends the entry that must be durable before the act. Returns the ledger's number after it.
+///
+/// `Err(Stale)`: the ledger has newer entries than the step's fence, because a restore of
+/// the sandbox writes entries too.
 fn begin(ledger: &LedgerFile, step: &Step) -> Result<u64, Outcome> {
     let planned_for = step.fence.ledger_seq;
     let Some(entry) = &step.before else {
@@ -159,8 +141,11 @@ fn begin(ledger: &LedgerFile, step: &Step) -> Result<u64, Outcome> {
     }
 }
 
-/// What the ledger says. One that cannot be trusted says nothing to a step that was planned without it and writes nothing into it: a sandbox that stands
-/// still runs on, and what a Pod that is gone has left is removed, the ledger with it.
+/// Reads the ledger for a step.
+///
+/// A ledger that cannot be trusted reads as empty for a step that was planned without it and writes
+/// no entry: so a paused sandbox is resumed, and the remains of a Pod that is gone are removed with
+/// the ledger.
 fn read_for(ledger: &LedgerFile, step: &Step) -> Result<LedgerState, ledger_file::Error> {
     use ledger_file::Error::{Corrupt, TooLarge, Unsafe};
     let needs_none = step.before.is_none() && step.after.is_none() && step.fence.ledger_seq == 0;
@@ -172,6 +157,7 @@ fn read_for(ledger: &LedgerFile, step: &Step) -> Result<LedgerState, ledger_file
     }
 }
 
+/// Returns whether the sandbox is awake by its ledger.
 fn is_awake(ledger: &LedgerFile) -> bool {
     ledger
         .read()
@@ -182,20 +168,20 @@ fn act(
     context: &Context<'_>,
     action: &Action,
     ledger: &LedgerFile,
-    left: Option<(&ImageId, u64)>,
+    left: Option<&Left>,
 ) -> Outcome {
     let node = context.node;
     match action {
         Action::Pause => pause(context),
         Action::Freeze => {
             let outcome = pause(context);
-            tell_keeper(context, &Request::Freeze((context.rules)()));
+            request_keeper(context, &Request::Freeze((context.rules)()));
             outcome
         }
         Action::Doze => doze(context),
         Action::Reclaim { image: Some(image) } => reclaim(context, image),
         Action::Reclaim { image: None } => without_image(),
-        Action::Resume => resume(context, left),
+        Action::Resume => resume(context, ledger, left),
         Action::Checkpoint { image } => checkpoint(context, image),
         Action::Commit { image } => commit(context, image),
         Action::End { image } => run_verb(context, Verb::End, image),
@@ -203,14 +189,14 @@ fn act(
         Action::Record => Outcome::Done,
         Action::ForgetSleep => forget_sleep(context),
         Action::DiscardPartial { image } => {
-            // The directory that a step before made and did not commit.
+            // A step before made this directory and did not commit it.
             context.partial.replace(None);
             removed(node.store.remove_partial(context.namespace, image))
         }
         Action::DiscardImage { image } => {
             removed(node.store.remove_image(context.namespace, image))
         }
-        Action::ReleaseImage { image } => give_back(context, image),
+        Action::ReleaseImage { image } => release_image(context, image),
         Action::DiscardLedger => match ledger.remove() {
             Ok(Removed::Done) => Outcome::Done,
             Ok(Removed::Already) => Outcome::Already,
@@ -219,7 +205,8 @@ fn act(
     }
 }
 
-/// Whether a gofer of the sandbox has ended. Asked again right before the resume, where also what cannot be found out counts.
+/// Returns whether a gofer of the sandbox has ended. `false` if that cannot be found out:
+/// the resume itself checks again, and there an unknown result counts.
 fn is_broken(context: &Context<'_>) -> bool {
     context.sandbox.is_some_and(|(record, _)| {
         let runsc = context.node.runsc.of(&record.sandbox);
@@ -227,6 +214,7 @@ fn is_broken(context: &Context<'_>) -> bool {
     })
 }
 
+/// Returns whether the sandbox's shim still holds it open.
 fn is_held_open(context: &Context<'_>) -> bool {
     let records = &context.node.records;
     context.sandbox.is_some_and(|(record, _)| {
@@ -234,7 +222,8 @@ fn is_held_open(context: &Context<'_>) -> bool {
     })
 }
 
-/// The sandbox is about to be ended and made anew: what would run now would be lost.
+/// Returns the failure of a resume without a shim. The sandbox is about to be ended and made
+/// anew, so work that it did now would be lost.
 fn shim_gone(image: &ImageId) -> Outcome {
     Outcome::Failed {
         reason: SHIM_GONE.to_owned(),
@@ -242,7 +231,7 @@ fn shim_gone(image: &ImageId) -> Outcome {
     }
 }
 
-/// The sandbox cannot run on: its memory is the image's alone, from which the next plan wakes it.
+/// Ends a sandbox that cannot run on. The next plan wakes it from the image, which has its memory.
 fn end_broken(context: &Context<'_>, image: &ImageId) -> Outcome {
     match run_verb(context, Verb::End, image) {
         Outcome::Done => Outcome::Failed {
@@ -255,17 +244,17 @@ fn end_broken(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
 }
 
-fn wait_for_lull(context: &Context<'_>) {
+fn wait_for_probe_gap(context: &Context<'_>) {
     if let Some((record, lock)) = context.sandbox {
         probe_gap::wait(context.node, record, lock, &(context.rules)());
     }
 }
 
 fn pause(context: &Context<'_>) -> Outcome {
-    wait_for_lull(context);
+    wait_for_probe_gap(context);
     let records = &context.node.records;
     if let Some((record, _)) = context.sandbox.filter(|_| !context.by_itself) {
-        left::look(context.node, record);
+        exec_leftovers::note(context.node, record);
     }
     with_control(context, |control, record| {
         let decided = context.decided.into();
@@ -274,13 +263,13 @@ fn pause(context: &Context<'_>) -> Outcome {
 }
 
 fn doze(context: &Context<'_>) -> Outcome {
-    wait_for_lull(context);
+    wait_for_probe_gap(context);
     let records = &context.node.records;
     let outcome = with_control(context, |control, record| {
         let decided = context.decided.into();
         pause::doze(records, control, &record.sandbox, decided, CALL_LIMIT)
     });
-    let refused = tell_keeper(context, &Request::Watch((context.rules)()));
+    let refused = request_keeper(context, &Request::Watch((context.rules)()));
     if let (Outcome::Done | Outcome::Already, Some(unwatched)) =
         (&outcome, unwatched(context.by_itself, refused.as_ref()))
     {
@@ -288,69 +277,60 @@ fn doze(context: &Context<'_>) -> Outcome {
         return unwatched;
     }
     if let Some((record, _)) = context.sandbox {
-        tell_those_with_pipes(context.node, &record.sandbox);
+        notify_pipe_keepers(context.node, &record.sandbox);
     }
     outcome
 }
 
-/// Lets the sandbox run on. `left`: the image that was its memory until the ledger said otherwise, with the number of that entry.
-fn resume(context: &Context<'_>, left: Option<(&ImageId, u64)>) -> Outcome {
+/// Lets the sandbox run. `left`: the image that was its memory until the step's entry.
+fn resume(context: &Context<'_>, ledger: &LedgerFile, left: Option<&Left>) -> Outcome {
     let Some((record, _)) = context.sandbox else {
         return no_sandbox();
     };
     let (sandbox, records) = (&record.sandbox, &context.node.records);
-    let image = left.map(|(image, _)| image);
-    let left = match left.map(|(image, seq)| ledger_left(context, image, seq)) {
-        Some(Err(error)) => return failed(error.reason(), &error),
-        Some(Ok(left)) => Some(left),
-        None => None,
+    let stays_asleep = |outcome: Outcome| {
+        let taken_back = left.map(|left| resume::take_back(ledger, sandbox, left));
+        match taken_back {
+            Some(Err(error)) => failed("LedgerFailed", &error),
+            Some(Ok(())) | None => outcome,
+        }
     };
-    if let Some(image) = image.filter(|_| !is_held_open(context)) {
-        return stays(sandbox, left, shim_gone(image));
+    if let Some(left) = left.filter(|_| !is_held_open(context)) {
+        return stays_asleep(shim_gone(&left.image));
     }
     let began = Instant::now();
     let dozed = matches!(records.doze(sandbox), Ok(Some(_)));
     let mut control = match context.node.connect(sandbox) {
         Ok(control) => control,
-        Err(error) => return stays(sandbox, left, not_done(&error.into())),
+        Err(error) => return stays_asleep(not_done(&error.into())),
     };
-    let runsc = context.node.runsc.of(sandbox);
-    let resumed = resume::resume(records, &runsc, &mut control, sandbox, left, CALL_LIMIT);
+    let paused = PausedSandbox {
+        records,
+        runsc: &context.node.runsc.of(sandbox),
+        control: RefCell::new(&mut control),
+        sandbox,
+        ledger,
+        limit: CALL_LIMIT,
+    };
+    let resumed = transition::resume(&paused, left);
     if !matches!(resumed, Ok(Resumed::GoferGone)) {
-        tell_keeper(context, &Request::Release);
+        request_keeper(context, &Request::Release);
     }
-    match (resumed, image) {
+    match (resumed, left) {
         (Ok(Resumed::Runs), _) => {
             if dozed {
                 note_wake(context, sandbox, began.elapsed());
             }
             Outcome::Done
         }
-        (Ok(Resumed::GoferGone), Some(image)) => end_broken(context, image),
+        (Ok(Resumed::GoferGone), Some(left)) => end_broken(context, &left.image),
         (Ok(Resumed::RanAlready | Resumed::GoferGone), _) => Outcome::Already,
         (Err(resume::Error::Pause(error)), _) => not_done(&error),
         (Err(error), _) => failed("ControlFailed", &error),
     }
 }
 
-fn ledger_left(
-    context: &Context<'_>,
-    image: &ImageId,
-    seq: u64,
-) -> Result<Left, ledger_file::Error> {
-    let ledger = context.node.store.ledger(context.pod)?;
-    let image = image.clone();
-    Ok(Left { image, ledger, seq })
-}
-
-/// The sandbox does not run: the image, if there is one, is its memory again.
-fn stays(sandbox: &SandboxId, left: Option<Left>, outcome: Outcome) -> Outcome {
-    match left.map(|left| left.take_back(sandbox)) {
-        Some(Err(error)) => failed("LedgerFailed", &error),
-        Some(Ok(())) | None => outcome,
-    }
-}
-
+/// Records how long the wake from a doze took.
 fn note_wake(context: &Context<'_>, sandbox: &SandboxId, took: Duration) {
     let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
     let note = WakeNote {
@@ -363,8 +343,11 @@ fn note_wake(context: &Context<'_>, sandbox: &SandboxId, took: Duration) {
     }
 }
 
-/// The image is another Pod's; where it lies is for the store to find. Its maker's ledger knows of one that is only away for a while.
-fn give_back(context: &Context<'_>, image: &ImageId) -> Outcome {
+/// Releases another Pod's image that this Pod had taken. The store finds its namespace.
+///
+/// If the image is missing but the ledger of the Pod that made it has it, the image is only
+/// away for a while, and the step fails.
+fn release_image(context: &Context<'_>, image: &ImageId) -> Outcome {
     let store = &context.node.store;
     let released = store.list_pod(image.pod()).and_then(|listed| {
         let whole = |one: &Listed| one.id == *image && one.state == ImageState::Committed;
@@ -393,14 +376,8 @@ fn removed(result: Result<Removed, SaveError>) -> Outcome {
     }
 }
 
-fn failed(reason: &str, error: &(dyn std::error::Error + 'static)) -> Outcome {
-    Outcome::Failed {
-        reason: reason.to_owned(),
-        message: words(error),
-    }
-}
-
-/// A gVisor sandbox whose memory is pushed out is in an image too: nothing is done without.
+/// Returns the failure of a reclaim without an image. The memory of a gVisor sandbox is pushed
+/// out only if an image has it too.
 fn without_image() -> Outcome {
     Outcome::Failed {
         reason: "NoImage".to_owned(),
@@ -433,13 +410,13 @@ fn with_control(
     }
 }
 
-/// A call over the control socket was not done, or nobody knows whether it was.
+/// Returns the outcome of a call over the control socket that failed, or whose result is not known.
 fn not_done(error: &pause::Error) -> Outcome {
     match error {
         pause::Error::Control(error) if error.is_unknown() => Outcome::Unknown {
             message: words(error),
         },
-        error if error.was_not_heard() => failed(NOT_HEARD, error),
+        error if error.ended_before_call() => failed(SANDBOX_ENDED, error),
         error => failed("ControlFailed", error),
     }
 }
@@ -448,7 +425,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     let Some((record, lock)) = context.sandbox else {
         return no_sandbox();
     };
-    // Once more: others may have taken of it since.
+    // The room is checked again: other saves may have taken some since.
     let figures = saves::figures(context.node, record, lock);
     let expected = figures.expected();
     if let Some(refused) = no_room_for(context, expected) {
@@ -458,12 +435,12 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
         Ok(partial) => partial,
         Err(error) => return failed(error.reason(), &error),
     };
-    // What arrives from now on finds a sandbox whose image does not know of it.
-    let refused = tell_keeper(context, &Request::Hold((context.rules)()));
+    // The image will not have packets that reach the sandbox from now on, so the keeper holds them.
+    let refused = request_keeper(context, &Request::Hold((context.rules)()));
     if let Some(unwatched) = unwatched(context.by_itself, refused.as_ref()) {
         return unwatched;
     }
-    context.node.let_go_on(&record.sandbox);
+    context.node.continue_processes(&record.sandbox);
     let root = context.node.runsc.root_of(&record.sandbox);
     let saved = match containers_in(context, &record.sandbox) {
         Ok(all) => save::checkpoint(
@@ -497,7 +474,7 @@ fn checkpoint(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
 }
 
-/// The containers that the image's manifest will name.
+/// Returns the containers that the image's manifest will name.
 fn containers_in(
     context: &Context<'_>,
     sandbox: &SandboxId,
@@ -520,7 +497,7 @@ fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {
             Ok(_) => Outcome::Done,
             Err(error) => failed(error.reason(), &error),
         },
-        // Nothing was written by this plan: what lies in place was committed before a crash, or there is nothing.
+        // This plan has written nothing: the image was committed before a crash, or there is none.
         _ => match context.node.store.recommit(context.namespace, image) {
             Ok(_) => Outcome::Already,
             Err(error) => failed(error.reason(), &error),
@@ -528,8 +505,11 @@ fn commit(context: &Context<'_>, image: &ImageId) -> Outcome {
     }
 }
 
-/// Answers why the keeper does not do as asked. One that was not told that its sandbox runs sees it by itself.
-fn tell_keeper(context: &Context<'_>, request: &Request) -> Option<keeper::Error> {
+/// Sends a request to the Pod's keeper. Returns why the keeper did not carry it out.
+///
+/// A failure does no lasting harm: a keeper that misses the request of a resume detects by
+/// itself that the sandbox runs.
+fn request_keeper(context: &Context<'_>, request: &Request) -> Option<keeper::Error> {
     let (record, _) = context.sandbox?;
     let dir = context.node.pause_dir(&record.sandbox);
     let error = keeper::ask(&dir, request, &[], CALL_LIMIT).err()?;
@@ -537,8 +517,8 @@ fn tell_keeper(context: &Context<'_>, request: &Request) -> Option<keeper::Error
     Some(error)
 }
 
-/// How a sleep fails in which no packet would wake the sandbox, because its keeper cannot hold any back. One that was asked for goes on: who
-/// asked for it can end it.
+/// Returns the failure of a sleep in which no packet would wake the sandbox, because its
+/// keeper cannot hold packets. A sleep on request continues: the user who requested it can end it.
 fn unwatched(by_itself: bool, refused: Option<&keeper::Error>) -> Option<Outcome> {
     match refused {
         Some(keeper::Error::Refused { reason, message }) if by_itself && reason == NOT_WATCHED => {
@@ -553,14 +533,17 @@ fn unwatched(by_itself: bool, refused: Option<&keeper::Error>) -> Option<Outcome
     }
 }
 
-/// The keeper of a terminal carries what is typed, and sees it. What stands in a pipe only gVisor reads, which now stands still.
-pub(crate) fn tell_those_with_pipes(node: &Node, sandbox: &SandboxId) {
+/// Notifies the keepers of containers without a terminal that the sandbox dozes, so that they wake
+/// it for input in a pipe. Only gVisor reads such a pipe, and gVisor is paused. The keeper of a
+/// terminal carries the input itself and so detects it.
+pub(crate) fn notify_pipe_keepers(node: &Node, sandbox: &SandboxId) {
     let with_pipe = |one: &ContainerRecord| one.role == Role::Container && !one.terminal;
-    tell_keepers(node, sandbox, &Request::Doze, with_pipe);
+    notify_keepers(node, sandbox, &Request::Doze, with_pipe);
 }
 
-/// One that cannot be reached has ended.
-fn tell_keepers(
+/// Sends the request to the keepers of the wanted containers. A keeper that cannot be reached has
+/// ended.
+fn notify_keepers(
     node: &Node,
     sandbox: &SandboxId,
     request: &Request,
@@ -574,7 +557,8 @@ fn tell_keepers(
     }
 }
 
-/// The keeper's program holds the lock for as long as it works, whatever becomes of the agent.
+/// Runs a verb of torpor-oci through the Pod's keeper. The program holds the lock until
+/// it ends, even if the agent ends before.
 fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
     let Some((record, lock)) = context.sandbox else {
         return no_sandbox();
@@ -583,7 +567,7 @@ fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
     let asked =
         context
             .node
-            .ask_keeper(&record.sandbox, lock, verb, Some(image), cause, WAKE_LIMIT);
+            .ask_keeper(&record.sandbox, lock, verb, Some(image), cause, VERB_LIMIT);
     match asked {
         Ok(_) => Outcome::Done,
         Err(keeper::Error::Refused { reason, message }) => Outcome::Failed { reason, message },
@@ -598,7 +582,7 @@ fn reclaim(context: &Context<'_>, image: &ImageId) -> Outcome {
     let outcome = run_verb(context, Verb::Doze, image);
     if let (Outcome::Done, Some((record, _))) = (&outcome, context.sandbox) {
         for program in [record.runsc.clone(), record.runsc.with_file_name(OCI)] {
-            // Without it the next wake takes longer, and nothing else is wrong.
+            // A failure only makes the next wake slower.
             if let Err(error) = programs::keep_in_memory(&program) {
                 tracing::warn!(error = words(&error), "cannot keep a program in memory");
             }
@@ -616,8 +600,8 @@ fn forget_sleep(context: &Context<'_>) -> Outcome {
     if let Err(error) = records.write_state(&record.sandbox, &state) {
         return failed("RecordFailed", &error);
     }
-    // Whose sandbox has ended finds that out when it is asked.
-    tell_keepers(context.node, &record.sandbox, &Request::Attach, |_| true);
+    // A keeper whose sandbox has ended detects that on this request.
+    notify_keepers(context.node, &record.sandbox, &Request::Attach, |_| true);
     Outcome::Done
 }
 

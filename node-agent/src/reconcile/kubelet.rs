@@ -1,4 +1,5 @@
-//! What the kubelet does with a Pod, its probes and hooks, and what follows for who speaks for a sandbox that sleeps. Pure.
+//! The kubelet's probes and hooks of a Pod, and the rules that follow for the keeper of
+//! its sleeping sandbox. Pure: no I/O.
 
 use std::collections::BTreeSet;
 
@@ -11,6 +12,7 @@ use torpor_core::wake_on::WakeOn;
 use torpor_records::Probes;
 use torpor_runsc::keeper::Rules;
 
+/// Returns the Pod's init containers and containers.
 pub(crate) fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
     let spec = pod.spec.as_ref();
     let init = spec.and_then(|spec| spec.init_containers.as_ref());
@@ -18,7 +20,7 @@ pub(crate) fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
     init.into_iter().chain(main).flatten()
 }
 
-/// Each probe of the Pod, with its container.
+/// Returns each probe of the Pod, with its container.
 pub(crate) fn each_probe(pod: &Pod) -> impl Iterator<Item = (&Container, &Probe)> {
     containers(pod).flat_map(|container| {
         let probes = [
@@ -31,8 +33,8 @@ pub(crate) fn each_probe(pod: &Pod) -> impl Iterator<Item = (&Container, &Probe)
     })
 }
 
-/// What the kubelet probes in the Pod, as far as it can be told from traffic and processes of others; `desired` is what is
-/// wanted of that Pod.
+/// Returns the probes of the Pod by which its traffic and processes can be recognized as the
+/// kubelet's. `desired`: the desired state of that Pod.
 pub(crate) fn probes(pod: &Pod, desired: &Desired) -> Probes {
     let mut found = Probes::default();
     for (container, probe) in each_probe(pod) {
@@ -44,21 +46,25 @@ pub(crate) fn probes(pod: &Pod, desired: &Desired) -> Probes {
         let command = hook.exec.as_ref().and_then(|exec| exec.command.as_ref());
         let Some(command) = command else { continue };
         if desired.suspending() {
-            // Its end is no end: as a probe's, it is answered for a sandbox that sleeps.
+            // The Pod's deletion is not its end: the hook is not run, and a sleeping
+            // sandbox's keeper answers it like a probe.
             found.commands.insert(command.clone());
         } else {
-            // Who only hears the command cannot tell a hook from a probe, and a hook is not to be told that it was run.
+            // The command alone does not show whether it is a hook or a probe. A hook that
+            // is not run must not be answered as if it were.
             found.commands.remove(command);
         }
     }
     found
 }
 
-/// What the Pod's keeper goes by while its sandbox sleeps, or is frozen; `desired` is what is wanted of that Pod.
+/// Returns the rules of the Pod's keeper while its sandbox sleeps or is frozen. `desired`:
+/// the desired state of that Pod.
 pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
     let mut probes: BTreeSet<u16> = answerable_ports(pod).into_iter().collect();
     if desired.suspending() {
-        // It would only have to be saved again for a packet, and its end is no end: hooks are not run, but answered.
+        // A packet would wake the sandbox only to be saved again. The Pod's deletion is not its
+        // end, so hooks are answered and not run.
         probes.append(&mut hooked_ports(pod));
         let (probes, tls_probes) = tls_apart(pod, probes);
         return Rules {
@@ -69,13 +75,13 @@ pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
             wake_on: WakeOn::NOTHING,
         };
     }
-    let mut hooks = doubtful_ports(pod);
+    let mut hooks = ambiguous_ports(pod);
     if pod.metadata.deletion_timestamp.is_some() {
-        // From now on what the kubelet wants there may be the hook.
+        // From now on a request of the kubelet at such a port may be the hook.
         probes.retain(|port| !hooks.contains(port));
         hooks.clear();
     }
-    // Nobody but who froze it lets it run. A Pod that is being deleted runs to its end.
+    // Only the user who froze the sandbox lets it run. A Pod that is being deleted runs to its end.
     let frozen = desired.power == Power::Frozen && desired.pod == PodPresence::Present;
     let (probes, tls_probes) = tls_apart(pod, probes);
     Rules {
@@ -90,7 +96,7 @@ pub(crate) fn rules(pod: &Pod, desired: &Desired) -> Rules {
     }
 }
 
-/// Each hook that the kubelet runs before it ends a container, with its container.
+/// Returns each hook that the kubelet runs before it ends a container, with its container.
 fn each_hook(pod: &Pod) -> impl Iterator<Item = (&Container, &LifecycleHandler)> {
     containers(pod).filter_map(|container| {
         let lifecycle = container.lifecycle.as_ref()?;
@@ -106,20 +112,22 @@ fn hooked_ports(pod: &Pod) -> BTreeSet<u16> {
     ports.collect()
 }
 
-/// The ports at which the kubelet's connection may be a probe or a hook.
-fn doubtful_ports(pod: &Pod) -> BTreeSet<u16> {
+/// Returns the ports at which a connection of the kubelet may be a probe or a hook.
+fn ambiguous_ports(pod: &Pod) -> BTreeSet<u16> {
     let probes = answerable_ports(pod);
     let mut hooks = hooked_ports(pod);
     hooks.retain(|port| probes.contains(port));
     hooks
 }
 
-/// Whether a hook may come at any moment that would be taken for a probe by who has not heard yet that the Pod is being deleted.
+/// Returns whether a hook may come at any moment that a keeper would take for a probe because
+/// it does not have the rules of the deletion yet.
 pub(crate) fn may_be_taken_for_probed(pod: &Pod) -> bool {
-    pod.metadata.deletion_timestamp.is_some() && !doubtful_ports(pod).is_empty()
+    pod.metadata.deletion_timestamp.is_some() && !ambiguous_ports(pod).is_empty()
 }
 
-/// The controller tells of a wrong value; here it is as if nobody had written one.
+/// Returns the packets that wake the Pod's sandbox. A wrong value counts as none; the controller
+/// reports it.
 fn wake_on(pod: &Pod) -> WakeOn {
     match annotations::wake_on(|key| pod.annotations().get(key)) {
         Some(Ok(annotations::WakeOn::Some {
@@ -137,7 +145,7 @@ fn wake_on(pod: &Pod) -> WakeOn {
     }
 }
 
-/// The ports whose probes can be answered without the Pod's program.
+/// Returns the ports whose probes can be answered without the Pod's program.
 fn answerable_ports(pod: &Pod) -> Vec<u16> {
     let ports: BTreeSet<u16> = each_probe(pod)
         .filter_map(|(container, probe)| probed_port(container, probe))
@@ -145,7 +153,7 @@ fn answerable_ports(pod: &Pod) -> Vec<u16> {
     ports.into_iter().collect()
 }
 
-/// Of these ports those at which the kubelet never speaks TLS, and those at which it does.
+/// Splits the ports into those at which the kubelet never uses TLS, and those at which it does.
 fn tls_apart(pod: &Pod, ports: BTreeSet<u16>) -> (Vec<u16>, Vec<u16>) {
     let of_probes = each_probe(pod).map(|(container, probe)| (container, probe.http_get.as_ref()));
     let of_hooks = each_hook(pod).map(|(container, hook)| (container, hook.http_get.as_ref()));
@@ -227,12 +235,12 @@ mod tests {
             let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": reason });
             snapshot(spec, &[annotations::IMAGE_FINALIZER])
         };
-        let told = |snapshots: &[&SandboxSnapshot]| {
+        let by_snapshots = |snapshots: &[&SandboxSnapshot]| {
             let pod = pod(json!({ "torpor.dev/wake-on": "tcp" }));
             rules(&pod, &desired(&uid(), Some(&pod), None, snapshots)).wake_on
         };
-        assert_eq!(told(&[&snapshot("Manual")]), tcp(vec![]));
-        assert_eq!(told(&[&snapshot("Suspend")]), WakeOn::NOTHING);
+        assert_eq!(by_snapshots(&[&snapshot("Manual")]), tcp(vec![]));
+        assert_eq!(by_snapshots(&[&snapshot("Suspend")]), WakeOn::NOTHING);
     }
 
     #[test]
@@ -256,32 +264,32 @@ mod tests {
             { "name": "b", "readinessProbe": { "tcpSocket": { "port": 8081 } },
               "livenessProbe": { "exec": { "command": ["stop"] } },
               "lifecycle": { "preStop": { "exec": { "command": ["stop"] } } } },
-            // Nobody probes there: it wakes the sandbox like any other connection.
+            // No probe uses this port: the hook wakes the sandbox like any other connection.
             { "name": "c", "lifecycle": { "preStop": { "httpGet": { "port": 9000 } } } },
         ] }))
         .expect("a spec");
         let rules = |pod: &Pod| rules(pod, &desired(&uid(), Some(pod), None, &[]));
         let probes = |pod: &Pod| probes(pod, &desired(&uid(), Some(pod), None, &[]));
-        let told = rules(&pod);
-        assert_eq!((told.probes, told.hooks), (vec![8080, 8081], vec![8080]));
+        let sent = rules(&pod);
+        assert_eq!((sent.probes, sent.hooks), (vec![8080, 8081], vec![8080]));
         let commands = |pod: &Pod| Vec::from_iter(probes(pod).commands);
         assert_eq!(commands(&pod), [["check"]]);
         assert!(!may_be_taken_for_probed(&pod), "no hook runs yet");
         pod.metadata.deletion_timestamp = Some(jiff::Timestamp::UNIX_EPOCH.into());
-        let told = rules(&pod);
-        assert_eq!((told.probes, told.hooks), (vec![8081], vec![]));
+        let sent = rules(&pod);
+        assert_eq!((sent.probes, sent.hooks), (vec![8081], vec![]));
         assert_eq!(commands(&pod), [["check"]]);
         assert!(
             may_be_taken_for_probed(&pod),
             "until the keeper hears of it"
         );
-        // Of one that is suspended, hooks are answered as probes are.
+        // The hooks of a suspended Pod are answered like probes.
         let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
         let suspend = snapshot(spec, &[annotations::IMAGE_FINALIZER]);
         let suspended = desired(&uid(), Some(&pod), None, &[&suspend]);
-        let told = super::rules(&pod, &suspended);
-        assert_eq!((told.probes, told.hooks), (vec![8080, 8081, 9000], vec![]));
-        assert!(told.suspends);
+        let sent = super::rules(&pod, &suspended);
+        assert_eq!((sent.probes, sent.hooks), (vec![8080, 8081, 9000], vec![]));
+        assert!(sent.suspends);
         assert_eq!(super::probes(&pod, &suspended).commands.len(), 2);
     }
 
@@ -300,7 +308,7 @@ mod tests {
                 {
                     "name": "b",
                     "readinessProbe": { "exec": { "command": ["true"] } },
-                    // A keeper that speaks no TLS is to leave the whole port alone.
+                    // A keeper without TLS is to leave the whole port alone.
                     "livenessProbe": { "tcpSocket": { "port": 8443 } },
                 },
             ],
@@ -312,9 +320,9 @@ mod tests {
         .expect("a spec");
         assert_eq!(answerable_ports(&pod), [8080, 8443, 9000]);
         let desired = desired(&uid(), Some(&pod), None, &[]);
-        let told = rules(&pod, &desired);
+        let sent = rules(&pod, &desired);
         let (plain, tls) = (vec![8080, 9000], vec![8443]);
-        assert_eq!((told.probes, told.tls_probes), (plain, tls));
+        assert_eq!((sent.probes, sent.tls_probes), (plain, tls));
         assert!(probes(&pod, &desired).ports.contains(&8443));
         pod.metadata.deletion_timestamp = Some(jiff::Timestamp::UNIX_EPOCH.into());
         assert!(!may_be_taken_for_probed(&pod), "it has no hook");

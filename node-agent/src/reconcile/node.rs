@@ -1,4 +1,6 @@
-//! What the agent has of its node: paths, runsc, records, images. Synchronous: called from blocking threads.
+//! The agent's access to its node: paths, runsc, records, images.
+//!
+//! The calls block, so they run on threads that may block.
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd;
@@ -17,22 +19,23 @@ use torpor_runsc::keeper::{self, Answer, Request, Verb};
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
 use crate::policy::swap::{SwapRoom, has_swap};
-use crate::reconcile::known::Known;
+use crate::reconcile::sandbox_index::SandboxIndex;
 
-/// Calls on a control socket that do no work. A sandbox that is busy with its pages answers late.
+/// Time limit of calls on a control socket that do no work. A sandbox that is busy with its pages
+/// answers late.
 pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// What this node's runsc can do, or why it is not known.
+/// The capabilities of this node's runsc, and the fingerprint of its images.
 #[derive(Debug, Clone)]
 pub(crate) struct Ability {
     pub(crate) capabilities: torpor_runsc::probe::Capabilities,
     pub(crate) fingerprint: Fingerprint,
 }
 
-/// What images may take of their disk.
+/// The limits of images on their disk.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StoreLimits {
-    /// Percent of the disk that stay free.
+    /// Percent of the disk that stays free.
     pub(crate) reserve: u8,
     pub(crate) per_namespace: PerNamespace,
 }
@@ -41,15 +44,16 @@ pub(crate) struct StoreLimits {
 pub(crate) struct Node {
     pub(crate) runsc: NodeRunsc,
     pub(crate) records: Records,
-    known: Known,
+    index: SandboxIndex,
     pub(crate) store: Store,
     pub(crate) limits: StoreLimits,
+    /// `Err`: why runsc cannot be probed.
     pub(crate) ability: Result<Ability, String>,
     /// The port of the kubelet's API.
     pub(crate) kubelet_port: u16,
-    /// None where the agent is not given the host's.
+    /// None if the agent has no access to the host's cgroups.
     pub(crate) cgroups: Option<Hierarchies>,
-    /// What swap its dozing sandboxes may take.
+    /// The swap that dozing sandboxes may take.
     pub(crate) swap: Arc<SwapRoom>,
 }
 
@@ -64,7 +68,7 @@ impl Node {
         Ok(Self {
             ability: probe(&config, &runsc),
             records: Records::new(&config),
-            known: Known::default(),
+            index: SandboxIndex::default(),
             store: Store::open(&config.store_dir)?,
             limits,
             kubelet_port: config.kubelet_port,
@@ -74,52 +78,56 @@ impl Node {
         })
     }
 
-    /// The newest sandbox of a Pod.
+    /// Returns the newest sandbox of a Pod.
     pub(crate) fn sandbox_of(&self, pod: &PodUid) -> Option<PodRecord> {
-        self.known.sandbox_of(&self.records, pod)
+        self.index.sandbox_of(&self.records, pod)
     }
 
-    /// The Pods of the node's sandboxes.
+    /// Returns the Pods of the node's sandboxes.
     pub(crate) fn pods(&self) -> BTreeSet<PodUid> {
-        self.known.pods(&self.records)
+        self.index.pods(&self.records)
     }
 
-    /// The Pod's images that sandboxes of this node are being restored from.
+    /// Returns the Pod's images from which sandboxes of this node are being restored.
     pub(crate) fn being_restored(&self, pod: &PodUid) -> BTreeSet<ImageId> {
-        self.known.being_restored(&self.records, pod)
+        self.index.being_restored(&self.records, pod)
     }
 
-    /// Whether sandboxes may doze on this node at all. What forbids it to one is seen with that one.
+    /// Checks that sandboxes may doze on this node at all. [`Self::may_swap`] checks one sandbox.
+    /// `Err`: the reason.
     pub(crate) fn can_doze(&self) -> Result<(), String> {
         has_swap()?;
-        let told = self.cgroups.as_ref().map(swap::allowed_to_pods);
-        told.unwrap_or(Ok(())).map_err(|error| error.to_string())
+        let allowed = self.cgroups.as_ref().map(swap::allowed_to_pods);
+        allowed.unwrap_or(Ok(())).map_err(|error| error.to_string())
     }
 
-    /// Whether no cgroup above the sandbox' own forbids swap. Its own is Torpor's, which lifts the limit there when it pushes the memory out.
+    /// Checks that no cgroup above the sandbox's own forbids swap. Torpor itself lifts the
+    /// limit of the sandbox's own cgroup when it pushes the memory out. `Err`: the reason.
     pub(crate) fn may_swap(&self, record: &PodRecord) -> Result<(), String> {
         let above = self.cgroups.as_ref().zip(record.cgroup.parent());
-        let told = above.map(|(cgroups, pod)| swap::allowed(cgroups, pod));
-        told.unwrap_or(Ok(())).map_err(|error| error.to_string())
+        let allowed = above.map(|(cgroups, pod)| swap::allowed(cgroups, pod));
+        allowed.unwrap_or(Ok(())).map_err(|error| error.to_string())
     }
 
-    /// Working set of the sandbox' Pod in bytes; none where it is not counted.
+    /// Returns the working set of the sandbox's Pod in bytes; none if the kernel does not count it.
     pub(crate) fn working_set(&self, record: &PodRecord) -> Option<u64> {
         self.cgroups.as_ref()?.working_set(record.cgroup.parent()?)
     }
 
-    /// Memory of the sandbox' Pod in bytes, in swap or not; none where not all of it is counted.
+    /// Returns the memory of the sandbox's Pod in bytes, with that in swap; none if the
+    /// kernel does not count all of it.
     pub(crate) fn memory_held(&self, record: &PodRecord) -> Option<u64> {
         self.cgroups.as_ref()?.held(record.cgroup.parent()?)
     }
 
-    /// What the images of one namespace may take, in bytes; none without a limit.
+    /// Returns how many bytes the images of one namespace may take; none without a limit.
     pub(crate) fn namespace_limit(&self) -> Option<u64> {
         let total = self.store.capacity().map_or(0, |capacity| capacity.total);
         self.limits.per_namespace.bytes(total)
     }
 
-    /// Has the pod's keeper run a verb of torpor-oci, which holds the lock for as long as it works, whatever becomes of the agent.
+    /// Requests from the Pod's keeper to run a verb of torpor-oci. The program holds the lock
+    /// until it ends, even if the agent ends before.
     pub(crate) fn ask_keeper(
         &self,
         sandbox: &SandboxId,
@@ -138,29 +146,31 @@ impl Node {
         keeper::ask(&dir, &request, &[lock.as_fd()], limit).map(|(answer, _)| answer)
     }
 
-    /// The way to the sandbox. One that was stopped while it dozed goes on: the agent may signal nobody, so its keeper does it.
+    /// Connects to the sandbox's control socket. If the sandbox's processes were stopped while it
+    /// dozed, its keeper continues them first, because the agent may not signal processes.
     pub(crate) fn connect(&self, sandbox: &SandboxId) -> Result<Control, control::Error> {
-        self.let_go_on(sandbox);
+        self.continue_processes(sandbox);
         self.runsc.connect(sandbox)
     }
 
-    /// For who connects by himself.
-    pub(crate) fn let_go_on(&self, sandbox: &SandboxId) {
-        if self.runsc.is_halted(sandbox) {
+    /// Requests from the sandbox's keeper to continue the sandbox's processes if they were
+    /// stopped. For callers that connect to the control socket themselves.
+    pub(crate) fn continue_processes(&self, sandbox: &SandboxId) {
+        if self.runsc.is_stopped_by_signal(sandbox) {
             let dir = self.pause_dir(sandbox);
-            // Where that fails, so does the connection, and says why.
+            // If the request fails, the connection fails too and returns the reason.
             let _ = keeper::ask(&dir, &Request::GoOn, &[], CALL_LIMIT);
         }
     }
 
-    /// Directory of the pod sandbox' keeper.
+    /// Returns the directory of the pause container's keeper.
     pub(crate) fn pause_dir(&self, sandbox: &SandboxId) -> std::path::PathBuf {
         self.records.container_dir(&sandbox.clone().into())
     }
 }
 
 fn probe(config: &Config, runsc: &NodeRunsc) -> Result<Ability, String> {
-    let asked = || -> Result<Ability, torpor_runsc::probe::Error> {
+    let probe = || -> Result<Ability, torpor_runsc::probe::Error> {
         let capabilities = torpor_runsc::probe::capabilities(runsc)?;
         let version = runsc.version(CALL_LIMIT)?;
         let fingerprint = torpor_runsc::probe::fingerprint(config, version)?;
@@ -169,5 +179,5 @@ fn probe(config: &Config, runsc: &NodeRunsc) -> Result<Ability, String> {
             fingerprint,
         })
     };
-    asked().map_err(|error| format!("{:#}", anyhow::Error::new(error)))
+    probe().map_err(|error| format!("{:#}", anyhow::Error::new(error)))
 }

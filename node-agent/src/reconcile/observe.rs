@@ -1,4 +1,4 @@
-//! One look at a Pod on this node. Decides nothing.
+//! One observation of a Pod on this node. Decides nothing.
 
 use std::collections::BTreeSet;
 
@@ -13,8 +13,8 @@ use torpor_runsc::pause;
 use crate::policy::swap::has_swap;
 use crate::reconcile::node::{CALL_LIMIT, Node};
 
-/// What is on the node of the Pod `pod`, whose current sandbox is `record`. The caller holds the sandbox' lock, or says
-/// that somebody else does (`busy`).
+/// Returns what the node has of the Pod `pod`, whose current sandbox is `record`. The caller
+/// holds the sandbox's lock, or passes `busy` because another process holds it.
 pub(crate) fn observe(
     node: &Node,
     pod: &PodUid,
@@ -38,7 +38,7 @@ pub(crate) fn observe(
         containers: whole
             .map(|record| started(node, record))
             .unwrap_or_default(),
-        // Whoever has the Pod knows: see `crate::reconcile::driver`.
+        // `crate::reconcile::driver` adds it.
         added: None,
         record: hibernated,
         doze: doze.map(|note| Doze {
@@ -54,10 +54,10 @@ pub(crate) fn observe(
         capable: capable(node),
         dozes_unsaved: false,
         restore: restore(state.as_ref(), node.records.report(pod)),
-        // Whoever holds the lock finds it out: see `crate::policy::idle`.
+        // `crate::policy::idle` adds it under the lock.
         idle_since: None,
         idle_known: Ok(()),
-        // Whoever asks for it knows: see `crate::reconcile::driver`.
+        // `crate::reconcile::driver` adds both.
         save_turn: false,
         held_back: false,
         sessions: record.map_or(0, |record| sessions(node, record)),
@@ -73,7 +73,7 @@ pub(crate) fn observe(
     }
 }
 
-/// What dozes has its swap already.
+/// Checks that the sandbox may doze. A sandbox that dozes has its swap already. `Err`: the reason.
 fn may_doze(node: &Node, record: Option<&PodRecord>, dozes: bool) -> Result<(), String> {
     let Some(record) = record.filter(|_| !dozes) else {
         return has_swap();
@@ -82,7 +82,7 @@ fn may_doze(node: &Node, record: Option<&PodRecord>, dozes: bool) -> Result<(), 
     node.may_swap(record)
 }
 
-/// How many is not told: none or some.
+/// Returns 1 if the sandbox has sessions, else 0. The records do not count them.
 fn sessions(node: &Node, record: &PodRecord) -> u32 {
     let runs = |session| {
         node.records
@@ -96,7 +96,7 @@ fn timestamp(time: Option<std::time::SystemTime>) -> Option<jiff::Timestamp> {
     jiff::Timestamp::try_from(time?).ok()
 }
 
-/// An error with all its causes.
+/// Returns the text of an error with all its causes.
 pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -110,8 +110,8 @@ pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
 
 fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
     let sandbox = &record.sandbox;
-    // It stands still, and whoever connects lets its processes go on.
-    if node.runsc.is_halted(sandbox) {
+    // The dozing sandbox's processes are stopped. A connection would continue them.
+    if node.runsc.is_stopped_by_signal(sandbox) {
         return Live::Paused;
     }
     let mut control = match node.runsc.connect(sandbox) {
@@ -121,12 +121,13 @@ fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
     };
     match control.container_state(sandbox.as_str(), CALL_LIMIT) {
         Ok(control::ContainerState::Running) => {}
-        // Created and not started, or ended and about to be deleted: nothing that could be saved.
+        // The sandbox was created and not started, or it has ended and is about to be
+        // deleted: there is nothing to save.
         Ok(_) => return Live::None,
         Err(_) => return Live::Unknown,
     }
     let paused = if busy {
-        noted(node.records.pause_mark(sandbox))
+        paused_by_mark(node.records.pause_mark(sandbox))
     } else {
         pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).ok()
     };
@@ -137,7 +138,8 @@ fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
     }
 }
 
-/// The containers that run in the sandbox, or have run: one that was created and not started is not part of an image yet.
+/// Returns the containers that run or have run in the sandbox. A container that was created and not
+/// started is not part of an image yet.
 fn started(node: &Node, record: &PodRecord) -> BTreeSet<ContainerName> {
     let sandbox = &record.sandbox;
     let Ok(mut control) = node.runsc.connect(sandbox) else {
@@ -158,9 +160,11 @@ fn started(node: &Node, record: &PodRecord) -> BTreeSet<ContainerName> {
         .collect()
 }
 
-/// Whether the sandbox is paused, as far as its note says. One who does not hold the lock settles nothing: the pause or
-/// resume that was begun is being done at this moment, and what is found out of it is wrong by the time that it is written.
-fn noted(mark: Result<Option<PauseMark>, torpor_records::Error>) -> Option<bool> {
+/// Returns whether the sandbox is paused by its mark. None: a pause or a resume is under way.
+///
+/// Without the lock the agent does not find out the state itself: the process that holds the
+/// lock is changing it, so a result would be wrong by the time it is used.
+fn paused_by_mark(mark: Result<Option<PauseMark>, torpor_records::Error>) -> Option<bool> {
     match mark {
         Ok(None) => Some(false),
         Ok(Some(PauseMark::Paused)) => Some(true),
@@ -169,7 +173,8 @@ fn noted(mark: Result<Option<PauseMark>, torpor_records::Error>) -> Option<bool>
 }
 
 fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
-    // What cannot be listed now is missing, as what lies on a disk that is not mounted yet: nothing of it is given up.
+    // Images that cannot be listed now count as missing, like those on a disk that is not
+    // mounted yet: none of them is given up.
     let listed = node.store.list_pod(pod).unwrap_or_else(|error| {
         tracing::warn!(%pod, error = words(&error), "cannot list the Pod's images");
         Vec::new()
@@ -191,13 +196,14 @@ fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
         .collect()
 }
 
-/// Whether the Pod that took the image has run from it. As long as it has not, by its ledger, the image is still the sandbox' memory: the
-/// restore may fail, and another Pod go on from it.
+/// Returns whether the Pod that took the image has run since. Until then, by the Pod's ledger, the
+/// image is still the sandbox's memory: the restore may fail, and another Pod may continue from it.
 fn has_gone_on(node: &Node, by: &PodUid, image: &ImageId) -> bool {
     let ledger = node.store.ledger(by).and_then(|ledger| ledger.read());
     !ledger.is_ok_and(|state| state.memory.image() == Some(image))
 }
 
+/// Checks that this node's runsc can hibernate. `Err`: the reason.
 fn capable(node: &Node) -> Result<(), String> {
     match &node.ability {
         Ok(ability) if ability.capabilities.hibernate && ability.capabilities.restore => Ok(()),
@@ -206,7 +212,7 @@ fn capable(node: &Node) -> Result<(), String> {
     }
 }
 
-/// What came of an image that the Pod was to continue from, by the pod's state and torpor-oci's report.
+/// Returns the state of the Pod's restore, by the sandbox's state and torpor-oci's report.
 fn restore(
     state: Option<&SandboxState>,
     report: Result<Option<RestoreReport>, torpor_records::Error>,
@@ -216,7 +222,7 @@ fn restore(
         _ => None,
     };
     match (report, restoring) {
-        // One container was refused, and the kubelet tries it again: meanwhile that is what there is to say.
+        // One container was refused, and the kubelet tries it again. Until then the refusal counts.
         (
             Ok(Some(RestoreReport::Failed {
                 image,
@@ -267,15 +273,16 @@ mod tests {
 
     #[test]
     fn a_pause_that_somebody_else_is_at_is_not_settled() {
-        assert_eq!(noted(Ok(None)), Some(false));
-        assert_eq!(noted(Ok(Some(PauseMark::Paused))), Some(true));
-        assert_eq!(noted(Ok(Some(PauseMark::Changing))), None);
+        let paused = |mark| paused_by_mark(Ok(mark));
+        assert_eq!(paused(None), Some(false));
+        assert_eq!(paused(Some(PauseMark::Paused)), Some(true));
+        assert_eq!(paused(Some(PauseMark::Changing)), None);
     }
 
     #[test]
     fn a_refusal_is_told_while_the_kubelet_tries_again() {
-        let told = restore(Some(&restoring()), Ok(Some(failed(1))));
-        assert!(matches!(told, Restore::Failed { reason, .. } if reason == "SpecMismatch"));
+        let refused = restore(Some(&restoring()), Ok(Some(failed(1))));
+        assert!(matches!(refused, Restore::Failed { reason, .. } if reason == "SpecMismatch"));
         let gone = restore(None, Ok(Some(failed(1))));
         assert!(matches!(gone, Restore::Failed { .. }));
     }

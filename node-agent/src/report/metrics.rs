@@ -1,4 +1,4 @@
-//! What the agent counts. Names begin with `torpor_agent_`.
+//! The agent's metrics. Their names begin with `torpor_agent_`.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
@@ -70,7 +70,7 @@ struct GivenUpLabel {
     reason: &'static str,
 }
 
-/// Seconds: a pause takes a millisecond, the save of gigabytes a minute.
+/// Buckets of durations, in seconds. A pause takes a millisecond, the save of gigabytes a minute.
 const SECONDS: [f64; 14] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0,
 ];
@@ -193,7 +193,7 @@ impl Metrics {
         }
     }
 
-    /// What falling asleep gains and what waking costs, and the room for it.
+    /// Registers the metrics about the gain of sleep, the cost of wakes and the storage of images.
     fn register_sleep(&self, registry: &mut Registry) {
         registry.register(
             "image_store_available_bytes",
@@ -252,7 +252,7 @@ impl Metrics {
         );
     }
 
-    /// What the node has too little of.
+    /// Registers the metrics about limited resources: saves at once, bandwidth, memory, swap, disk.
     fn register_capacity(&self, registry: &mut Registry) {
         registry.register(
             "saves_waiting",
@@ -291,12 +291,12 @@ impl Metrics {
         );
     }
 
-    /// The apiserver has taken the agent's report.
+    /// Records the time at which the apiserver accepted the agent's SandboxNode.
     pub(crate) fn reported(&self, at: Timestamp) {
         self.reported_at.set(at.as_second());
     }
 
-    /// Who saves, and who waits to.
+    /// Records the numbers of sandboxes that are being saved and that wait for their turn.
     pub(crate) fn saves(&self, queue: &Queue) {
         let under_way = i64::try_from(queue.under_way()).unwrap_or(i64::MAX);
         self.saves_under_way.set(under_way);
@@ -308,17 +308,17 @@ impl Metrics {
         }
     }
 
-    /// Counts the wait of a save whose turn has come.
+    /// Counts the time for which a save waited for bandwidth before its turn.
     pub(crate) fn waited_for_bandwidth(&self, wait: Duration) {
         self.bandwidth_wait.inc_by(wait.as_secs_f64());
     }
 
-    /// Counts what a plan wrote.
+    /// Counts the bytes of images that a plan's steps wrote.
     pub(crate) fn wrote(&self, bytes: u64) {
         self.save_bytes.inc_by(bytes);
     }
 
-    /// What the node is short of.
+    /// Records the resources that the node is short of.
     pub(crate) fn pressure(&self, short: &BTreeMap<Resource, String>) {
         for resource in [Resource::Memory, Resource::Swap] {
             let is_short = short.contains_key(&resource);
@@ -328,27 +328,30 @@ impl Metrics {
         }
     }
 
-    /// What the images of namespaces take now. A namespace that is not among them any more has no series.
+    /// Records the bytes of namespaces' images. A namespace that the list no longer has loses its
+    /// series.
     pub(crate) fn namespaces(&self, namespaces: &[NamespaceStorage]) {
         self.namespace_bytes.clear();
-        for one in namespaces {
-            let namespace = one.name.clone();
+        for storage in namespaces {
+            let namespace = storage.name.clone();
             let label = NamespaceLabel { namespace };
-            self.namespace_bytes.get_or_create(&label).set(one.bytes);
+            self.namespace_bytes
+                .get_or_create(&label)
+                .set(storage.bytes);
         }
-        let limited = namespaces.iter().filter(|one| one.limited).count();
+        let limited = namespaces.iter().filter(|storage| storage.limited).count();
         let limited = i64::try_from(limited).unwrap_or(i64::MAX);
         self.namespaces_limited.set(limited);
     }
 
-    /// Counts a sandbox that is asked to sleep before its time.
+    /// Counts a sandbox that must sleep before its time because the node is short of this resource.
     pub(crate) fn asked_to_sleep(&self, short_of: Resource) {
         let label = resource_label(short_of);
         self.asked_to_sleep.get_or_create(&label).inc();
     }
 
-    /// Counts memory that nobody has claimed and that was removed.
-    pub(crate) fn gave_up(&self, disk_short: bool) {
+    /// Counts an image of a deleted Pod that was removed because no SandboxSnapshot named the Pod.
+    pub(crate) fn count_given_up(&self, disk_short: bool) {
         let reason = match disk_short {
             true => "DiskShort",
             false => "GraceOver",
@@ -356,9 +359,9 @@ impl Metrics {
         self.given_up.get_or_create(&GivenUpLabel { reason }).inc();
     }
 
-    /// How many sandboxes have each reason in their latest plan.
+    /// Records the number of sandboxes whose latest plan has each reason.
     pub(crate) fn planned_for(&self, counts: &BTreeMap<String, i64>) {
-        // A reason that nobody has any more has no series.
+        // A reason that no sandbox has any more loses its series.
         self.plan_reasons.clear();
         for (reason, count) in counts {
             let reason = reason.clone();
@@ -368,7 +371,7 @@ impl Metrics {
         }
     }
 
-    /// Counts a wake in place. `stages`: how long each took.
+    /// Counts a wake in place. `stages` has the duration of each stage.
     pub(crate) fn woke(&self, note: &WakeNote, took: Duration, stages: &[(String, Duration)]) {
         let label = WakeLabels {
             cause: note.cause.as_str().to_owned(),
@@ -388,12 +391,12 @@ impl Metrics {
         }
     }
 
-    /// Counts a sandbox that fell asleep.
+    /// Counts the memory that a sandbox gave back when it fell asleep.
     pub(crate) fn fell_asleep(&self, sleep: SleepNote) {
         self.given_back.inc_by(sleep.given_back);
     }
 
-    /// Counts a wake that failed and was no step of the agent.
+    /// Counts a failed wake by another process.
     pub(crate) fn wake_failed(&self, reason: String) {
         self.failed(work(StepKind::Wake), reason);
     }
@@ -448,7 +451,8 @@ fn resource_label(resource: Resource) -> ResourceLabel {
     }
 }
 
-/// What a step is for, as the planner's waiting times after failures see it; removals are upkeep here.
+/// Returns the purpose of a step, by the classes of the planner's waiting times after failures.
+/// Removals count as upkeep here.
 fn work(kind: StepKind) -> &'static str {
     match kind {
         StepKind::Pause
@@ -476,7 +480,8 @@ mod tests {
 
     use super::*;
 
-    /// One of each, so that every family has a series: those without any are left out of the text.
+    /// Returns the metrics as text. Each family gets a series, because the text omits families
+    /// without series.
     fn text_with_everything() -> String {
         let metrics = Metrics::new();
         metrics.planned();
@@ -510,7 +515,7 @@ mod tests {
         metrics.wrote(4096);
         metrics.pressure(&[(Resource::Swap, String::new())].into());
         metrics.asked_to_sleep(Resource::Memory);
-        metrics.gave_up(false);
+        metrics.count_given_up(false);
         let namespace = |name: &str, bytes, limited| NamespaceStorage {
             bytes,
             limited,

@@ -1,6 +1,7 @@
-//! Telling the API: Pod conditions, SandboxSnapshot statuses and finalizers, Events.
+//! Writes to the API: Pod conditions, SandboxSnapshot statuses and finalizers, Events.
 //!
-//! Writes only what differs from what the caches show, so that a settled node writes nothing.
+//! The agent writes only values that differ from those in its caches. A settled node therefore
+//! writes nothing.
 
 use std::future::Future;
 use std::time::Duration;
@@ -21,15 +22,16 @@ use torpor_snapshots::Manifest;
 
 use crate::reconcile::desired::condition;
 
-mod told;
+mod restore_conditions;
 
-/// A call to the apiserver that takes longer is not waited for: its effect will be seen, or it is made again.
+/// Time limit of a call to the apiserver. After the limit the agent no longer waits for the answer.
+/// Later either a cache shows the effect of the call, or the agent repeats the call.
 pub(crate) const API_LIMIT: Duration = Duration::from_secs(20);
 
-/// What the apiserver takes as the message of an Event, in bytes.
+/// Maximum length of the message of an Event that the apiserver accepts, in bytes.
 const MAX_NOTE: usize = 1024;
 
-/// Why the API could not be told.
+/// The reason for which a write to the API failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     #[error("cannot write {what}")]
@@ -40,13 +42,14 @@ pub(crate) enum Error {
     },
     #[error("the apiserver did not answer the write of {what} within {API_LIMIT:?}")]
     Timeout { what: String },
-    /// What was to be said follows from what was seen, which is so no longer.
+    /// The object has changed since the agent read it, so that the value to write is out of date.
     #[error("another client has changed {what} since the agent read it")]
     Conflict { what: String },
 }
 
 impl Error {
-    /// Whether the apiserver has answered, and what is wrong is this object: another may be written all the same.
+    /// Reports whether the error concerns this object only, so that writes of other objects may
+    /// succeed. The apiserver then has answered and has refused the write of this object.
     pub(crate) fn is_of_one_object(&self) -> bool {
         const TOO_MANY_REQUESTS: u16 = 429;
         match self {
@@ -60,7 +63,7 @@ impl Error {
     }
 }
 
-/// Writes statuses for the agent.
+/// Writes the agent's statuses, finalizers and Events.
 #[derive(Clone)]
 pub(crate) struct Publisher {
     client: Client,
@@ -75,7 +78,7 @@ async fn within<T>(
     match tokio::time::timeout(API_LIMIT, call).await {
         Err(_) => Err(Error::Timeout { what }),
         Ok(Ok(value)) => Ok(Some(value)),
-        // The object was deleted meanwhile: there is nobody to tell.
+        // The object was deleted meanwhile, so there is nothing to write.
         Ok(Err(kube::Error::Api(status))) if status.is_not_found() => Ok(None),
         Ok(Err(kube::Error::Api(status))) if status.is_conflict() => Err(Error::Conflict { what }),
         Ok(Err(source)) => Err(Error::Api { what, source }),
@@ -96,17 +99,17 @@ impl Publisher {
         }
     }
 
-    /// The apiserver.
+    /// Returns the client of the apiserver.
     pub(crate) fn client(&self) -> &Client {
         &self.client
     }
 
-    /// The node that the agent runs on.
+    /// Returns the name of the node on which the agent runs.
     pub(crate) fn node_name(&self) -> &str {
         &self.node_name
     }
 
-    /// Conditions of the Pod, with an Event where one changed.
+    /// Writes the changed conditions of a Pod, and an Event for each of them that has one.
     pub(crate) async fn pod(&self, pod: &Pod, status: &StatusDraft) -> Result<(), Error> {
         let drafts = [
             (conditions::POD_HIBERNATED, &status.hibernated),
@@ -118,9 +121,10 @@ impl Publisher {
             .collect();
         let with_events = changed.len();
         if let Some(restored) = &status.restored {
-            let told = told::of_restore(pod, restored);
+            let derived = restore_conditions::derived_from(pod, restored);
             changed.extend(
-                told.iter()
+                derived
+                    .iter()
                     .filter_map(|(kind, draft)| changed_condition(pod, kind, draft)),
             );
         }
@@ -129,7 +133,7 @@ impl Publisher {
         }
         let namespace = pod.namespace().unwrap_or_default();
         let pods: Api<Pod> = Api::namespaced(self.client.clone(), &namespace);
-        // A strategic merge patch merges conditions by type and leaves the kubelet's alone.
+        // A strategic merge patch merges conditions by type and does not change the kubelet's.
         let patch = json!({
             "metadata": { "uid": pod.metadata.uid },
             "status": { "conditions": changed },
@@ -144,7 +148,8 @@ impl Publisher {
         Ok(())
     }
 
-    /// An Event that could not be written is no reason to hold up a sandbox.
+    /// Writes an Event about a changed condition, if its reason has one. A failure is only logged:
+    /// it is no reason to delay a sandbox.
     async fn event(&self, about: ObjectReference, condition: &PodCondition) {
         let reason = condition.reason.clone().unwrap_or_default();
         let Some((type_, action)) = event_of(&reason) else {
@@ -169,7 +174,8 @@ impl Publisher {
         }
     }
 
-    /// An Event: the sandbox is put to sleep before its time, because the node is short of something.
+    /// Writes an Event about a Pod: its sandbox falls asleep before its time, because the node is
+    /// short of memory or swap. `words` describes the shortage.
     pub(crate) async fn node_pressure(&self, pod: &Pod, words: &str) {
         let note = format!(
             "{words}: the sandbox has been idle longest and falls asleep before its time (node {})",
@@ -185,7 +191,8 @@ impl Publisher {
         self.publish(&event, &pod.object_ref(&())).await;
     }
 
-    /// An Event on a Sandbox, of which only the name may be known: its memory is lost.
+    /// Writes an Event about a Sandbox: the Sandbox's memory is lost. `uid` is None if the agent
+    /// has only the name of the Sandbox.
     pub(crate) async fn memory_given_up(
         &self,
         namespace: String,
@@ -211,14 +218,14 @@ impl Publisher {
         self.publish(&event, &about).await;
     }
 
-    /// Puts our finalizer on a snapshot before the first byte is written for it.
+    /// Adds Torpor's finalizer to a snapshot, before the first byte of its image is written.
     pub(crate) async fn adopt(&self, snapshot: &SandboxSnapshot) -> Result<(), Error> {
         let mut finalizers = snapshot.finalizers().to_vec();
         finalizers.push(IMAGE_FINALIZER.to_owned());
         self.finalizers(snapshot, finalizers).await
     }
 
-    /// Takes our finalizer away: the bytes are gone.
+    /// Removes Torpor's finalizer from a snapshot, after the bytes of its image are gone.
     pub(crate) async fn release(&self, snapshot: &SandboxSnapshot) -> Result<(), Error> {
         let mut finalizers = snapshot.finalizers().to_vec();
         finalizers.retain(|name| name != IMAGE_FINALIZER);
@@ -233,7 +240,8 @@ impl Publisher {
         let name = snapshot.name_any();
         let patch = json!({ "metadata": {
             "finalizers": finalizers,
-            // Somebody else's finalizer must not be lost: only the version that was seen is changed.
+            // The patch applies only to the version that was read: otherwise it could remove a
+            // finalizer that another client has added since.
             "resourceVersion": snapshot.resource_version(),
         }});
         let what = format!("the finalizers of SandboxSnapshot {name}");
@@ -249,10 +257,12 @@ impl Publisher {
         Api::namespaced(self.client.clone(), &namespace)
     }
 
-    /// Status of a snapshot, and its finalizer when nothing is kept for it any more. Answers the snapshot as it was written, if it was.
+    /// Writes the status of a snapshot, or removes its finalizer if the node keeps nothing for the
+    /// snapshot any more. Returns the written snapshot, or None if nothing was written.
     ///
-    /// Only the version that was seen is changed: the controller writes Consumed into the same list, which a merge patch replaces as a whole. Without that word an image that its
-    /// sandbox has left behind would look as if it were to be resumed.
+    /// The write applies only to the version that was read. The controller writes the condition
+    /// Consumed into the list of conditions, and a merge patch replaces the whole list. If Consumed
+    /// were lost, an image that its sandbox has superseded would look like one to resume from.
     pub(crate) async fn snapshot(
         &self,
         snapshot: &SandboxSnapshot,
@@ -287,7 +297,8 @@ impl Publisher {
     }
 }
 
-/// The status as a merge patch has it, which takes off only what it names.
+/// Returns the status as a merge patch. A merge patch removes a field only if the patch names it,
+/// so a field to remove becomes null.
 fn replacing(current: &SandboxSnapshotStatus, wanted: &SandboxSnapshotStatus) -> serde_json::Value {
     let mut status = json!(wanted);
     if current.consumed_by_pod_uid.is_some() && wanted.consumed_by_pod_uid.is_none() {
@@ -296,7 +307,7 @@ fn replacing(current: &SandboxSnapshotStatus, wanted: &SandboxSnapshotStatus) ->
     status
 }
 
-/// What is read of an image for its snapshot's status.
+/// The data of an image that its snapshot's status shows.
 #[derive(Debug, Clone)]
 pub(crate) struct SavedImage {
     pub(crate) manifest: Manifest,
@@ -327,7 +338,7 @@ fn changed_condition(pod: &Pod, kind: &str, draft: &ConditionDraft) -> Option<Po
     })
 }
 
-/// An Event has room for 1024 bytes of message; the condition has the whole.
+/// Shortens a message to the length that an Event allows. The condition has the whole message.
 fn shortened(message: &str) -> String {
     if message.len() <= MAX_NOTE {
         return message.to_owned();
@@ -336,8 +347,9 @@ fn shortened(message: &str) -> String {
     kept.chain(std::iter::once('…')).collect()
 }
 
-/// What an Event says. Those of one reason that follow each other within minutes are one, with a count and with the words of the first: of a doze, which
-/// comes often, only what is true of each. The condition has the image.
+/// Returns the message of an Event about a condition. Events of one reason that follow each other
+/// within minutes become one Event, with a count and the message of the first. Dozes are frequent,
+/// so their Event has only what is true of each doze. The condition names the image.
 fn note_of(condition: &PodCondition) -> Option<String> {
     match condition.reason.as_deref() {
         Some(reasons::hibernated::DOZING) => {
@@ -347,7 +359,7 @@ fn note_of(condition: &PodCondition) -> Option<String> {
     }
 }
 
-/// Which conditions' reasons are worth an Event, and what was being done.
+/// Returns type and action of the Event for a condition's reason; None if the reason has no Event.
 fn event_of(reason: &str) -> Option<(EventType, &'static str)> {
     Some(match reason {
         reasons::hibernated::HIBERNATED => (EventType::Normal, "Hibernate"),
@@ -399,7 +411,7 @@ fn snapshot_status(
             reasons::snapshot::COMMITTED.to_owned(),
             format!("Image {id} is on node {node_name}"),
         ),
-        // A snapshot that is going says nothing new.
+        // The status of a snapshot that is being deleted stays as it is.
         SnapshotState::Releasing | SnapshotState::Released => return status,
     };
     let committed = Draft::new(conditions::COMMITTED, truth, reason, message);
@@ -424,7 +436,7 @@ fn snapshot_status(
             );
             conditions::set(&mut status.conditions, draft, generation, now);
         } else if status.consumed_by_pod_uid.take().is_some() {
-            // The Pod that had taken it never ran.
+            // The Pod that had consumed the image never ran.
             status.conditions.retain(|c| {
                 c.type_ != conditions::CONSUMED || c.reason != reasons::snapshot::RESUMED
             });
@@ -479,15 +491,15 @@ fn describe(status: &mut SandboxSnapshotStatus, image: &SavedImage) {
         .collect();
 }
 
-/// The fingerprint in the API's words.
-pub(crate) fn fingerprint(of: &torpor_snapshots::Fingerprint) -> snapshot::Fingerprint {
+/// Converts a fingerprint to its form in the API.
+pub(crate) fn fingerprint(from: &torpor_snapshots::Fingerprint) -> snapshot::Fingerprint {
     snapshot::Fingerprint {
-        cpu_features_digest: of.cpu_features_digest.clone(),
-        flags: of.flags.clone(),
-        kernel: of.kernel.clone(),
-        platform: of.platform.clone(),
-        runsc_digest: of.runsc_digest.clone(),
-        runsc_version: of.runsc_version.clone(),
+        cpu_features_digest: from.cpu_features_digest.clone(),
+        flags: from.flags.clone(),
+        kernel: from.kernel.clone(),
+        platform: from.platform.clone(),
+        runsc_digest: from.runsc_digest.clone(),
+        runsc_version: from.runsc_version.clone(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The SandboxNode object: what this node can do and holds.
+//! The SandboxNode object: the abilities and the content of this node.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -33,27 +33,29 @@ use crate::report::sandboxes::{Sandboxes, signed};
 mod owner;
 mod revoked;
 
-/// A node whose heartbeat is older than three of these has no agent.
+/// Period at which an unchanged SandboxNode is written. A node whose heartbeat is older than three
+/// periods has no agent.
 const HEARTBEAT: Duration = Duration::from_secs(30);
-/// How often what the node holds is looked at.
-const LOOK: Duration = Duration::from_secs(5);
-/// What is news in so short a time is told at once.
-const TOGETHER: Duration = Duration::from_millis(500);
-/// So many times as long as a look takes the next one waits: with hundreds of sandboxes it takes half a tenth of a second.
-const REST: u32 = 200;
+/// Minimum pause between two reports.
+const MIN_PAUSE: Duration = Duration::from_secs(5);
+/// Time for which changes of left images are collected, so that one write reports them together.
+const COLLECT: Duration = Duration::from_millis(500);
+/// Ratio of the pause after a report to the time that the report took. With hundreds of sandboxes a
+/// report takes about 50 ms.
+const PAUSE_RATIO: u32 = 200;
 
-/// What is reported about.
+/// The subject of the reports: the node, its handler and the sources of its state.
 pub(crate) struct Subject {
     pub(crate) node: Arc<Node>,
-    /// containerd's runtime handler that is Torpor's.
+    /// Name of Torpor's runtime handler in containerd's configuration.
     pub(crate) handler: String,
-    /// torpor-oci's configuration, which the installer writes also while this agent runs.
+    /// Path of torpor-oci's configuration, which the installer may write while this agent runs.
     pub(crate) config: PathBuf,
     pub(crate) pressure: Arc<NodePressure>,
     pub(crate) kata: Option<Arc<Kata>>,
 }
 
-/// Reports until told to stop.
+/// Writes the node's SandboxNode after changes and at each heartbeat, until `stop` is cancelled.
 pub(crate) async fn report(
     client: Client,
     node_name: String,
@@ -80,17 +82,17 @@ pub(crate) async fn report(
             let short = pressure.short();
             let kata = kata.clone();
             let config = config.clone();
-            let told = written.as_ref().map(|(old, _)| old.conditions.clone());
+            let previous = written.as_ref().map(|(old, _)| old.conditions.clone());
             tokio::task::spawn_blocking(move || {
                 let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
                 let can_doze = node.can_doze();
                 let mut status = status(&node, &handler, &mut sandboxes, &can_doze);
                 let ability = node.ability.as_ref().map(|_| ()).map_err(String::as_str);
-                let told = told.unwrap_or_default();
+                let previous = previous.unwrap_or_default();
                 let now = Timestamp::now();
                 let revoked = Config::read(&config).ok();
-                let revoked = revoked.and_then(|config| revoked::draft(&config, &told));
-                status.conditions = conditions_after(told, ability, &short, now);
+                let revoked = revoked.and_then(|config| revoked::draft(&config, &previous));
+                status.conditions = conditions_after(previous, ability, &short, now);
                 if let Some(revoked) = revoked {
                     conditions::set(&mut status.conditions, revoked, None, now);
                 }
@@ -111,7 +113,7 @@ pub(crate) async fn report(
                 match tokio::time::timeout(API_LIMIT, write(&client, &node_name, &status)).await {
                     Ok(Ok(found)) => {
                         metrics.reported(Timestamp::now());
-                        has_owner = has_owner || is_corrected(&client, &found).await;
+                        has_owner = has_owner || correct_owner(&client, &found).await;
                         written = Some((status, std::time::Instant::now()));
                     }
                     Ok(Err(error)) => tracing::warn!(%error, "cannot write the SandboxNode"),
@@ -121,26 +123,28 @@ pub(crate) async fn report(
                 }
             }
         }
-        // All arms only wait.
+        // Cancel-safe: all arms only wait.
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
-            // Why sandboxes sleep before their time is told before they do.
+            // The condition about pressure is written before sandboxes sleep for it.
             () = pressure.news() => {}
-            // The controller waits to hear of memory whose Pod is gone. Pods that go together are told of together.
-            () = async { board.news().await; tokio::time::sleep(TOGETHER).await } => {}
+            // The controller waits for the entries of Pods that are gone. Pods that go together are
+            // reported together.
+            () = async { board.left_changed().await; tokio::time::sleep(COLLECT).await } => {}
             () = stop.cancelled() => return,
         }
     }
 }
 
-/// Until the next look, after one that took so long.
-fn pause_after(look: Duration) -> Duration {
-    look.saturating_mul(REST).clamp(LOOK, HEARTBEAT)
+/// Returns the pause after a report that took `took`.
+fn pause_after(took: Duration) -> Duration {
+    took.saturating_mul(PAUSE_RATIO).clamp(MIN_PAUSE, HEARTBEAT)
 }
 
-/// Time and disk space move always; they alone are not news.
+/// Reports whether a status has a change that must be written before the next heartbeat. Time and
+/// disk space change always; alone they are no such change.
 fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
-    let news = |status: &SandboxNodeStatus| {
+    let compared = |status: &SandboxNodeStatus| {
         let SandboxNodeStatus {
             agent_version,
             conditions,
@@ -157,8 +161,8 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             .map(|c| (c.status, c.message))
             .collect();
         let images = storage.map(|storage| {
-            let limited = storage.namespaces.into_iter().filter(|one| one.limited);
-            let limited: BTreeSet<String> = limited.map(|one| one.name).collect();
+            let limited = storage.namespaces.into_iter().filter(|n| n.limited);
+            let limited: BTreeSet<String> = limited.map(|namespace| namespace.name).collect();
             (storage.images, limited)
         });
         (
@@ -172,11 +176,11 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             images,
         )
     };
-    news(old) != news(new)
+    compared(old) != compared(new)
 }
 
-/// Whether its owner needs no further look.
-async fn is_corrected(client: &Client, found: &SandboxNode) -> bool {
+/// Corrects the owner of the SandboxNode. Returns whether the owner needs no further correction.
+async fn correct_owner(client: &Client, found: &SandboxNode) -> bool {
     match tokio::time::timeout(API_LIMIT, owner::correct(client, found)).await {
         Ok(Ok(())) => return true,
         Ok(Err(error)) => tracing::warn!(%error, "cannot set the owner of the SandboxNode"),
@@ -202,7 +206,7 @@ async fn write(
         other => return other,
     }
     let mut fresh = SandboxNode::new(name, SandboxNodeSpec::default());
-    // An error is met again, and told, where the owner is corrected.
+    // An error is ignored here: the later correction of the owner meets it again and logs it.
     let owner = owner::find(client, name).await.unwrap_or_default();
     fresh.metadata.owner_references = owner.map(|node| vec![node]);
     match api.create(&PostParams::default(), &fresh).await {
@@ -261,33 +265,35 @@ fn status(
     }
 }
 
-/// What is so now, after what was `told` last: since when it is so stays.
+/// Returns the current conditions. A condition of `previous` whose status is unchanged keeps its
+/// transition time.
 fn conditions_after(
-    told: Vec<Condition>,
+    previous: Vec<Condition>,
     ability: Result<(), &str>,
     short: &[(Resource, String)],
     now: Timestamp,
 ) -> Vec<Condition> {
-    let mut conditions = told;
+    let mut conditions = previous;
     let (truth, reason, message) = match ability {
         Ok(()) => (conditions::Status::True, "AgentRunning", String::new()),
         Err(why) => (conditions::Status::False, "ProbeFailed", why.to_owned()),
     };
     let ready = Draft::new(conditions::READY, truth, reason, message);
     conditions::set(&mut conditions, ready, None, now);
-    conditions::set(&mut conditions, pressed(short), None, now);
+    conditions::set(&mut conditions, pressure_condition(short), None, now);
     conditions
 }
 
-/// Whether sandboxes sleep before their time, and why.
-fn pressed(short: &[(Resource, String)]) -> Draft {
-    let words: Vec<&str> = short.iter().map(|(_, words)| words.as_str()).collect();
+/// Makes the condition that shows whether sandboxes sleep before their time, and why. `short` has
+/// the resources that the node is short of, each with a message.
+fn pressure_condition(short: &[(Resource, String)]) -> Draft {
+    let messages: Vec<&str> = short.iter().map(|(_, message)| message.as_str()).collect();
     let (truth, reason) = match short.first() {
         None => (conditions::Status::False, "Enough"),
         Some((Resource::Memory, _)) => (conditions::Status::True, "MemoryShort"),
         Some((Resource::Swap, _)) => (conditions::Status::True, "SwapShort"),
     };
-    Draft::new(conditions::PRESSURE, truth, reason, words.join("; "))
+    Draft::new(conditions::PRESSURE, truth, reason, messages.join("; "))
 }
 
 fn runtime(node: &Node, handler: &str, can_doze: &Result<(), String>) -> NodeRuntime {
@@ -320,7 +326,8 @@ fn counts(node: &Node) -> SandboxCounts {
             Ok(SandboxState::Hibernated { .. }) => counts.hibernated += 1,
             Ok(SandboxState::Running) => {
                 let sandbox = &pod.sandbox;
-                let lives = node.runsc.is_halted(sandbox) || node.runsc.connect(sandbox).is_ok();
+                let lives =
+                    node.runsc.is_stopped_by_signal(sandbox) || node.runsc.connect(sandbox).is_ok();
                 let paused = node.records.is_noted_paused(&pod.sandbox);
                 let dozes = paused && matches!(node.records.doze(&pod.sandbox), Ok(Some(_)));
                 counts.dozing += i32::from(lives && dozes);
@@ -348,7 +355,8 @@ fn storage(node: &Node, images: &[Listed]) -> Option<ImageStorage> {
     })
 }
 
-/// Partial images count too: they take room as others do.
+/// Returns the storage of the namespaces with the most bytes. Partial images count, too, because
+/// they take room as committed images do.
 fn namespaces(images: &[Listed], limit: Option<u64>) -> Vec<NamespaceStorage> {
     let sizes = images.iter().map(|image| (&image.namespace, image.size));
     let shares = store_limit::largest(sizes, limit).into_iter();

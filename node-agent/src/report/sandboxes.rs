@@ -1,4 +1,5 @@
-//! What SandboxNode says of each sandbox: why the planner does what it does, what the last sleep gained, how the last wake went.
+//! The entries of SandboxNode about sandboxes: the planner's reasons, the memory that the last
+//! sleep freed, and the last wake.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -18,73 +19,77 @@ use crate::report::metrics::Metrics;
 use crate::report::spans::Spans;
 
 mod board;
-pub(crate) use board::{Board, Latest};
 mod left;
-use left::Names;
 
-/// A note on the node's disk, and the time of its file when it was read.
+pub(crate) use super::bytes::signed;
+pub(crate) use board::{Board, Latest};
+use left::LeftImages;
+
+/// A note of the node's disk, and the time of its file when the agent read the note.
 #[derive(Debug)]
-struct Noted<T> {
+struct Dated<T> {
     at: SystemTime,
     note: T,
 }
 
-/// What is remembered of one sandbox between two looks.
+/// The notes of one sandbox that the agent has read.
 #[derive(Debug, Default)]
-struct Known {
-    wake: Option<Noted<WakeNote>>,
-    sleep: Option<Noted<SleepNote>>,
-    /// Time of the note of its restore.
+struct Notes {
+    wake: Option<Dated<WakeNote>>,
+    sleep: Option<Dated<SleepNote>>,
+    /// Time of the note about the sandbox's restore.
     restored_at: Option<SystemTime>,
 }
 
-/// Looks at the notes of all sandboxes; counts what is new in them.
+/// Reads the notes of all sandboxes, and counts and exports the new ones.
 #[derive(Debug)]
 pub(crate) struct Sandboxes {
-    known: HashMap<SandboxId, Known>,
-    /// What happened before the agent began is not counted again.
+    notes: HashMap<SandboxId, Notes>,
+    /// False until the first report is made. Notes that the first report reads are not counted:
+    /// their events were before the agent's start.
     counts: bool,
     metrics: Arc<Metrics>,
     board: Arc<Board>,
     spans: Arc<Spans>,
-    /// What the manifests of images say whose Pods are gone.
-    names: HashMap<ImageId, Names>,
+    left: LeftImages,
 }
 
 impl Sandboxes {
     pub(crate) fn new(metrics: Arc<Metrics>, board: Arc<Board>, spans: Arc<Spans>) -> Self {
         Self {
-            known: HashMap::new(),
+            notes: HashMap::new(),
             counts: false,
             metrics,
             board,
             spans,
-            names: HashMap::new(),
+            left: LeftImages::default(),
         }
     }
 
-    /// Waits until a Pod that is gone has left an image, or has left it no more.
+    /// Returns the board, on which a caller can wait for changes of left images.
     pub(crate) fn board(&self) -> Arc<Board> {
         self.board.clone()
     }
 
-    /// One entry for each Pod that is gone and has left its memory in an image, then one for each sandbox of the node, by Pod UID. `images`: all that the store holds.
+    /// Returns one entry for each Pod that is gone and has left its memory in an image, then one
+    /// for each sandbox of the node, by Pod UID; at most [`MAX_REPORTED`] entries. `images` are all
+    /// images of the store.
     pub(crate) fn report(&mut self, node: &Node, images: &[Listed]) -> Vec<SandboxReport> {
         let mut pods = node.records.pods().unwrap_or_default();
         pods.sort_by_cached_key(|pod| {
             let made_at = node.records.made_at(&pod.sandbox);
             (pod.pod_uid.clone(), Reverse(made_at))
         });
-        // A Pod whose sandbox was just made anew has two for a moment: the newest stands for it.
+        // A Pod whose sandbox was made anew has two records for a moment. The newer is reported.
         pods.dedup_by(|a, b| a.pod_uid == b.pod_uid);
-        self.known
+        self.notes
             .retain(|sandbox, _| pods.iter().any(|pod| pod.sandbox == *sandbox));
         let sizes: BTreeMap<_, _> = images.iter().map(|i| (&i.id, i.size)).collect();
         let mut held = 0_i64;
         let mut reports = Vec::new();
         for pod in &pods {
             let asleep_in = asleep_in(node, pod, images);
-            self.look(node, pod);
+            self.read_notes(node, pod);
             let mut report = self.describe(pod);
             if let Some(image) = asleep_in {
                 report.image_bytes = sizes.get(&image).map(|size| signed(*size));
@@ -99,95 +104,97 @@ impl Sandboxes {
         }
         self.metrics.held_asleep.set(held);
         let mut reasons = BTreeMap::new();
-        for told in reports.iter().flat_map(|report| &report.reasons) {
-            *reasons.entry(told.reason.clone()).or_default() += 1;
+        for reason in reports.iter().flat_map(|report| &report.reasons) {
+            *reasons.entry(reason.reason.clone()).or_default() += 1;
         }
         self.metrics.planned_for(&reasons);
         let watched = i64::try_from(self.board.watched()).unwrap_or(i64::MAX);
         self.metrics.watched.set(watched);
         self.counts = true;
-        let mut all = self.report_left(node, images, &mut reports);
+        let mut all = self.left.report(&self.board, node, images, &mut reports);
         all.append(&mut reports);
         all.truncate(MAX_REPORTED);
         all
     }
 
-    /// Whether the report names all memory that is in `images`: each Pod of theirs has a sandbox on the node, or was seen to be gone.
+    /// Reports whether the report names the memory of all `images`: the Pod of each committed image
+    /// has a sandbox on the node, or the board has the Pod as gone.
     pub(crate) fn is_complete(&self, node: &Node, images: &[Listed]) -> bool {
         let Ok(pods) = node.records.pods() else {
             return false;
         };
         let recorded: BTreeSet<&PodUid> = pods.iter().map(|pod| &pod.pod_uid).collect();
-        let whole = images
+        let committed = images
             .iter()
             .filter(|image| image.state == ImageState::Committed);
-        whole
+        committed
             .map(|image| image.id.pod())
             .all(|pod| recorded.contains(pod) || self.board.is_gone(pod))
     }
 
-    /// The planner's reasons about a Pod.
+    /// Returns the planner's reasons about a Pod.
     pub(crate) fn reasons(&self, pod: &PodUid) -> Vec<PlanReason> {
-        self.board.of(pod)
+        self.board.reasons(pod)
     }
 
-    /// Reads the notes that were written since the last look.
-    fn look(&mut self, node: &Node, pod: &PodRecord) {
-        let known = self.known.entry(pod.sandbox.clone()).or_default();
+    /// Reads the notes of a sandbox that were written since the last report.
+    fn read_notes(&mut self, node: &Node, pod: &PodRecord) {
+        let notes = self.notes.entry(pod.sandbox.clone()).or_default();
         if let Some(at) = node.records.woke_at(&pod.sandbox)
-            && known.wake.as_ref().is_none_or(|noted| noted.at != at)
+            && notes.wake.as_ref().is_none_or(|dated| dated.at != at)
             && let Ok(note) = node.records.wake(&pod.sandbox)
         {
             if self.counts {
                 let stages = stages(&note.stages_end_micros);
-                self.metrics.woke(&note, whole(&note), &stages);
+                self.metrics.woke(&note, duration(&note), &stages);
                 self.spans.woke(pod, &note, at, &stages);
             }
-            known.wake = Some(Noted { at, note });
+            notes.wake = Some(Dated { at, note });
         }
         if let Some(at) = node.records.restored_at(&pod.sandbox)
-            && known.restored_at != Some(at)
+            && notes.restored_at != Some(at)
             && let Ok(note) = node.records.restore(&pod.sandbox)
         {
             if self.counts {
                 let stages = stages(&note.stages_end_micros);
                 self.spans.restored(pod, &note, at, &stages);
             }
-            known.restored_at = Some(at);
+            notes.restored_at = Some(at);
         }
         if let Some(at) = node.records.slept_at(&pod.sandbox)
-            && known.sleep.as_ref().is_none_or(|noted| noted.at != at)
+            && notes.sleep.as_ref().is_none_or(|dated| dated.at != at)
             && let Ok(note) = node.records.sleep(&pod.sandbox)
         {
             if self.counts {
                 self.metrics.fell_asleep(note);
             }
-            known.sleep = Some(Noted { at, note });
+            notes.sleep = Some(Dated { at, note });
         }
     }
 
     fn describe(&self, pod: &PodRecord) -> SandboxReport {
-        let known = self.known.get(&pod.sandbox);
-        let sleep = known.and_then(|known| known.sleep.as_ref());
-        let wake = known.and_then(|known| known.wake.as_ref());
+        let notes = self.notes.get(&pod.sandbox);
+        let sleep = notes.and_then(|notes| notes.sleep.as_ref());
+        let wake = notes.and_then(|notes| notes.wake.as_ref());
         SandboxReport {
             asleep_since: None,
             image_bytes: None,
             image_id: None,
             last_wake: wake.and_then(last_wake),
-            memory_asleep_bytes: sleep.map(|noted| signed(noted.note.bytes_after)),
-            memory_awake_bytes: sleep.map(|noted| signed(noted.note.bytes_before)),
+            memory_asleep_bytes: sleep.map(|dated| signed(dated.note.bytes_after)),
+            memory_awake_bytes: sleep.map(|dated| signed(dated.note.bytes_before)),
             namespace: pod.namespace.to_string(),
             pod_gone_since: None,
             pod_name: pod.name.clone(),
             pod_uid: pod.pod_uid.to_string(),
-            reasons: self.board.of(&pod.pod_uid),
+            reasons: self.board.reasons(&pod.pod_uid),
             sandbox_name: self.board.sandbox_of(&pod.pod_uid).unwrap_or_default(),
         }
     }
 }
 
-/// The image that holds the memory of a sandbox that sleeps: also of one that dozes, once its memory is pushed out.
+/// Returns the image that holds the memory of a sleeping sandbox. A dozing sandbox counts as soon
+/// as its memory has been pushed into swap.
 fn asleep_in(node: &Node, pod: &PodRecord, images: &[Listed]) -> Option<ImageId> {
     let records = &node.records;
     match records.state(&pod.sandbox).ok()? {
@@ -205,22 +212,23 @@ fn asleep_in(node: &Node, pod: &PodRecord, images: &[Listed]) -> Option<ImageId>
     }
 }
 
-fn last_wake(noted: &Noted<WakeNote>) -> Option<LastWake> {
-    let at = Timestamp::try_from(noted.at).ok()?;
+fn last_wake(wake: &Dated<WakeNote>) -> Option<LastWake> {
+    let at = Timestamp::try_from(wake.at).ok()?;
     Some(LastWake {
         at: Time(at),
-        cause: noted.note.cause.as_str().to_owned(),
-        from: format!("{:?}", noted.note.from),
-        duration_micros: i64::try_from(whole(&noted.note).as_micros()).unwrap_or(i64::MAX),
+        cause: wake.note.cause.as_str().to_owned(),
+        from: format!("{:?}", wake.note.from),
+        duration_micros: i64::try_from(duration(&wake.note).as_micros()).unwrap_or(i64::MAX),
     })
 }
 
-fn whole(note: &WakeNote) -> Duration {
+fn duration(note: &WakeNote) -> Duration {
     let last = note.stages_end_micros.values().max();
     Duration::from_micros(last.copied().unwrap_or(0))
 }
 
-/// How long each stage took, in their order: a stage begins where the one before it was over.
+/// Returns the stages in their order, each with its duration. A stage begins at the end of the
+/// stage before it.
 fn stages(ends_micros: &BTreeMap<String, u64>) -> Vec<(String, Duration)> {
     let mut ends: Vec<(u64, &String)> = ends_micros
         .iter()
@@ -234,11 +242,6 @@ fn stages(ends_micros: &BTreeMap<String, u64>) -> Vec<(String, Duration)> {
         .collect()
 }
 
-/// Bytes as the API has them.
-pub(crate) fn signed(bytes: u64) -> i64 {
-    i64::try_from(bytes).unwrap_or(i64::MAX)
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
     use torpor_core::ids::{ContainerName, ImageId};
@@ -247,11 +250,11 @@ pub(crate) mod tests {
     use torpor_core::steps::Reason;
     use torpor_records::{Depth, WakeCause};
 
-    use super::board::told;
+    use super::board::plan_reason;
     pub(crate) use super::left::tests::image_in;
     use super::*;
 
-    /// Every reason once. The match makes sure that a new one is added here.
+    /// Returns each reason once. The match fails to compile until a new reason is added here.
     fn all() -> Vec<Reason> {
         let image = || ImageId::parse("pod-a.1").expect("an image's name");
         let until = Timestamp::UNIX_EPOCH;
@@ -350,8 +353,8 @@ pub(crate) mod tests {
 
     #[test]
     fn the_api_knows_the_planners_reasons_and_no_others() {
-        let told: Vec<String> = all().iter().map(|reason| told(reason).reason).collect();
-        assert_eq!(told, torpor_api::reasons::plan::ALL);
+        let names = all().into_iter().map(|reason| plan_reason(&reason).reason);
+        assert_eq!(names.collect::<Vec<_>>(), torpor_api::reasons::plan::ALL);
     }
 
     #[test]
@@ -365,14 +368,14 @@ pub(crate) mod tests {
         let reason = Reason::Backoff {
             until: Timestamp::UNIX_EPOCH,
         };
-        assert_eq!(told(&reason).detail, "until=1970-01-01T00:00:00Z");
-        assert_eq!(told(&Reason::Busy).detail, "");
+        assert_eq!(plan_reason(&reason).detail, "until=1970-01-01T00:00:00Z");
+        assert_eq!(plan_reason(&Reason::Busy).detail, "");
     }
 
     #[test]
     fn a_stage_lasts_from_the_end_of_the_one_before() {
         let note = WakeNote {
-            cause: WakeCause::Called,
+            cause: WakeCause::Exec,
             from: Depth::Hibernated,
             stages_end_micros: [("verified", 30), ("attached", 90), ("prepared", 10)]
                 .map(|(stage, end)| (stage.to_owned(), end))
@@ -382,6 +385,6 @@ pub(crate) mod tests {
         let expected = [("prepared", 10), ("verified", 20), ("attached", 60)]
             .map(|(stage, took)| (stage.to_owned(), micros(took)));
         assert_eq!(stages(&note.stages_end_micros), expected);
-        assert_eq!(whole(&note), micros(90));
+        assert_eq!(duration(&note), micros(90));
     }
 }

@@ -13,7 +13,8 @@ use crate::report::metrics::Metrics;
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Whether the agent is ready, and what it waits for where it is not. Clones are the same.
+/// The agent's readiness: None when the agent is ready, or else the reason to wait. Clones share
+/// the state.
 #[derive(Debug, Clone)]
 pub(crate) struct Readiness(Arc<Mutex<Option<String>>>);
 
@@ -25,23 +26,24 @@ impl Default for Readiness {
 }
 
 impl Readiness {
-    /// It waits for this.
+    /// Marks the agent as not ready, for this reason.
     pub(crate) fn not_yet(&self, why: String) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
     }
 
+    /// Marks the agent as ready.
     pub(crate) fn reached(&self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    fn waits_for(&self) -> Option<String> {
+    fn reason_to_wait(&self) -> Option<String> {
         let why = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         why.clone()
     }
 
     #[cfg(test)]
     pub(crate) fn words(&self) -> String {
-        self.waits_for().unwrap_or_default()
+        self.reason_to_wait().unwrap_or_default()
     }
 }
 
@@ -52,7 +54,7 @@ pub(crate) async fn health(
     stop: CancellationToken,
 ) -> anyhow::Result<()> {
     let answer = move || {
-        let why = ready.waits_for();
+        let why = ready.reason_to_wait();
         async move {
             match why {
                 None => (StatusCode::OK, "ok".to_owned()),

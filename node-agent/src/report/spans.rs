@@ -1,5 +1,11 @@
-//! Spans of what the agent does and of the wakes and restores that it did not do: torpor-oci brings a sandbox back without it, and leaves a note of the time of each stage (`wake.json`, `restore.json`), from which the spans are made afterwards. So a wake does nothing for them, whether they are
-//! exported or not. They belong to the trace of the Pod's Sandbox, which the controller writes on the Pod; without it each is a trace of its own.
+//! Spans of the agent's steps, and of wakes and restores by other processes.
+//!
+//! torpor-oci wakes and restores sandboxes without the agent, and leaves a note with the time of
+//! each stage (`wake.json`, `restore.json`). The agent makes the spans from this note afterwards. A
+//! wake itself therefore does no work for spans, whether they are exported or not.
+//!
+//! A span belongs to the trace of the Pod's Sandbox, which the controller writes into an annotation
+//! of the Pod. Without the annotation each span is a trace of its own.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -16,18 +22,20 @@ use torpor_core::steps::{Outcome, StepKind};
 use torpor_daemon::spans::{LONGEST_CARRIER, context_in};
 use torpor_records::{PodRecord, RestoreNote, WakeNote};
 
-/// Name of the service that the spans are told of.
+/// Name of the service in the exported spans.
 pub(crate) const SERVICE: &str = "torpor-agent";
-/// Name of the span of a wake; its stages are below it.
+/// Name of the span of a wake in place. The spans of its stages are its children.
 const WAKE: &str = "WakeSandbox";
-/// The same of a restore that is no wake in place: of a new Pod's, which continues what was saved in another.
+/// Name of the span of a restore that is no wake in place: a new Pod continues from the memory of
+/// another Pod. The spans of its stages are its children.
 const RESTORE: &str = "RestoreSandbox";
 
-/// Whoever takes spans, if anybody does.
+/// The export of spans.
 #[derive(Debug, Default)]
 pub(crate) struct Spans {
+    /// None: the agent exports no spans.
     tracer: Option<SdkTracer>,
-    /// The traces of the Sandboxes of this node's Pods.
+    /// Trace contexts of the Sandboxes of this node's Pods, from the Pods' annotations.
     carriers: Mutex<HashMap<PodUid, String>>,
 }
 
@@ -39,7 +47,8 @@ impl Spans {
         }
     }
 
-    /// Remembers the trace that a Pod's annotation names.
+    /// Keeps the trace context of a Pod's annotation for the Pod's later spans. Removes the context
+    /// if there is no Pod or no annotation.
     pub(crate) fn note(&self, uid: &PodUid, pod: Option<&Pod>) {
         if self.tracer.is_none() {
             return;
@@ -63,7 +72,8 @@ impl Spans {
             .unwrap_or_default()
     }
 
-    /// A wake that ended at `at` after it had gone through `stages`, each with the time that it took.
+    /// Exports the span of a wake that ended at `at`. `stages` has the stages in their order, each
+    /// with its duration.
     pub(crate) fn woke(
         &self,
         pod: &PodRecord,
@@ -75,10 +85,11 @@ impl Spans {
             KeyValue::new("cause", note.cause.as_str()),
             KeyValue::new("from", format!("{:?}", note.from)),
         ];
-        self.ran_again(WAKE, pod, own, at, stages);
+        self.export(WAKE, pod, own, at, stages);
     }
 
-    /// The same of a restore that a container's start began.
+    /// Exports the span of a restore by a container's start, which ended at `at`. `stages` has the
+    /// stages in their order, each with its duration.
     pub(crate) fn restored(
         &self,
         pod: &PodRecord,
@@ -87,11 +98,12 @@ impl Spans {
         stages: &[(String, Duration)],
     ) {
         let own = [KeyValue::new("image", note.image.to_string())];
-        self.ran_again(RESTORE, pod, own, at, stages);
+        self.export(RESTORE, pod, own, at, stages);
     }
 
-    /// A span with attributes of its own and those of its Pod, and its stages below it.
-    fn ran_again(
+    /// Exports a span that ended at `at`, with the attributes `own` and those of its Pod, and one
+    /// child span for each stage.
+    fn export(
         &self,
         name: &'static str,
         pod: &PodRecord,
@@ -126,7 +138,7 @@ impl Spans {
         below.span().end_with_timestamp(at);
     }
 
-    /// A step of a plan that has just ended.
+    /// Exports the span of a step that has just ended.
     pub(crate) fn stepped(&self, uid: &PodUid, kind: StepKind, outcome: &Outcome, took: Duration) {
         let Some(tracer) = &self.tracer else { return };
         let now = SystemTime::now();
@@ -188,8 +200,8 @@ mod tests {
             .map(|(stage, millis)| (stage.to_owned(), Duration::from_millis(millis)))
     }
 
-    /// What a collector gets when `told` tells.
-    async fn exported(told: impl FnOnce(&Spans)) -> Collector {
+    /// Runs `export`, and returns the collector that has received its spans.
+    async fn exported(export: impl FnOnce(&Spans)) -> Collector {
         let collector = Collector::default();
         let address = collector.start().await.expect("a port");
         let exporter = SpanExporter::builder()
@@ -199,7 +211,7 @@ mod tests {
             .build()
             .expect("an exporter");
         let exporter = Exporter::to(exporter, SERVICE);
-        told(&Spans::new(Some(exporter.tracer())));
+        export(&Spans::new(Some(exporter.tracer())));
         tokio::task::spawn_blocking(move || exporter.end())
             .await
             .expect("exported");
@@ -229,7 +241,7 @@ mod tests {
             wake.end_time_unix_nano - wake.start_time_unix_nano,
             90_000_000
         );
-        // One after the other, from the beginning of the wake to its end.
+        // The stages follow one another, from the beginning of the wake to its end.
         let mut begin = wake.start_time_unix_nano;
         for (stage, took) in stages() {
             let below = collector.named(&stage);

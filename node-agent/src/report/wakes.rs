@@ -1,4 +1,4 @@
-//! What the agent tells of wakes: who wanted those that it does, and which of the others' have failed.
+//! Causes of the agent's wakes, and failures of wakes by other processes.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -8,7 +8,9 @@ use torpor_core::ledger::{LedgerState, Memory};
 use torpor_core::steps::{Outcome, Step, StepKind};
 use torpor_records::WakeCause;
 
-/// Who wants a sandbox that the agent wakes, if it is woken now. A person who asks for it by a time (`kubectl torpor wake`) is no clock.
+/// Returns the cause of a wake by the agent at `now`. The cause is the clock if the time in
+/// annotation [`NEXT_WAKEUP`] has come since the sandbox fell asleep. A user's request in
+/// annotation [`WAKE_AT`] (`kubectl torpor wake`) takes precedence, although it is a time, too.
 pub(crate) fn cause(
     pod: Option<&Pod>,
     asleep_since: Option<Timestamp>,
@@ -26,29 +28,33 @@ pub(crate) fn cause(
     }
 }
 
-/// How much of a Pod's ledger has been looked through for wakes that failed. A keeper, an exec or a forwarded connection tells nobody else.
+/// The part of a Pod's ledger that has been searched for failed wakes. The ledger is the only place
+/// where a keeper, an exec or a forwarded connection records the failure of its wake.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct FailedWakes {
-    /// None: nothing yet. What happened before the agent began is not counted.
-    seen: Option<u64>,
+    /// Sequence number up to which the ledger was searched; None before the first search. Failures
+    /// before the agent's start are not counted.
+    searched: Option<u64>,
 }
 
 impl FailedWakes {
-    /// Why a wake has failed that this agent has not done; told once. Of several between two looks it is the last.
+    /// Returns the reason for which a wake by another process has failed, once per failure. If
+    /// several wakes have failed since the last search, only the last one is returned.
     pub(crate) fn look<'a>(&mut self, ledger: &'a LedgerState) -> Option<&'a str> {
-        let seen = self.seen.replace(ledger.seq);
+        let searched = self.searched.replace(ledger.seq);
         match &ledger.memory {
-            Memory::WakeFailed { reason, .. } if seen.is_some_and(|seen| seen < ledger.seq) => {
+            Memory::WakeFailed { reason, .. } if searched.is_some_and(|seq| seq < ledger.seq) => {
                 Some(reason.as_str())
             }
             _ => None,
         }
     }
 
-    /// A step of this agent is counted as such: its entries, that it began and that it failed, are known.
+    /// Skips the ledger entries of a failed wake by this agent, which is counted as a failed step.
+    /// Such a wake has two entries: its begin and its failure.
     pub(crate) fn note(&mut self, step: &Step, outcome: &Outcome) {
         if step.action.kind() == StepKind::Wake && matches!(outcome, Outcome::Failed { .. }) {
-            self.seen = Some(step.fence.ledger_seq.saturating_add(2));
+            self.searched = Some(step.fence.ledger_seq.saturating_add(2));
         }
     }
 }
@@ -132,11 +138,11 @@ mod tests {
         };
         wakes.note(&step(4, Action::Wake { image: image() }), &failed);
         assert_eq!(wakes.look(&failed_at(6)), None);
-        // Another's, after it.
+        // A later wake by another process.
         assert_eq!(wakes.look(&failed_at(8)), Some("RestoreFailed"));
-        // What did not fail, or was no wake, has no entry that says so.
+        // A step that did not fail, or that was no wake, has no entry of a failed wake.
         wakes.note(&step(4, Action::Wake { image: image() }), &Outcome::Done);
         wakes.note(&step(4, Action::Pause), &failed);
-        assert_eq!(wakes, FailedWakes { seen: Some(8) });
+        assert_eq!(wakes, FailedWakes { searched: Some(8) });
     }
 }

@@ -189,33 +189,6 @@ fn state_in(root: &Path, container: &ContainerId, sandbox: &SandboxId) -> PathBu
     root.join(format!("{container}_sandbox:{sandbox}.state"))
 }
 
-/// The keepers of a Pod from before runsc's records were spread look for the records where they
-/// were then.
-#[tokio::test]
-async fn a_pod_from_before_the_spread_of_records_wakes_where_its_keepers_look_for_it()
--> anyhow::Result<()> {
-    case("unspread", async |case| {
-        let pod = case.start(two_containers()).await?;
-        let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
-        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
-        let runsc = NodeRunsc::new(&case.node.config);
-        let root_container = sandbox.clone().into();
-        let spread = state_in(&runsc.root_of(&sandbox), &root_container, &sandbox);
-        assert!(spread.exists(), "{}", spread.display());
-        case.hibernate("p").await?;
-        std::fs::remove_file(case.node.records.pod_dir(&sandbox).join("spread"))?;
-        let base = case.node.config.runsc_base();
-        assert_eq!(runsc.root_of(&sandbox), base);
-        assert_eq!(case.kubectl.sh("p", "b", "echo here").await?, "here");
-        assert!(state_in(&base, &root_container, &sandbox).exists() && !spread.exists());
-        let woken = case.wake("p").await?;
-        assert!(restarts(&woken) == 0 && is_ready(&woken));
-        footprint.add(&case.node)?;
-        nothing_is_left(case, &footprint).await
-    })
-    .await
-}
-
 /// runsc writes its state of a container in place: a runsc that is killed meanwhile leaves a part
 /// of it, which no runsc reads.
 #[tokio::test]

@@ -12,7 +12,7 @@ use torpor_api::annotations::{DOZE_AFTER, HIBERNATE, WAKE_ON};
 use torpor_api::conditions::POD_HIBERNATED;
 use torpor_core::ids::Namespace;
 use torpor_records::{SandboxState, WakeCause};
-use torpor_runsc::wake_slots::{Turn, Turns};
+use torpor_runsc::wake_slots::{WakeSlot, WakeSlots};
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{pod, python, with};
 use torpor_tests::sleep::{is_ready, restarts};
@@ -612,11 +612,11 @@ async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyho
         let before = witness::ask(&pod).await?;
         let uid = uid(&case.hibernate("p").await?);
         let limit = case.node.config.wakes_at_once;
-        let turns = Turns::new(&case.node.config.state_dir, limit);
+        let turns = WakeSlots::new(&case.node.config.state_dir, limit);
         ensure!(limit > 0, "the installer sets a limit");
         let namespace = Namespace::new(case.namespace.clone())?;
         let take = |_| turns.take(WakeCause::Asked, &namespace);
-        let taken: Vec<Turn> = (0..limit).map(take).collect();
+        let taken: Vec<WakeSlot> = (0..limit).map(take).collect();
         let speak = async { Connection::open(&pod).await?.ask().await };
         let give_back = async {
             wait::until("the wake waits for its turn", LIMIT, async || {

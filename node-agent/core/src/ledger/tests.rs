@@ -48,7 +48,8 @@ fn a_life() -> Vec<Entry> {
     ]
 }
 
-/// The bytes of version 1. If this test fails, ledgers on disk can no longer be read: make a new version instead.
+/// Fixes the bytes of version 1. If this test fails, ledgers on disk cannot be read any more: make
+/// a new version instead.
 #[test]
 fn the_bytes_of_version_1_stay_as_they_are() {
     let golden = concat!(
@@ -81,7 +82,7 @@ fn the_bytes_of_version_1_stay_as_they_are() {
     }
     assert_eq!(file(&a_life()), expected);
     assert_eq!(decode(&expected).unwrap(), (a_life(), Tail::Clean));
-    // One record in full, checksum included, as an independent program computes it.
+    // A whole record, its checksum included, as an independent program computes it.
     let awake = encode(&Entry::Awake).unwrap();
     assert_eq!(awake[..4], [17, 0, 0, 0]);
     assert_eq!(awake[4..8], 0xb932_e2af_u32.to_le_bytes());
@@ -222,8 +223,8 @@ fn a_sandbox_that_ended_before_it_was_resumed_never_left_its_image() {
     };
     let left = LedgerState::fold(&[resumed.clone(), saved(9)].concat());
     assert!(left.is_stale(&image(9)) && left.was_left(&image(9)));
-    let not_heard = vec![Entry::Committed { image: image(9) }];
-    let state = LedgerState::fold(&[resumed, saved(9), not_heard].concat());
+    let not_resumed = vec![Entry::Committed { image: image(9) }];
+    let state = LedgerState::fold(&[resumed, saved(9), not_resumed].concat());
     assert!(!state.is_stale(&image(9)) && !state.was_left(&image(9)));
 }
 
@@ -268,6 +269,29 @@ fn a_snapshot_has_the_newest_committed_image() {
         LedgerState::fold(&life).image_of(&snapshot("s-1")),
         Some(&image(2))
     );
+}
+
+/// A save was cut off between the move of its image to its place and the entry that says so.
+#[test]
+fn an_image_that_a_sandbox_sleeps_in_or_wakes_from_is_whole_also_without_its_own_entry() {
+    for entry in [
+        Entry::Asleep {
+            image: image(1),
+            by_itself: true,
+        },
+        Entry::Waking { image: image(1) },
+        Entry::Adopted {
+            image: image(1),
+            snapshots: [snapshot("s-2")].into(),
+        },
+    ] {
+        let saving = Entry::Saving {
+            image: image(1),
+            snapshots: [snapshot("s-1")].into(),
+        };
+        let state = LedgerState::fold(&[saving, entry]);
+        assert_eq!(state.image_of(&snapshot("s-1")), Some(&image(1)));
+    }
 }
 
 proptest! {

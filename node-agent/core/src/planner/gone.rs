@@ -1,23 +1,29 @@
-//! A Pod that the API has no more, and the memory that it left in an image.
+//! The plan for a Pod that the API does not have any more, and for the memory in its images.
 //!
-//! The Pod may have been evicted while the controller was away, or the watch of snapshots may be behind that of Pods: the snapshot that names the Pod comes later. So its memory
-//! stays until all of this is so:
-//! - the grace time is over, which a Pod that somebody deleted to be rid of it does not have
+//! The Pod may have been evicted while the controller was away, or the watch of snapshots may be
+//! behind that of Pods. The snapshot that names the Pod then comes later. The Pod's memory
+//! therefore stays until all of this holds:
+//! - the grace time is over; a Pod that its user deleted to remove it has none
 //! - the node has no record of its sandbox any more
-//! - the apiserver itself, asked for this plan, has neither the Pod nor a snapshot that names it and that the watch does not show
+//! - the apiserver's own answer, requested for this plan, has neither the Pod nor a snapshot that
+//!   names it and that the watch does not show
 //!
-//! Every other whole image waits for the last two. An image whose snapshot is being deleted, also by the apiserver's word, has no grace time either.
+//! Any other whole image waits for the last two. An image whose snapshot is being deleted has no
+//! grace time either; the apiserver's answer has to confirm that deletion.
 
 use super::{Planning, View};
 use crate::ids::ImageId;
 use crate::ledger::Memory;
 use crate::state::{
-    Answer, Departure, ImageState, Live, PodPresence, SnapshotReason, SnapshotWish, later,
+    Answer, Departure, ImageState, Live, PodPresence, SnapshotReason, SnapshotWish,
 };
 use crate::steps::{Action, Reason};
+use crate::time::later;
 
 impl Planning<'_> {
-    /// The sandbox is the kubelet's to end. After that only what snapshots refer to stays, with the ledger, which says whether those images are stale.
+    /// Plans for a Pod that is gone. The kubelet ends its sandbox. Afterwards only the images that
+    /// snapshots refer to stay, and the ledger with them, because it records whether those images
+    /// are stale.
     pub(super) fn plan_gone(&mut self) {
         self.why.push(Reason::PodGone);
         if self.view.observed.live != Live::None {
@@ -29,12 +35,13 @@ impl Planning<'_> {
         }
         if self.view.observed.sandbox.is_some() {
             // A sandbox that is being removed may still be restoring.
-            if self.view.taken_in_vain().is_some() {
+            if self.view.unused_foreign_image().is_some() {
                 self.look_at(later(self.now, self.policy.look_again));
             }
             return;
         }
-        // An image that a snapshot names and that is not there may come back, and is the snapshot's then: by its status and by the ledger.
+        // A snapshot may name an image that is not in the store now. If the image comes back, it is
+        // the snapshot's, by its status and by the ledger.
         let mut kept = self.view.is_awaited();
         for image in self.images(ImageState::Committed) {
             let wanted = self.view.is_referenced(&image) || self.waits_for_restore(&image);
@@ -44,7 +51,7 @@ impl Planning<'_> {
                 self.give_up(&image);
             }
         }
-        // So may the one that is its memory, although nobody has named it yet.
+        // The image that is the Pod's memory may come back, too, although no snapshot names it yet.
         let missing = self.view.missing_memory().cloned();
         kept |= missing.is_some_and(|image| !self.may_give_up(&image));
         self.plan_ledger_of_gone(kept);
@@ -55,13 +62,14 @@ impl Planning<'_> {
         if !has_ledger || kept {
             return;
         }
-        if let Some(image) = self.view.taken_in_vain().cloned() {
+        if let Some(image) = self.view.unused_foreign_image().cloned() {
             self.removal(Action::ReleaseImage { image }, None);
         }
         self.removal(Action::DiscardLedger, None);
     }
 
-    /// Whether the image of a Pod that is gone may go, though it may be its memory. If not, `why` and `wake_at` say what is waited for.
+    /// Returns whether the image of a Pod that is gone may be removed, though it may be its memory.
+    /// If not, `why` and `wake_at` describe what it waits for.
     fn may_give_up(&mut self, image: &ImageId) -> bool {
         let view = self.view;
         let Some(departure) = &view.desired.departure else {
@@ -70,7 +78,8 @@ impl Planning<'_> {
         if view.is_left_memory(image) {
             let is_claimed = view.needing_image().next().is_some();
             if is_claimed && view.fresh.as_ref() == Some(image) {
-                // It is about to be theirs: an entry that could not be written is written later.
+                // The snapshots are about to adopt the image. If that entry cannot be written now,
+                // it is written later.
                 return false;
             }
             let until = later(departure.since, self.policy.unclaimed_grace);
@@ -125,18 +134,20 @@ impl Departure {
 }
 
 impl View<'_> {
-    /// Whether the image may be the memory of a Pod that is gone: by the ledger, or because there is none, which then says nothing against it. A Pod that went on from it has
-    /// that memory now.
+    /// Returns whether the image may be the memory of a Pod that is gone: the ledger names it, or
+    /// there is no ledger that contradicts. If another Pod was restored from the image, that Pod
+    /// has the memory now.
     pub(super) fn is_left_memory(&self, image: &ImageId) -> bool {
         let mut images = self.observed.images.iter();
         let taken = images.any(|i| i.id == *image && i.consumed_by.is_some());
         let is_memory = self.ledger.memory.image() == Some(image);
-        // One that cannot be trusted counts as none.
+        // A ledger that cannot be trusted counts as no ledger.
         let no_ledger = self.ledger.seq == 0;
         !taken && (is_memory || no_ledger)
     }
 
-    /// The image that is the Pod's memory by the ledger and is not in the store. A save that was cut off left none.
+    /// Returns the image that is the Pod's memory by the ledger and is not in the store. A save
+    /// that was cut off left no image.
     fn missing_memory(&self) -> Option<&ImageId> {
         let memory = &self.ledger.memory;
         let cut_off = matches!(memory, Memory::Saving { .. });
@@ -145,7 +156,8 @@ impl View<'_> {
         (!self.held(image)).then_some(image)
     }
 
-    /// The image that holds the memory of a Pod that is gone and whose sandbox has ended, unless a Suspend snapshot has it.
+    /// Returns the image that holds the memory of a Pod that is gone and whose sandbox has ended,
+    /// unless a Suspend snapshot has the image.
     pub(super) fn left(&self) -> Option<&ImageId> {
         let is_left = self.desired.pod == PodPresence::Gone && self.observed.live == Live::None;
         let image = self.fresh.as_ref().filter(|_| is_left)?;
@@ -155,8 +167,9 @@ impl View<'_> {
         (self.is_left_memory(image) && !is_suspended).then_some(image)
     }
 
-    /// Whether a snapshot that has the image is being deleted, and with it the memory. By the watch alone that is not certain: it may have been let go before, while the Pod was there,
-    /// whose own the image was then.
+    /// Returns whether a snapshot that has the image is being deleted, and the memory with it. The
+    /// watch alone does not prove that: the snapshot may have been released before, while the Pod
+    /// was there and the image was the Pod's own.
     fn may_be_deleted(&self, image: &ImageId, answer: Option<&Answer>) -> bool {
         let snapshots = self.desired.snapshots.iter();
         let mut deleted = snapshots.filter(|s| s.wish == SnapshotWish::Delete);
@@ -166,7 +179,7 @@ impl View<'_> {
         })
     }
 
-    /// Whether the apiserver has what the watches do not show.
+    /// Returns whether the apiserver has a Pod or snapshots that the watches do not show.
     fn is_behind(&self, answer: &Answer) -> bool {
         let snapshots = &self.desired.snapshots;
         let is_shown = |uid: &_| snapshots.iter().any(|snapshot| snapshot.uid == *uid);

@@ -1,13 +1,15 @@
-//! What may go: unfinished images, and images that nothing refers to.
+//! Removal of unfinished images, and of images that nothing refers to.
 
 use super::Planning;
 use crate::ids::ImageId;
 use crate::ledger::Entry;
-use crate::state::{ImageState, later};
+use crate::state::ImageState;
 use crate::steps::{Action, Reason};
+use crate::time::later;
 
 impl Planning<'_> {
-    /// The Pod is there: partial images go, and stale ones that no snapshot refers to.
+    /// Removes the partial images of a Pod that is there, and its stale images that no snapshot
+    /// refers to.
     pub(super) fn plan_rubbish(&mut self) {
         if self.view.corrupt.is_some() {
             return;
@@ -15,12 +17,14 @@ impl Planning<'_> {
         self.discard_partials();
         for image in self.images(ImageState::Committed) {
             if self.view.is_rubbish(&image) && !self.waits_for_restore(&image) {
+                self.leave_behind(&image);
                 self.discard(&image);
             }
         }
     }
 
-    /// Also an image that nobody wants any more is not taken from under a Pod that is coming back from it.
+    /// Returns whether the image must stay because a Pod is being restored from it. Such an image
+    /// stays even if nothing else refers to it.
     pub(super) fn waits_for_restore(&mut self, image: &ImageId) -> bool {
         let restoring = self.view.is_being_restored(image);
         if restoring {
@@ -29,7 +33,8 @@ impl Planning<'_> {
         restoring
     }
 
-    /// Nothing is being saved while a plan is made, so every partial image is a leftover.
+    /// Removes the partial images. No save is under way while a plan is made, so every partial
+    /// image is a leftover.
     pub(super) fn discard_partials(&mut self) {
         for image in self.images(ImageState::Partial) {
             let action = Action::DiscardPartial {
@@ -39,10 +44,18 @@ impl Planning<'_> {
             if planned || !self.may_try_removal() {
                 continue;
             }
-            let after = self.may_forget(&image).then(|| Entry::Discarded {
+            let after = self.must_record_removal(&image).then(|| Entry::Discarded {
                 image: image.clone(),
             });
             self.step(action, None, after);
+        }
+    }
+
+    /// Records that no image is the memory of a frozen sandbox, before that image is removed: if
+    /// the sandbox then dies, it starts cold instead of waiting for an image that is gone.
+    fn leave_behind(&mut self, image: &ImageId) {
+        if self.view.is_memory(image) && self.may_try_removal() {
+            self.step(Action::Record, Some(Entry::Awake), None);
         }
     }
 
@@ -50,7 +63,7 @@ impl Planning<'_> {
         self.why.push(Reason::Garbage {
             image: image.clone(),
         });
-        let after = self.may_forget(image).then(|| Entry::Discarded {
+        let after = self.must_record_removal(image).then(|| Entry::Discarded {
             image: image.clone(),
         });
         self.removal(
@@ -61,8 +74,9 @@ impl Planning<'_> {
         );
     }
 
-    /// Whether the ledger can and should be told that an image is gone: it can be trusted, and it knows the image.
-    fn may_forget(&self, image: &ImageId) -> bool {
+    /// Returns whether the ledger is to record that an image is gone: the ledger can be trusted,
+    /// and it names the image.
+    fn must_record_removal(&self, image: &ImageId) -> bool {
         self.view.corrupt.is_none() && self.view.ledger.images.contains_key(image)
     }
 

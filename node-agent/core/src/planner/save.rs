@@ -1,14 +1,15 @@
-//! Whether a save begins, and what belongs to one.
+//! The begin of a save, and its steps.
 
 use super::Planning;
 use crate::ids::ImageId;
 use crate::ledger::{Entry, Memory};
 use crate::queue::Urgency;
-use crate::state::{Live, Power, later};
+use crate::state::{Live, Power};
 use crate::steps::{Action, Reason};
+use crate::time::later;
 
 impl Planning<'_> {
-    /// Whether a save begins now. If not, `why` and `wake_at` say what is waited for.
+    /// Returns whether a save begins now. If not, `why` and `wake_at` describe what it waits for.
     pub(super) fn may_save(&mut self) -> bool {
         let view = self.view;
         let for_snapshot = view.needing_image().next().is_some();
@@ -43,13 +44,13 @@ impl Planning<'_> {
         (for_snapshot || !in_use) && self.may_try_save_steps() && self.has_turn()
     }
 
-    /// Whether a doze without an image begins now, with the reasons for it.
+    /// Returns whether a doze without an image begins now, and adds the reasons for it.
     pub(super) fn may_doze_unsaved(&mut self) -> bool {
         if !self.view.is_present() {
             self.why.push(Reason::PodTerminating);
             return false;
         }
-        if self.view.asks_for_image() {
+        if self.view.wants_image() {
             self.why.push(Reason::NotCapable);
         }
         if self.in_use() || !self.may_try_save_steps() || !self.has_turn() {
@@ -59,7 +60,7 @@ impl Planning<'_> {
         true
     }
 
-    /// Whether somebody debugs it: nothing is saved meanwhile.
+    /// Returns whether a debug container runs in the sandbox. Nothing is saved meanwhile.
     fn is_debugged(&mut self) -> bool {
         let Some(container) = self.view.observed.added.clone() else {
             return false;
@@ -69,15 +70,15 @@ impl Planning<'_> {
         true
     }
 
-    /// Whether it is its turn to do what costs processors and disk.
+    /// Returns whether the sandbox has its turn for work that costs processors and disk.
     pub(super) fn has_turn(&mut self) -> bool {
         let view = self.view;
         if view.observed.save_turn {
             return true;
         }
-        let asked = !view.by_itself || view.needing_image().next().is_some();
+        let is_requested = !view.by_itself || view.needing_image().next().is_some();
         let urgency = match view.desired.pressure.short_of {
-            _ if asked => Urgency::Asked,
+            _ if is_requested => Urgency::Asked,
             Some(_) => Urgency::Pressed,
             None => Urgency::ByItself,
         };
@@ -95,20 +96,21 @@ impl Planning<'_> {
             .any(|reason| reason.awaited_turn().is_some())
     }
 
-    /// Somebody works in the sandbox, or did a moment ago. Suspend does not wait for that: the Pod is going to be deleted.
+    /// Returns whether the sandbox is in use, or was a moment ago. Suspend does not wait for the
+    /// end of the use: the Pod is going to be deleted.
     fn in_use(&mut self) -> bool {
         let observed = self.view.observed;
         if self.view.desired.suspending() {
             return false;
         }
-        // One that was woken by the clock was woken for somebody.
-        let called = self.view.desired.called_at(self.now);
+        // A sandbox that was woken at a time of `wake_up` was woken for a use.
+        let due = self.view.desired.due_wake_up(self.now);
         let by_clock = observed
             .woke_at
-            .filter(|at| called.is_some_and(|called| called <= *at));
-        let rested =
+            .filter(|at| due.is_some_and(|due| due <= *at));
+        let lingers_until =
             (observed.awake_since.max(by_clock)).map(|since| later(since, self.policy.linger));
-        let lingers = rested.filter(|until| *until > self.now);
+        let lingers = lingers_until.filter(|until| *until > self.now);
         if let Some(until) = lingers {
             self.look_at(until);
         }
@@ -119,7 +121,8 @@ impl Planning<'_> {
         in_use
     }
 
-    /// Checkpoint and what follows it. The sandbox is paused when the first of these steps begins.
+    /// Adds the checkpoint and the steps that follow it. The sandbox is paused when the first of
+    /// them begins.
     pub(super) fn push_save(&mut self) {
         let view = self.view;
         let Some(image) = view.next_image.clone() else {
@@ -152,7 +155,7 @@ impl Planning<'_> {
                 self.push_sleep_wanted();
                 self.push_end(&image);
             }
-            // What comes next is a plan of its own.
+            // The next step is in a plan of its own.
             Power::Dozing if view.observed.live == Live::Paused => self.why.push(Reason::Dozing),
             Power::Frozen => {}
             Power::Asleep | Power::Dozing | Power::Awake => {
@@ -162,8 +165,8 @@ impl Planning<'_> {
     }
 
     pub(super) fn push_end(&mut self, image: &ImageId) {
-        let known = matches!(self.view.ledger.memory, Memory::Asleep { .. });
-        let asleep = (!known).then(|| Entry::Asleep {
+        let is_recorded = matches!(self.view.ledger.memory, Memory::Asleep { .. });
+        let asleep = (!is_recorded).then(|| Entry::Asleep {
             image: image.clone(),
             by_itself: self.view.by_itself,
         });
@@ -176,7 +179,9 @@ impl Planning<'_> {
         );
     }
 
-    /// The same where no sandbox runs. A save may have been cut off between its image and the ledger's word of it, and a snapshot takes only what the ledger knows as whole.
+    /// Lets snapshots adopt the image where no sandbox runs. A save may have been cut off after its
+    /// image was whole and before the ledger recorded that. A snapshot adopts only images that are
+    /// whole by the ledger, so the record is completed first.
     pub(super) fn adopt_at_rest(&mut self, image: &ImageId) {
         if self.view.needing_image().next().is_none() {
             return;
@@ -192,7 +197,7 @@ impl Planning<'_> {
         self.adopt(image);
     }
 
-    /// Snapshots that want an image take the one that holds the sandbox's memory.
+    /// Lets the snapshots that need an image adopt the image that holds the sandbox's memory.
     pub(super) fn adopt(&mut self, image: &ImageId) {
         let snapshots: std::collections::BTreeSet<_> =
             self.view.needing_image().map(|s| s.uid.clone()).collect();

@@ -1,7 +1,8 @@
-//! What users are told about a plan.
+//! The status of a plan, for users.
 
-use super::View;
-use crate::ids::ContainerName;
+use super::view::View;
+use crate::ids::{ContainerName, ImageId};
+use crate::ledger::{Entry, Memory};
 use crate::state::{
     Failure, Live, PodPresence, Policy, Power, Restore, RolledBack, SnapshotIntent, SnapshotReason,
     SnapshotWish,
@@ -10,7 +11,6 @@ use crate::status::{
     ConditionDraft, Phase, SnapshotDraft, SnapshotState, StatusDraft, Truth, reasons,
 };
 use crate::steps::{Reason, Step, StepKind};
-use crate::{Entry, ImageId, Memory};
 
 pub(super) fn describe(
     view: &View<'_>,
@@ -18,34 +18,34 @@ pub(super) fn describe(
     steps: &[Step],
     why: &[Reason],
 ) -> StatusDraft {
-    let telling = Telling {
+    let describer = Describer {
         view,
         policy,
         steps,
         why,
     };
     StatusDraft {
-        phase: telling.phase(),
-        hibernated: telling.hibernated(),
-        restored: telling.restored(),
+        phase: describer.phase(),
+        hibernated: describer.hibernated(),
+        restored: describer.restored(),
         snapshots: view
             .desired
             .snapshots
             .iter()
-            .map(|s| telling.snapshot(s))
+            .map(|s| describer.snapshot(s))
             .collect(),
         left: view.left().cloned(),
     }
 }
 
-struct Telling<'a> {
+struct Describer<'a> {
     view: &'a View<'a>,
     policy: &'a Policy,
     steps: &'a [Step],
     why: &'a [Reason],
 }
 
-impl Telling<'_> {
+impl Describer<'_> {
     fn begins(&self, kind: StepKind) -> bool {
         self.steps.iter().any(|step| step.action.kind() == kind)
     }
@@ -72,7 +72,7 @@ impl Telling<'_> {
             return Phase::Restoring;
         }
         if observed.busy {
-            return self.phase_of_other();
+            return self.phase_by_ledger();
         }
         match observed.live {
             Live::Unknown => Phase::Unknown,
@@ -93,8 +93,8 @@ impl Telling<'_> {
         }
     }
 
-    /// Another actor is at work: by the ledger, what it does.
-    fn phase_of_other(&self) -> Phase {
+    /// Returns the phase while another process acts: by the ledger, the action of that process.
+    fn phase_by_ledger(&self) -> Phase {
         match (&self.view.ledger.memory, self.view.observed.live) {
             (
                 Memory::Asleep { image, .. } | Memory::Waking { image },
@@ -128,7 +128,7 @@ impl Telling<'_> {
         }
     }
 
-    /// The image that should hold the memory and is not in the store.
+    /// Returns the image that should hold the memory and is not in the store.
     fn missing(&self) -> Option<&ImageId> {
         self.why.iter().find_map(|reason| match reason {
             Reason::ImageMissing { image } => Some(image),
@@ -138,10 +138,11 @@ impl Telling<'_> {
 
     fn hibernated(&self) -> Option<ConditionDraft> {
         let (view, observed) = (self.view, self.view.observed);
-        let asked =
+        let is_wanted =
             view.target != Power::Awake || view.shallow || view.desired.sleep.first().is_some();
-        let known = view.ledger.seq > 0 || view.corrupt.is_some() || view.desired.told;
-        if view.desired.pod == PodPresence::Gone || !(asked || known) {
+        let has_history =
+            view.ledger.seq > 0 || view.corrupt.is_some() || view.desired.has_sleep_condition;
+        if view.desired.pod == PodPresence::Gone || !(is_wanted || has_history) {
             return None;
         }
         let no = |reason, message: String| Some(ConditionDraft::new(Truth::False, reason, message));
@@ -180,7 +181,7 @@ impl Telling<'_> {
                 reasons::FROZEN,
                 "The sandbox is paused, its memory is kept.".into(),
             ),
-            // A failure is told until a save succeeds, also while the next attempt runs.
+            // A failure stays in the status until a save succeeds, even during the next attempt.
             Phase::Saving | Phase::Running | Phase::Absent | Phase::Unknown => {
                 if let Some(failure) = self.save_failure() {
                     return no(reasons::SAVE_FAILED, self.save_failure_message(failure));
@@ -192,7 +193,7 @@ impl Telling<'_> {
                     );
                 }
                 let to_sleep = match observed.dozes_unsaved {
-                    true => view.asks_for_image(),
+                    true => view.wants_image(),
                     false => view.sleeps() || view.desired.sleep.first().is_some(),
                 };
                 match &observed.capable {
@@ -207,7 +208,9 @@ impl Telling<'_> {
         }
     }
 
-    /// It slept when its containers were ended, and sleeps on: the kubelet brings them back, or has ended the Pod (then the controller goes by this word).
+    /// Returns the image of a sandbox that sleeps and whose keepers have ended. The kubelet starts
+    /// the containers again, or has ended the Pod; for an ended Pod the controller reads this
+    /// condition.
     fn asleep_without_keepers(&self) -> Option<&ImageId> {
         let (view, observed) = (self.view, self.view.observed);
         let asleep = matches!(view.ledger.memory, Memory::Asleep { .. });
@@ -217,7 +220,8 @@ impl Telling<'_> {
         view.fresh.as_ref().filter(|_| asleep && left)
     }
 
-    /// A sandbox that dozes by itself, or because its runtime knows nothing deeper: then nobody is to believe that its memory is safe.
+    /// Returns the condition of a sandbox that dozes by itself, or because its runtime has no
+    /// deeper sleep. Without an image the condition warns that the memory is not safe.
     fn dozing(&self, image: Option<&ImageId>) -> Option<ConditionDraft> {
         const NO_IMAGE: &str = "The sandbox has no image: its memory is lost when its Pod, its processes or the node end";
         let (reason, text) = match (image, &self.view.observed.capable) {
@@ -241,7 +245,7 @@ impl Telling<'_> {
         Some(ConditionDraft::new(Truth::False, reason, text))
     }
 
-    /// What a sandbox does whose runtime cannot do what was asked for.
+    /// Returns the text about the doze that replaces a hibernation which the runtime cannot do.
     fn instead_of_sleep(&self) -> String {
         let observed = self.view.observed;
         match (&observed.can_doze, observed.dozes_unsaved) {
@@ -315,7 +319,7 @@ impl Telling<'_> {
         }
     }
 
-    /// The names of what exec has left behind, the first few of them.
+    /// Returns the names of the first few processes that exec left behind.
     fn left_by_exec(&self) -> Option<String> {
         const NAMED: usize = 5;
         let left = &self.view.observed.left_by_exec;
@@ -328,7 +332,7 @@ impl Telling<'_> {
         }
     }
 
-    /// The failure of a save that is still wanted.
+    /// Returns the failure of a save that is still wanted.
     fn save_failure(&self) -> Option<&Failure> {
         let view = self.view;
         let wanted = view.target != Power::Awake
@@ -417,7 +421,8 @@ impl Telling<'_> {
         let view = self.view;
         let images = view.images_of_deleted(snapshot);
         let in_store = |image: &ImageId| view.observed.images.iter().any(|i| i.id == *image);
-        // Kept for another snapshot, or as the memory of a sandbox that cannot or shall not be woken for this.
+        // The image is kept for another snapshot, or as the memory of a sandbox that cannot or must
+        // not be woken for the deletion.
         let kept = |image: &ImageId| {
             view.is_referenced(image) || self.stays_as_memory(image) || view.is_last_image(image)
         };
@@ -445,7 +450,7 @@ impl Telling<'_> {
                 _ if !view.held(image) && !self.suspends_again(snapshot) => {
                     return failed(reasons::IMAGE_MISSING, missing_message(image));
                 }
-                // Until the sandbox sleeps it could run on, and the Pod must not be deleted yet.
+                // Until the sandbox sleeps it could run on, and its Pod must not be deleted yet.
                 (SnapshotReason::Suspend, PodPresence::Present) if !self.is_at_rest(image) => {}
                 (SnapshotReason::Suspend | SnapshotReason::Manual, _) => return committed,
             }
@@ -481,8 +486,10 @@ impl Telling<'_> {
         }
     }
 
-    /// Whether an image of a Pod that ends may yet turn out to be its memory: somebody is still at work on it, or it is known to be in one of its own, kept in a moment or not found
-    /// at the moment. Who is told that there is none gives it up.
+    /// Returns whether an image of a Pod that ends may yet turn out to be its memory. Another
+    /// process is still at work on it, or by the ledger the memory is in an image of the Pod that
+    /// is about to be kept or cannot be found at the moment. If the status denied such an image,
+    /// its reader would give the memory up.
     fn may_be_in_image(&self) -> bool {
         let (view, observed) = (self.view, self.view.observed);
         let memory = &view.ledger.memory;
@@ -493,7 +500,7 @@ impl Telling<'_> {
             || memory.image().is_some_and(own) && !cut_off
     }
 
-    /// Whether the plan gives the image that is the sandbox' memory to the snapshot.
+    /// Returns whether the plan lets the snapshot adopt the image that is the sandbox's memory.
     fn adopts_for(&self, snapshot: &SnapshotIntent) -> bool {
         let mut adopted = self.steps.iter().filter_map(|step| step.before.as_ref());
         adopted.any(|entry| {
@@ -503,7 +510,8 @@ impl Telling<'_> {
 
     fn committed_state(&self, image: &ImageId) -> SnapshotState {
         let in_store = self.view.observed.images.iter().find(|i| i.id == *image);
-        // Without a ledger nothing is known against the image (its Pod is long gone); one that cannot be read is not trusted.
+        // Without a ledger nothing contradicts the image (its Pod is long gone). A ledger that
+        // cannot be read is not trusted.
         let stale = self.view.corrupt.is_some()
             || self.view.ledger.seq > 0 && self.view.ledger.is_stale(image);
         SnapshotState::Committed {
@@ -513,14 +521,15 @@ impl Telling<'_> {
         }
     }
 
-    /// The image of a Suspend snapshot is lost, but the sandbox is there to be saved once more.
+    /// Returns whether a Suspend snapshot whose image is lost can be made again from its sandbox.
     fn suspends_again(&self, snapshot: &SnapshotIntent) -> bool {
         snapshot.reason == SnapshotReason::Suspend
             && self.view.desired.pod == PodPresence::Present
             && self.view.observed.live != Live::None
     }
 
-    /// Nothing of the sandbox runs or is about to, and the image is its memory. Whoever is at work on it may be restoring it at this moment.
+    /// Returns whether no part of the sandbox runs or is about to run, and the image is its memory.
+    /// A process that is at work on the sandbox may be restoring it at this moment.
     fn is_at_rest(&self, image: &ImageId) -> bool {
         let observed = self.view.observed;
         !observed.busy && observed.live == Live::None && self.view.fresh.as_ref() == Some(image)
@@ -547,7 +556,8 @@ fn not_saved_beside(container: &ContainerName) -> String {
     )
 }
 
-/// Reasons of failed wakes as the Restored condition knows them: an unknown outcome is a failed restore to a user.
+/// Returns the reason of the Restored condition for the reason of a failed wake. An unknown outcome
+/// is a failed restore to a user.
 fn restore_reason(reason: &str) -> &str {
     match reason {
         "ImageMissing"

@@ -44,13 +44,13 @@ fn desired(power: Power) -> Desired {
         keep_last_image: false,
         wake_up: BTreeSet::new(),
         snapshots: Vec::new(),
-        told: false,
+        has_sleep_condition: false,
         containers: BTreeSet::new(),
         ready: true,
     }
 }
 
-/// A Pod that was evicted long ago: the apiserver knows nothing more of it.
+/// A Pod that was evicted long ago and that the apiserver does not have any more.
 fn gone() -> Desired {
     let departure = Departure {
         since: at(0),
@@ -65,7 +65,7 @@ fn gone() -> Desired {
     }
 }
 
-/// A Pod that is gone, with its sandbox still on the node.
+/// A node that has the images and the ledger of a Pod, and its sandbox no more.
 fn left(entries: &[Entry], held: &[u32]) -> Observed {
     Observed {
         sandbox: None,
@@ -81,11 +81,11 @@ fn what_an_agent_said_of_a_sleep_before_it_died_is_kept_true() {
         never.status.hibernated, None,
         "nobody asked about its sleep"
     );
-    let told = Desired {
-        told: true,
+    let with_condition = Desired {
+        has_sleep_condition: true,
         ..awake
     };
-    let plan = planned(&told, &observed(Live::Running, &[], &[]));
+    let plan = planned(&with_condition, &observed(Live::Running, &[], &[]));
     assert_eq!(plan.status.hibernated.unwrap().reason, "Awake");
 }
 
@@ -117,9 +117,9 @@ fn what_the_kubelet_is_bringing_back_is_waited_for() {
         containers: [name("a")].into(),
         ..observed(Live::Running, &[], &[])
     };
-    let told = &planned(&suspended, &observed).status.snapshots[0].state;
-    let SnapshotState::Pending { message } = told else {
-        panic!("{told:?}");
+    let state = &planned(&suspended, &observed).status.snapshots[0].state;
+    let SnapshotState::Pending { message } = state else {
+        panic!("{state:?}");
     };
     assert!(message.contains("container \"b\""), "{message}");
 }
@@ -136,10 +136,10 @@ fn nothing_is_saved_while_somebody_debugs_it() {
         let plan = planned(&asked, &debugged);
         assert_eq!(plan.steps, [], "it is not even paused");
         assert!(plan.wake_at.is_some(), "it looks again");
-        let told = plan.status.hibernated.expect("told").message;
+        let message = plan.status.hibernated.expect("told").message;
         assert!(
-            told.contains("\"debugger\"") && told.contains("kubectl debug"),
-            "{told}"
+            message.contains("\"debugger\"") && message.contains("kubectl debug"),
+            "{message}"
         );
         for snapshot in plan.status.snapshots {
             let SnapshotState::Pending { message } = snapshot.state else {
@@ -155,8 +155,8 @@ fn nothing_is_saved_while_somebody_debugs_it() {
     }
 }
 
-/// To run, and to fall asleep by itself after a hundred seconds.
-fn sleepy() -> Desired {
+/// A sandbox that is to run, and to hibernate once it has been idle for 100 seconds.
+fn idle_hibernates() -> Desired {
     let sleep = SleepAfter {
         doze: None,
         hibernate: Some(std::time::Duration::from_secs(100)),
@@ -185,7 +185,7 @@ fn snapshot(name: &str, reason: SnapshotReason) -> SnapshotIntent {
     }
 }
 
-/// A sandbox in this state, with this ledger, and these images whole in the store.
+/// A sandbox in state `live`, with these ledger entries and these images whole in the store.
 fn observed(live: Live, entries: &[Entry], held: &[u32]) -> Observed {
     let whole = |number: &u32| ImageObserved {
         id: image(*number),
@@ -255,7 +255,7 @@ fn save_failure(observed: &mut Observed, second: i64) {
 #[test]
 fn a_sandbox_is_saved_before_it_is_ended_and_each_step_knows_the_ledger_it_was_planned_for() {
     let plan = planned(&desired(Power::Asleep), &observed(Live::Running, &[], &[]));
-    let told: Vec<_> = (plan.steps.iter())
+    let steps: Vec<_> = (plan.steps.iter())
         .map(|s| {
             (
                 s.action.kind(),
@@ -271,7 +271,7 @@ fn a_sandbox_is_saved_before_it_is_ended_and_each_step_knows_the_ledger_it_was_p
         by_itself: false,
     };
     assert_eq!(
-        told,
+        steps,
         [
             (StepKind::Pause, 0, None, None),
             (StepKind::Checkpoint, 0, Some(saving(1)), None),
@@ -364,15 +364,15 @@ fn a_sandbox_is_never_left_standing_while_a_save_waits_after_a_failure() {
         condition.message,
         "Checkpoint failed (DiskFull, attempt 1): no room. Nothing was lost; next attempt from 1970-01-01T00:16:44Z."
     );
-    // The wait is over: saved again under a new name.
+    // The wait is over: the sandbox is saved again, under a new image name.
     save_failure(&mut paused, 900);
     let plan = planned(&desired(Power::Asleep), &paused);
     assert_eq!(plan.steps[1].action, Action::Checkpoint { image: image(2) });
 }
 
-/// To doze after ten seconds, to hibernate after a hundred.
-fn dozy() -> Desired {
-    let mut desired = sleepy();
+/// A sandbox that is to doze after 10 idle seconds and to hibernate after 100.
+fn idle_dozes() -> Desired {
+    let mut desired = idle_hibernates();
     desired.sleep.doze = Some(std::time::Duration::from_secs(10));
     desired
 }
@@ -391,18 +391,18 @@ fn what_dozes_sleeps_deeper_when_it_is_evicted_and_wakes_for_its_end_when_it_is_
         let evicted = Desired {
             pod,
             evicted: true,
-            ..dozy()
+            ..idle_dozes()
         };
         assert_steps(&evicted, &dozes(false), &[StepKind::End]);
         assert_steps(&evicted, &dozes(true), &[StepKind::End]);
     }
     let deleted = Desired {
         pod: PodPresence::Terminating,
-        ..dozy()
+        ..idle_dozes()
     };
     assert_steps(&deleted, &dozes(true), &[StepKind::Resume]);
-    // It sleeps on then, also where it may doze only.
-    let mut dozer = dozy();
+    // An evicted sandbox sleeps on, even if it may only doze.
+    let mut dozer = idle_dozes();
     dozer.sleep.hibernate = None;
     let mut asleep = observed(Live::None, &asleep_entries(true), &[1]);
     asleep.record = Some(Record { image: image(1) });
@@ -668,13 +668,13 @@ fn any_observed() -> impl Strategy<Value = Observed> {
 }
 
 proptest! {
-    /// States that no history leads to are planned for as well, and never by restoring or removing the wrong thing.
+    /// For states that no history leads to, the planner restores and removes no wrong image, too.
     #[test]
     fn plans_for_impossible_states_are_safe(
         observed in any_observed(),
         power in prop_oneof![Just(Power::Awake), Just(Power::Asleep), Just(Power::Frozen)],
         pod in prop_oneof![Just(PodPresence::Present), Just(PodPresence::Terminating), Just(PodPresence::Gone)],
-        may in prop_oneof![Just(desired(Power::Awake)), Just(sleepy()), Just(dozy())],
+        may in prop_oneof![Just(desired(Power::Awake)), Just(idle_hibernates()), Just(idle_dozes())],
         keep_last_image in any::<bool>(),
         evicted in any::<bool>(),
         save_turn in any::<bool>(),

@@ -1,4 +1,4 @@
-//! What follows from desired and observed taken together, before anything is decided.
+//! The facts that follow from request and observation together, before any decision.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -9,25 +9,27 @@ use crate::ids::{ContainerName, ImageId};
 use crate::ledger::{LedgerState, Memory};
 use crate::state::{
     Desired, Failure, ImageState, Live, NOT_WATCHED, Observed, PodPresence, Policy, Power,
-    SnapshotIntent, SnapshotReason, SnapshotWish, later,
+    SnapshotIntent, SnapshotReason, SnapshotWish,
 };
+use crate::time::later;
 
 pub(super) struct View<'a> {
     pub(super) desired: &'a Desired,
     pub(super) observed: &'a Observed,
     pub(super) target: Power,
-    /// The target is what the sandbox does because of idleness only.
+    /// The sandbox has its target only because of idleness.
     pub(super) by_itself: bool,
-    /// It dozes because the runtime knows no deeper sleep, which is what was wanted.
+    /// The sandbox dozes because the runtime has no deeper sleep, and a deeper sleep is requested.
     pub(super) shallow: bool,
-    /// Until then it does not fall asleep by itself, because nothing that arrives would wake it. Whoever asks for an image has one before.
+    /// Until then the sandbox does not fall asleep by itself, because nothing that arrives would
+    /// wake it. A request for an image does not wait for that time.
     pub(super) unwatched_until: Option<Timestamp>,
-    /// Empty when it is corrupt.
+    /// Empty if the ledger is corrupt.
     pub(super) ledger: LedgerState,
     pub(super) corrupt: Option<&'a str>,
-    /// The image that is the sandbox's memory, or the same as its memory, and lies in the store.
+    /// The image that is the sandbox's memory, or holds the same memory, and lies in the store.
     pub(super) fresh: Option<ImageId>,
-    /// The name for the next image; `None` when the numbers are used up.
+    /// The name for the next image; `None`: the numbers are used up.
     pub(super) next_image: Option<ImageId>,
 }
 
@@ -48,20 +50,20 @@ impl<'a> View<'a> {
         let next_image = number.and_then(|n| ImageId::new(desired.pod_uid.clone(), n).ok());
         let held = |image: &ImageId| is_held(observed, image);
         let fresh = ledger.restorable(held).cloned();
-        let called = is_called(desired, observed, now);
+        let is_due = is_wake_up_due(desired, observed, now);
         let unwatched_until = unwatched_until(observed, policy).filter(|until| *until > now);
         let is_watched = unwatched_until.is_none();
-        let of_idleness = match desired.target() {
-            Power::Awake if !called => of_idleness(desired, observed, &ledger, is_watched, now),
+        let idle_power = match desired.target() {
+            Power::Awake if !is_due => idle_power(desired, observed, &ledger, is_watched, now),
             Power::Awake | Power::Asleep | Power::Frozen | Power::Dozing => None,
         };
-        let by_itself = of_idleness.is_some();
-        let target = match of_idleness {
+        let by_itself = idle_power.is_some();
+        let target = match idle_power {
             Some(power) => power,
-            None if called => Power::Awake,
+            None if is_due => Power::Awake,
             None => desired.target(),
         };
-        // A Suspend wants the image itself: the Pod is going to be deleted.
+        // A Suspend needs the image itself: the Pod is going to be deleted.
         let shallow = dozes_unsaved(observed) && target == Power::Asleep && !desired.suspending();
         let target = match (shallow, &observed.can_doze) {
             (true, Ok(())) => Power::Dozing,
@@ -86,38 +88,41 @@ impl<'a> View<'a> {
         self.desired.pod == PodPresence::Present
     }
 
-    /// A container that the kubelet is bringing back, or has not brought yet. What dozes had them all.
+    /// Returns a container that the kubelet is starting again, or has not started yet. A dozing
+    /// sandbox had all containers when it fell asleep.
     pub(super) fn awaited_container(&self) -> Option<&ContainerName> {
         let (desired, observed) = (&self.desired.containers, self.observed);
         let mut awaited = desired.difference(&observed.containers);
         awaited.next().filter(|_| observed.doze.is_none())
     }
 
-    /// How long to wait after a save that failed: a sleep that nobody asked for can wait for longer, unless it will do in a moment.
+    /// Returns the shortest and the longest wait after a failed save. A sleep by idleness can wait
+    /// for longer, unless the cause of the failure passes by itself in a moment.
     pub(super) fn save_backoff(&self, policy: &Policy) -> (Duration, Duration) {
         if self
             .observed
             .failures
             .save
             .as_ref()
-            .is_some_and(Failure::passes)
+            .is_some_and(Failure::is_transient)
         {
             return (policy.save_backoff_min, policy.save_backoff_max);
         }
-        let nobody_asked =
+        let is_unrequested =
             self.desired.target() == Power::Awake && self.needing_image().next().is_none();
-        match nobody_asked && self.desired.sleep.first().is_some() {
+        match is_unrequested && self.desired.sleep.first().is_some() {
             true => (policy.idle_backoff_min, policy.idle_backoff_max),
             false => (policy.save_backoff_min, policy.save_backoff_max),
         }
     }
 
-    /// Whether the image lies whole in the store.
+    /// Returns whether the image lies whole in the store.
     pub(super) fn held(&self, image: &ImageId) -> bool {
         is_held(self.observed, image)
     }
 
-    /// The image that a snapshot stands for. The ledger knows better than a status that may be old.
+    /// Returns the image that a snapshot stands for. The ledger has precedence over a status that
+    /// may be old.
     pub(super) fn image_of<'s>(&'s self, snapshot: &'s SnapshotIntent) -> Option<&'s ImageId> {
         let linked = self
             .ledger
@@ -126,22 +131,25 @@ impl<'a> View<'a> {
         linked.or(snapshot.image.as_ref())
     }
 
-    /// Snapshots of this Pod without an image, and Suspend snapshots whose image the sandbox outlived.
+    /// Returns the snapshots of this Pod that have no image, and Suspend snapshots whose sandbox
+    /// ran on after their image was made. The sandbox of a Pod that is gone or being deleted is
+    /// saved no more: its Suspend snapshots need the image that holds its memory, if there is one.
     pub(super) fn needing_image(&self) -> impl Iterator<Item = &SnapshotIntent> {
-        let present = self.is_present();
+        let can_have_newer = self.is_present() || self.fresh.is_some();
         self.desired.kept_snapshots().filter(move |snapshot| {
             let image = self.image_of(snapshot);
             match snapshot.reason {
                 SnapshotReason::Manual => image.is_none(),
                 SnapshotReason::Suspend => {
-                    image.is_none() || present && image != self.fresh.as_ref()
+                    image.is_none() || can_have_newer && image != self.fresh.as_ref()
                 }
             }
         })
     }
 
-    /// Whether a snapshot that stays refers to the image: by its status, or by the ledger. Of several images of one snapshot the
-    /// older ones count until its status names the newest, because the cache may not show yet what the status says.
+    /// Returns whether a snapshot that stays refers to the image, by its status or by the ledger.
+    /// If a snapshot has several images, the older ones count until its status names the newest,
+    /// because the cache may be behind the status.
     pub(super) fn is_referenced(&self, image: &ImageId) -> bool {
         let record = self
             .ledger
@@ -155,19 +163,19 @@ impl<'a> View<'a> {
             .filter(|s| s.wish == SnapshotWish::Keep);
         kept.any(|snapshot| {
             let linked = record.is_some_and(|record| record.snapshots.contains(&snapshot.uid));
-            let newest_told =
+            let status_names_newest =
                 snapshot.image.is_some() && snapshot.image.as_ref() == self.image_of(snapshot);
-            snapshot.image.as_ref() == Some(image) || linked && !newest_told
+            snapshot.image.as_ref() == Some(image) || linked && !status_names_newest
         })
     }
 
-    /// The image of another Pod from which this one was to go on, if it never did.
-    pub(super) fn taken_in_vain(&self) -> Option<&ImageId> {
+    /// Returns the image of another Pod that this Pod was to continue from, if this Pod never ran.
+    pub(super) fn unused_foreign_image(&self) -> Option<&ImageId> {
         let image = self.ledger.memory.image()?;
         (image.pod() != &self.desired.pod_uid).then_some(image)
     }
 
-    /// Whether a snapshot that stays names an image of this Pod, wherever that is at the moment.
+    /// Returns whether a snapshot that stays names an image of this Pod, in the store or not.
     pub(super) fn is_awaited(&self) -> bool {
         let mut kept = self.desired.kept_snapshots();
         kept.any(|snapshot| {
@@ -175,7 +183,7 @@ impl<'a> View<'a> {
         })
     }
 
-    /// Images that a snapshot that is being deleted refers to.
+    /// Returns the images that a snapshot refers to that is being deleted.
     pub(super) fn images_of_deleted(&self, snapshot: &SnapshotIntent) -> BTreeSet<ImageId> {
         let linked = self
             .ledger
@@ -186,9 +194,9 @@ impl<'a> View<'a> {
         linked.chain(snapshot.image.clone()).collect()
     }
 
-    /// Whether a deleted snapshot asks for the image to go. Not when sleep is what is wanted: then the image stays for the
-    /// sandbox's sake, and only the snapshot goes.
-    pub(super) fn deletion_asked(&self, image: &ImageId) -> bool {
+    /// Returns whether the deletion of a snapshot requires that the image goes. While sleep is
+    /// wanted, the image stays for the sandbox, and only the snapshot goes.
+    pub(super) fn wants_deletion_of(&self, image: &ImageId) -> bool {
         let deleted = |s: &&SnapshotIntent| s.wish == SnapshotWish::Delete;
         !self.sleeps()
             && !self.is_referenced(image)
@@ -198,40 +206,44 @@ impl<'a> View<'a> {
                 .any(|snapshot| self.images_of_deleted(snapshot).contains(image))
     }
 
-    /// Whether it is to doze and no image will be made of it.
+    /// Returns whether the sandbox is to doze and no image will be made of it.
     pub(super) fn dozes_unsaved(&self) -> bool {
         dozes_unsaved(self.observed) && self.target == Power::Dozing
     }
 
-    /// Whether somebody asks for what the runtime cannot do.
-    pub(super) fn asks_for_image(&self) -> bool {
+    /// Returns whether an image is wanted that the runtime may be unable to make.
+    pub(super) fn wants_image(&self) -> bool {
         self.shallow
             || self.desired.sleep.hibernate.is_some()
             || self.needing_image().next().is_some()
     }
 
-    /// Whether the sandbox needs an image of its memory.
+    /// Returns whether the sandbox needs an image of its memory.
     pub(super) fn sleeps(&self) -> bool {
         matches!(self.target, Power::Asleep | Power::Dozing)
     }
 
-    /// Whether it runs, as it is to, until it falls asleep by itself.
+    /// Returns whether the sandbox runs, as requested, and may fall asleep by itself.
     pub(super) fn may_fall_asleep(&self) -> bool {
         let may_sleep = self.desired.sleep.first().is_some();
         may_sleep && self.target == Power::Awake && self.is_present()
     }
 
-    /// Whether the image may be removed: nothing refers to it, and it is not the memory of a sandbox that may need it.
+    /// Returns whether the image may be removed: nothing refers to it, and it is not the memory of
+    /// a sandbox that may need it.
     pub(super) fn is_rubbish(&self, image: &ImageId) -> bool {
-        // A frozen sandbox has its memory itself; an image of it is a second copy, kept unless somebody wants it gone.
-        let second_copy = self.observed.live == Live::Paused && self.target == Power::Frozen;
-        let spare = second_copy && self.deletion_asked(image);
+        // A frozen sandbox has its memory itself. An image of it is a second copy, which stays
+        // until a deletion requires its removal.
+        let second_copy = self.observed.live == Live::Paused
+            && self.observed.record.is_none()
+            && self.target == Power::Frozen;
+        let spare = second_copy && self.wants_deletion_of(image);
         !self.is_referenced(image)
             && !self.is_last_image(image)
             && (!self.is_memory(image) || spare)
     }
 
-    /// Whether the image is kept, stale or not, for the sandbox to go back to when it crashes.
+    /// Returns whether the image is kept, stale or not, for a roll back after a crash.
     pub(super) fn is_last_image(&self, image: &ImageId) -> bool {
         let wanted = self.desired.keep_last_image && self.desired.pod != PodPresence::Gone;
         let whole = |i: &&crate::state::ImageObserved| i.state == ImageState::Committed;
@@ -239,18 +251,20 @@ impl<'a> View<'a> {
         wanted && images.map(|i| i.id.number()).max() == Some(image.number())
     }
 
-    /// Whether some Pod is on its way back from the image: until it runs, these bytes are the only copy of its memory.
+    /// Returns whether a Pod is being restored from the image. Until that Pod runs, these bytes are
+    /// the only copy of its memory.
     pub(super) fn is_being_restored(&self, image: &ImageId) -> bool {
         let images = self.observed.images.iter();
         images.filter(|i| i.being_restored).any(|i| i.id == *image)
     }
 
-    /// Whether the image stands in for a sandbox that is not there (or may soon not be).
+    /// Returns whether the image is the memory of a sandbox that is not there, or may soon not be.
     pub(super) fn is_memory(&self, image: &ImageId) -> bool {
         self.desired.pod != PodPresence::Gone && self.ledger.memory.image() == Some(image)
     }
 
-    /// Sleeps in place: no sandbox, a note in /run, and the ledger agrees with it.
+    /// Returns the image that the sandbox hibernates in, in place: there is no sandbox, there is a
+    /// note in /run, and the ledger agrees with the note.
     pub(super) fn hibernated_in(&self) -> Option<&ImageId> {
         let record = self.observed.record.as_ref()?;
         let agreed = self.ledger.memory.image() == Some(&record.image);
@@ -262,21 +276,22 @@ pub(super) fn dozes_unsaved(observed: &Observed) -> bool {
     observed.dozes_unsaved && observed.capable.is_err()
 }
 
-/// It sleeps since before the time at which it is to be awake, which has come.
-fn is_called(desired: &Desired, observed: &Observed, now: Timestamp) -> bool {
-    let asked = desired.called_at(now).zip(observed.asleep_since);
+/// Returns whether the sandbox has slept since before a time of `wake_up` that has come.
+fn is_wake_up_due(desired: &Desired, observed: &Observed, now: Timestamp) -> bool {
+    let asked = desired.due_wake_up(now).zip(observed.asleep_since);
     let sleeps = matches!(desired.power, Power::Awake | Power::Asleep) && !desired.suspending();
     sleeps && asked.is_some_and(|(at, since)| since < at)
 }
 
-/// Since when nobody has needed it. Whoever set the time at which it is awake needs it then.
+/// Returns the time since which the sandbox has been idle. A time of `wake_up` counts as a use.
 fn idle_since(desired: &Desired, observed: &Observed, now: Timestamp) -> Option<Timestamp> {
     let since = observed.idle_since?;
-    Some(desired.called_at(now).map_or(since, |at| since.max(at)))
+    Some(desired.due_wake_up(now).map_or(since, |at| since.max(at)))
 }
 
-/// What a sandbox that shall run does because nobody needs it; none: it runs.
-fn of_idleness(
+/// Returns the depth that an idle sandbox takes although the API requests that the sandbox runs;
+/// `None`: the sandbox runs.
+fn idle_power(
     desired: &Desired,
     observed: &Observed,
     ledger: &LedgerState,
@@ -288,7 +303,8 @@ fn of_idleness(
         let until = idle_since(desired, observed, now).zip(after);
         lives && until.is_some_and(|(since, after)| later(since, after) <= now)
     };
-    // What dozes has its memory in an image: it is kept, where a sandbox that is awake ends as any other.
+    // An eviction keeps the memory of a dozing sandbox, because that memory is in an image. An
+    // awake sandbox ends as after any other deletion.
     let evicted = desired.evicted && observed.live == Live::Paused && observed.doze.is_some();
     if evicted || sleeps_by_itself(desired, observed, ledger) {
         return Some(Power::Asleep);
@@ -297,14 +313,15 @@ fn of_idleness(
     if desired.pod != PodPresence::Present || is_unready || !is_watched {
         return None;
     }
-    // Whoever needs it has resumed it: what dozes sleeps on, since when it is idle or not. So does what dozes for the node's sake: it is
-    // not asked any more, and may have no time of its own.
+    // A caller that needs a dozing sandbox has resumed it. A sandbox that dozes therefore sleeps
+    // on, whether the begin of its idle time is known or not. A sandbox that dozes for the node's
+    // sake sleeps on, too: its request has ended, and it may have no idle time of its own.
     let dozes = observed.live == Live::Paused && observed.doze.is_some();
     let pressure = &desired.pressure;
-    let for_the_node = dozes_unsaved(observed) && pressure.may && !pressure.never_dozes;
-    let sleeps_on = dozes && (desired.sleep.doze.is_some() || for_the_node);
+    let dozes_for_node = dozes_unsaved(observed) && pressure.may && !pressure.never_dozes;
+    let sleeps_on = dozes && (desired.sleep.doze.is_some() || dozes_for_node);
     let dozing = sleeps_on || is_over(desired.sleep.doze);
-    // What exec has left behind goes on after a doze, and not after a restore.
+    // A doze keeps the processes that exec left behind; a restore does not.
     if is_over(desired.sleep.hibernate) && observed.left_by_exec.is_empty() {
         Some(Power::Asleep)
     } else if dozing && observed.can_doze.is_ok() {
@@ -314,14 +331,15 @@ fn of_idleness(
     }
 }
 
-/// After a sleep that failed for that reason, until when no other is tried but one that is asked for.
+/// Returns the time until which no sleep by idleness is tried, after one failed with
+/// [`NOT_WATCHED`]. A requested sleep is tried at once.
 fn unwatched_until(observed: &Observed, policy: &Policy) -> Option<Timestamp> {
     let failure = observed.failures.save.as_ref()?;
     let until = || failure.retry_at(policy.idle_backoff_min, policy.idle_backoff_max);
     (failure.reason == NOT_WATCHED).then(until)
 }
 
-/// When it falls asleep, or deeper, if nothing happens before.
+/// Returns the time at which the sandbox falls asleep, or deeper, unless it is used before.
 pub(super) fn idle_until(
     desired: &Desired,
     observed: &Observed,
@@ -339,7 +357,8 @@ pub(super) fn idle_until(
         .min()
 }
 
-/// It fell asleep by itself, and nobody has needed it since: whoever does wakes it. It is woken when it may not sleep any more.
+/// Returns whether the sandbox fell asleep by itself and may sleep on. A caller that needs it
+/// wakes it. A sandbox that may not sleep any more is woken.
 fn sleeps_by_itself(desired: &Desired, observed: &Observed, ledger: &LedgerState) -> bool {
     let asleep = matches!(&ledger.memory, Memory::Asleep { image, by_itself: true }
         if observed.record.as_ref().is_some_and(|record| record.image == *image));

@@ -56,7 +56,7 @@ fn dozing(name: &str, since: i64) -> Candidate {
     }
 }
 
-/// That it does not hibernate is said.
+/// A candidate for which an annotation switches hibernation off.
 fn stays(name: &str, since: i64) -> Candidate {
     Candidate {
         may_hibernate: false,
@@ -157,7 +157,7 @@ fn what_it_is_asked_for_follows_from_what_the_node_is_short_of() {
             vec![awake("a", 20), dozing("d", 10)],
             Some(("a", Memory, true)),
         ),
-        // No swap left to doze into.
+        // There is no swap left for a doze.
         (
             readings(40, 40),
             vec![awake("a", 20)],
@@ -168,7 +168,7 @@ fn what_it_is_asked_for_follows_from_what_the_node_is_short_of() {
             vec![hibernates],
             Some(("h", Memory, false)),
         ),
-        // Nobody is awake: what dozes may be in compressed memory.
+        // No sandbox is awake: a dozing one may be in compressed memory.
         (
             readings(40, 900),
             vec![dozing("d", 10)],
@@ -179,7 +179,7 @@ fn what_it_is_asked_for_follows_from_what_the_node_is_short_of() {
             vec![awake("a", 20), dozing("d", 30)],
             Some(("d", Swap, false)),
         ),
-        // Who is not to hibernate dozes, and where that does not help others are asked.
+        // A sandbox that is not to hibernate dozes. If that does not help, another one is chosen.
         (
             readings(40, 900),
             vec![stays("s", 10), awake("a", 20)],
@@ -197,7 +197,7 @@ fn what_it_is_asked_for_follows_from_what_the_node_is_short_of() {
         ),
         (readings(40, 40), vec![stays("s", 10)], None),
         (readings(40, 900), vec![stays_dozing("s", 10)], None),
-        // Who is awake takes no swap.
+        // An awake sandbox takes no swap.
         (readings(900, 40), vec![awake("a", 20)], None),
         (
             readings(900, 900),
@@ -218,13 +218,13 @@ fn one_is_asked_after_the_other_and_one_that_does_not_sleep_is_left_in_peace_for
     watch.choose(&both, &LIMITS, at(1000));
     watch.choose(&both, &LIMITS, at(1010));
     assert_eq!(asked(&watch).unwrap().0, "a", "still");
-    // It dozes: after a moment the next.
+    // The sandbox dozes: after a pause the next one is chosen.
     let then = [dozing("a", 20), awake("b", 50)];
     watch.choose(&then, &LIMITS, at(1011));
     assert_eq!(asked(&watch), None);
     watch.choose(&then, &LIMITS, at(1014));
     assert_eq!(asked(&watch).unwrap().0, "b");
-    // That one does not.
+    // The next sandbox does not fall asleep.
     watch.choose(&then, &LIMITS, at(1034));
     watch.choose(&then, &LIMITS, at(1037));
     assert_eq!(asked(&watch), Some(("a", Resource::Memory, false)));
@@ -246,8 +246,8 @@ fn nobody_is_asked_any_more_once_there_is_enough() {
 }
 
 proptest! {
-    /// Whoever there is, only one is asked at a time, it is one that may be, has been idle for long enough, and nobody that could do
-    /// the same has been idle for longer.
+    /// One sandbox at a time is requested to sleep. The chosen sandbox may sleep and has been idle
+    /// for long enough. No sandbox that could give as much has been idle for longer.
     #[test]
     fn only_the_longest_idle_of_its_kind_is_asked(
         available in 0..300_u64,

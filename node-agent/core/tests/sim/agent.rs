@@ -1,21 +1,24 @@
-//! The agent: observe, plan, tell, execute. It may die at any point, and any call may fail or never answer.
+//! The agent: observe, plan, tell, execute. It may die at any point, and any call may fail or never
+//! answer.
 
 use jiff::Timestamp;
+use torpor_core::transition::{self, Left, Paused, Resumed, Sandbox};
 use torpor_core::{
-    Action, Departure, Doze, Entry, Failures, ImageId, ImageState, Live, Outcome, PodPresence,
-    Policy, Reason, SnapshotState, SnapshotWish, Step, plan,
+    Action, Departure, Doze, Entry, Failures, ImageId, ImageState, Live, Memory, Outcome,
+    PodPresence, Policy, Reason, SnapshotState, SnapshotWish, Step, plan,
 };
 
+use crate::node::{Fault, NodeSandbox};
 use crate::schedule::Random;
 use crate::world::{Image, World};
 
-/// What the agent has in memory, lost when it dies.
+/// The agent's memory, lost when it dies.
 #[derive(Debug, Default)]
 pub(crate) struct Agent {
     failures: Failures,
     /// The partial image whose checkpoint came back.
     written: Option<ImageId>,
-    /// Somebody has deleted the Pod to be rid of it, as it was last seen.
+    /// By the last look a user has deleted the Pod to remove it.
     by_user: bool,
     /// When it was first seen that the Pod is gone.
     gone_since: Option<Timestamp>,
@@ -152,11 +155,21 @@ impl Agent {
         {
             world.say("fell asleep", String::new);
         }
+        let left = world
+            .restorable()
+            .filter(|_| step.before == Some(Entry::Awake) && step.action == Action::Resume);
+        if let Some(image) = &left
+            && !world.gofers
+        {
+            return end_broken(world, random, faults, image);
+        }
         if let Some(before) = &step.before
             && !append(world, random, faults, before)?
         {
             return Ok(full());
         }
+        let seq = world.ledger().seq;
+        let left = left.map(|image| Left { image, seq });
         may_die(random, faults)?;
         let outcome = if random.chance(faults.fail) {
             Outcome::Failed {
@@ -164,7 +177,7 @@ impl Agent {
                 message: "injected".into(),
             }
         } else {
-            self.act(world, random, faults, &step.action)?
+            self.act(world, random, faults, &step.action, left)?
         };
         world.check();
         may_die(random, faults)?;
@@ -174,6 +187,8 @@ impl Agent {
             });
         }
         match (&outcome, &step.action) {
+            // torpor-oci has appended it.
+            (Outcome::Done, Action::Wake { .. }) if world.ledger().memory == Memory::Live => {}
             (Outcome::Done | Outcome::Already, _) => {
                 if let Some(after) = &step.after
                     && !append(world, random, faults, after)?
@@ -199,6 +214,7 @@ impl Agent {
         random: &mut Random,
         faults: Faults,
         action: &Action,
+        left: Option<Left>,
     ) -> Result<Outcome, Dead> {
         world.say(name_of(action), || format!("{action:?}"));
         Ok(match action {
@@ -224,7 +240,7 @@ impl Agent {
                 if world.live == Live::None {
                     return Ok(no_sandbox());
                 }
-                // The note comes first: one that is left of a pause that never came is nobody's.
+                // The note comes first: without a pause it has no effect.
                 world.doze = Some(Doze { reclaimed: false });
                 may_die(random, faults)?;
                 let outcome = match world.live {
@@ -247,24 +263,7 @@ impl Agent {
                 world.doze = Some(Doze { reclaimed: true });
                 Outcome::Done
             }
-            Action::Resume => match world.live {
-                Live::Paused => {
-                    let image = world.restorable();
-                    assert_eq!(
-                        image, None,
-                        "resumed while an image could still be restored"
-                    );
-                    // Written before the first of its processes is killed.
-                    assert_eq!(world.record, None, "resumed although its end was begun");
-                    world.live = Live::Running;
-                    may_die(random, faults)?;
-                    world.doze = None;
-                    world.runs();
-                    Outcome::Done
-                }
-                Live::Running => Outcome::Already,
-                Live::None | Live::Unknown => no_sandbox(),
-            },
+            Action::Resume => resume(world, random, faults, left)?,
             Action::Checkpoint { image } => self.checkpoint(world, random, faults, image)?,
             Action::Commit { image } => self.commit(world, image),
             Action::End { image } => end(world, random, faults, image)?,
@@ -357,27 +356,65 @@ impl Agent {
     }
 }
 
+/// Lets the sandbox run. `left`: the image that was its memory until the ledger said otherwise.
+fn resume(
+    world: &mut World,
+    random: &mut Random,
+    faults: Faults,
+    left: Option<Left>,
+) -> Result<Outcome, Dead> {
+    let has_process = world.live != Live::None;
+    let sandbox = NodeSandbox::new(world, random, faults);
+    if !has_process {
+        // There is no socket to connect to.
+        let taken_back = left.map(|left| sandbox.take_back(&left)).transpose();
+        return taken_back.map(|_| no_sandbox()).or_else(outcome_of);
+    }
+    match transition::resume(&sandbox, left.as_ref()) {
+        Ok(Resumed::Runs) => Ok(Outcome::Done),
+        Ok(Resumed::RanAlready) => Ok(Outcome::Already),
+        Ok(Resumed::GoferGone) => {
+            let image = left.expect("a sandbox without an image is resumed").image;
+            end_broken(world, random, faults, &image)
+        }
+        Err(fault) => outcome_of(fault),
+    }
+}
+
+/// The sandbox has lost a gofer and cannot run on: its memory is the image's alone, from which the
+/// next plan wakes it.
+fn end_broken(
+    world: &mut World,
+    random: &mut Random,
+    faults: Faults,
+    image: &ImageId,
+) -> Result<Outcome, Dead> {
+    world.say("gofer gone", String::new);
+    let outcome = end(world, random, faults, image)?;
+    Ok(match outcome {
+        Outcome::Done => Outcome::Failed {
+            reason: "GoferGone".into(),
+            message: "a gofer has ended".into(),
+        },
+        other => other,
+    })
+}
+
 fn end(
     world: &mut World,
     random: &mut Random,
     faults: Faults,
     image: &ImageId,
 ) -> Result<Outcome, Dead> {
-    assert_eq!(
-        world.restorable().as_ref(),
-        Some(image),
-        "ended for an image that is not its memory"
-    );
-    world.record = Some(image.clone());
-    may_die(random, faults)?;
-    if world.live == Live::None {
-        return Ok(Outcome::Already);
+    let had_processes = world.live != Live::None;
+    if had_processes {
+        assert_eq!(world.images[image].memory, world.memory);
     }
-    assert_eq!(world.live, Live::Paused, "ended while it ran");
-    assert_eq!(world.images[image].memory, world.memory);
-    world.live = Live::None;
-    world.doze = None;
-    Ok(Outcome::Done)
+    match NodeSandbox::new(world, random, faults).end(image) {
+        Ok(()) if had_processes => Ok(Outcome::Done),
+        Ok(()) => Ok(Outcome::Already),
+        Err(fault) => outcome_of(fault),
+    }
 }
 
 fn wake(
@@ -386,12 +423,25 @@ fn wake(
     faults: Faults,
     image: &ImageId,
 ) -> Result<Outcome, Dead> {
-    may_die(random, faults)?;
-    world.restores(image);
-    world.sandboxes += 1;
-    may_die(random, faults)?;
-    world.record = None;
-    Ok(Outcome::Done)
+    let sandbox = NodeSandbox::new(world, random, faults);
+    match transition::restore_planned(&sandbox, image) {
+        Ok(()) => Ok(Outcome::Done),
+        Err(fault) => outcome_of(fault),
+    }
+}
+
+fn outcome_of(fault: Fault) -> Result<Outcome, Dead> {
+    let reason = match fault {
+        Fault::Died => return Err(Dead),
+        Fault::Failed(reason) => reason,
+        Fault::Refused(_) => "Refused",
+        Fault::NotReceived => "NotReceived",
+        Fault::Fenced => "Fenced",
+    };
+    Ok(Outcome::Failed {
+        reason: reason.into(),
+        message: "injected".into(),
+    })
 }
 
 fn append(

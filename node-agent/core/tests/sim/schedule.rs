@@ -4,19 +4,21 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use torpor_core::pressure::{self, Limits, Readings, Watch};
+use torpor_core::transition::{self, Delivery, Found, Place, Refusal, Source};
 use torpor_core::{
-    Doze, Entry, Failures, ImageId, ImageState, Live, Memory, PodPresence, Power, SleepAfter,
+    Doze, Failures, ImageId, ImageState, Live, Memory, PodPresence, Power, SleepAfter,
     SnapshotReason, SnapshotWish,
 };
 
 use crate::agent::{Agent, Faults, Pass};
+use crate::node::{Fault, NodeSandbox};
 use crate::world::{ENOUGH_IDLE, World};
 
 /// Events of a random life.
 const EVENTS: u32 = 120;
 /// Passes after which everything must have come right once nothing interferes.
 const QUIET_PASSES: u32 = 60;
-/// What the schedules together must have come across.
+/// Events that must occur in the schedules together.
 pub(crate) const EXERCISED: &[&str] = &[
     "pause",
     "freeze",
@@ -37,6 +39,15 @@ pub(crate) const EXERCISED: &[&str] = &[
     "exec wake",
     "exec wake died",
     "exec resume",
+    "exec resume died",
+    "exec refused",
+    "exec failed",
+    "signal",
+    "gofer killed",
+    "gofer gone",
+    "taken back",
+    "ended unheard",
+    "caught up",
     "boot restore",
     "boot restore died",
     "cold start",
@@ -143,13 +154,14 @@ impl Schedule {
             55..58 => self.idle(),
             58..66 => self.kubelet(fail),
             66..74 => self.set_power(),
-            74..79 => self.exec(fail),
+            74..79 => self.call(fail),
             79..83 => self.make_snapshot(),
             83..87 => self.delete_snapshot(),
             87..89 => self.controller_suspends(),
             89..91 => self.world.sessions = u32::try_from(self.random.below(2)).unwrap(),
             91..94 => self.disk(),
-            94..96 => self.kill(),
+            94 => self.kill(),
+            95 => self.kill_gofer(),
             96 => self.reboot(),
             97 => self.restart_agent(),
             98 => self.world.now += 400,
@@ -164,7 +176,8 @@ impl Schedule {
         self.world.say("power", || format!("{power:?}"));
     }
 
-    /// Nothing goes on in the sandbox from now on, or something does; and whether it may fall asleep by itself.
+    /// Nothing goes on in the sandbox from now on, or something does; and whether it may fall
+    /// asleep by itself.
     fn idle(&mut self) {
         let world = &mut self.world;
         match self.random.below(3) {
@@ -186,7 +199,7 @@ impl Schedule {
         }
     }
 
-    /// What the node has to give, and what its user and its operator wish for when it gives nothing.
+    /// Changes the node's resources, and the settings for a shortage of them.
     fn node(&mut self) {
         let world = &mut self.world;
         match self.random.below(6) {
@@ -202,7 +215,7 @@ impl Schedule {
     fn press(&mut self) {
         let world = &mut self.world;
         if self.random.chance(700) {
-            // A node that is short is full of sandboxes that nobody has used for long.
+            // A node that is short of memory is full of sandboxes that have long been idle.
             world.may_be_pressed = true;
             world.power = Power::Awake;
             world.sessions = 0;
@@ -254,7 +267,7 @@ impl Schedule {
         intent.wish = SnapshotWish::Delete;
         let uid = intent.uid.clone();
         if self.world.pod == PodPresence::Gone {
-            // Whoever deletes it gives the memory up.
+            // Its deletion gives the memory up.
             self.world.owed = None;
         }
         self.world.say("snapshot deleted", || uid.to_string());
@@ -274,7 +287,8 @@ impl Schedule {
         }
     }
 
-    /// Somebody is rid of the Pod, or its node is drained. The controller makes a snapshot of what sleeps, unless it is away.
+    /// A user deletes the Pod, or a drain evicts it. The controller makes a snapshot of a sandbox
+    /// that sleeps, unless it is away.
     fn delete_pod(&mut self) {
         if self.world.pod == PodPresence::Gone {
             return self.controller_returns();
@@ -292,7 +306,8 @@ impl Schedule {
         }
     }
 
-    /// The controller was away while the Pod went. It finds the memory that the node still has, and makes a snapshot of it.
+    /// The controller was away while the Pod went. It finds the memory that the node still has, and
+    /// makes a snapshot of it.
     fn controller_returns(&mut self) {
         let world = &self.world;
         let suspended = |s: &crate::world::Snapshot| s.intent.reason == SnapshotReason::Suspend;
@@ -339,54 +354,41 @@ impl Schedule {
         self.world.refresh_pod();
     }
 
-    /// What torpor-oci does for an exec: wake what sleeps, let run what stands still. It can die on the way.
-    fn exec(&mut self, faults: Faults) {
-        let world = &mut self.world;
-        if !world.containers || world.power == Power::Frozen {
+    /// A process in the Pod needs the sandbox (exec, a packet), or a container gets a signal that
+    /// does not end it. torpor-oci brings the sandbox there, and can die on the way.
+    fn call(&mut self, faults: Faults) {
+        if !self.world.containers {
             return;
         }
-        match (world.live, world.record.clone()) {
-            // A sandbox that stands still with a note of its sleep is ended first.
-            (Live::None | Live::Paused, Some(image))
-                if world.restorable().as_ref() == Some(&image) =>
-            {
-                world.live = Live::None;
-                world.doze = None;
-                world.say("exec wake", || image.to_string());
-                if !world.append(
-                    &Entry::Waking {
-                        image: image.clone(),
-                    },
-                    None,
-                ) {
-                    return;
-                }
-                if self.random.chance(faults.die) {
-                    return world.say("exec wake died", String::new);
-                }
-                world.restores(&image);
-                if self.random.chance(faults.die) {
-                    return world.say("exec wake died", String::new);
-                }
-                world.append(&Entry::Awake, None);
-                if self.random.chance(faults.die) {
-                    return world.say("exec wake died", String::new);
-                }
-                world.record = None;
-            }
-            (Live::Paused, _) => {
-                if world.restorable().is_some() && !world.append(&Entry::Awake, None) {
-                    return;
-                }
-                world.say("exec resume", String::new);
-                if world.doze.take().is_some() {
-                    world.say("doze resumed", String::new);
-                }
-                world.live = Live::Running;
-                world.idle_since = None;
-                world.runs();
-            }
-            _ => {}
+        let paused = self.world.live == Live::Paused;
+        let is_signal = self.random.chance(300);
+        let sandbox = NodeSandbox::new(&mut self.world, &mut self.random, faults);
+        let result = match is_signal {
+            false => transition::wake_up(&sandbox).map(|found| match found {
+                Found::Hibernated => "exec wake",
+                Found::Dozing => "exec resume",
+                Found::Awake => "exec",
+            }),
+            true => transition::before_signal(&sandbox, false, || false).map(|delivery| {
+                assert_eq!(delivery, Delivery::Program);
+                "signal"
+            }),
+        };
+        let what = match result {
+            Ok(what) => what,
+            Err(Fault::Died) if paused => "exec resume died",
+            Err(Fault::Died) => "exec wake died",
+            Err(Fault::Refused(Refusal::Frozen)) => "exec refused",
+            Err(_) => "exec failed",
+        };
+        self.world.say(what, String::new);
+    }
+
+    /// A gofer of a paused sandbox ends. gVisor ends one that runs.
+    fn kill_gofer(&mut self) {
+        if self.world.live == Live::Paused {
+            self.world.say("gofer killed", String::new);
+            self.world.gofers = false;
         }
     }
 
@@ -419,65 +421,43 @@ impl Schedule {
     fn boot(&mut self, faults: Faults) {
         let world = &mut self.world;
         assert_eq!(world.live, Live::None);
-        world.sandboxes += 1;
-        let was = world.ledger().memory.clone();
-        let crashed = world.ledger().seq > 0 && world.restorable().is_none();
-        let back_to = world.last_image().filter(|_| crashed && world.keep_last);
-        if let Some(image) = back_to {
-            return self.go_back(&image, faults);
-        }
-        let Some(image) = world.restorable() else {
-            assert_eq!(
-                world.owed, None,
-                "cold start although memory was to be kept"
-            );
-            if was != Memory::Live && !world.append(&Entry::Awake, None) {
-                return;
-            }
-            world.say("cold start", String::new);
-            world.containers = true;
-            return world.starts(world.newest);
+        let last = world.last_image().filter(|_| world.keep_last);
+        let held = |image: &ImageId| world.held(image);
+        let found = transition::source(world.ledger(), held, None, false, last);
+        let image = match found {
+            Source::Cold => return self.starts_cold(),
+            Source::Image { image, .. } => image,
         };
-        world.say("boot restore", || image.to_string());
-        if !world.append(
-            &Entry::Waking {
-                image: image.clone(),
-            },
-            None,
-        ) {
-            return;
+        // Also when an earlier try failed.
+        let goes_back = world.ledger().was_left(&image);
+        let what = match goes_back {
+            true => ["back to last image", "back to last image died"],
+            false => ["boot restore", "boot restore died"],
+        };
+        world.say(what[0], || image.to_string());
+        let mut sandbox = NodeSandbox::new(world, &mut self.random, faults);
+        if goes_back {
+            sandbox = sandbox.going_back();
         }
-        if self.random.chance(faults.die) {
-            return world.say("boot restore died", String::new);
+        let place = Place::Anew {
+            takes: false,
+            tries_again: true,
+        };
+        if transition::restore(&sandbox, &image, place) == Err(Fault::Died) {
+            self.world.say(what[1], String::new);
         }
-        world.restores(&image);
-        world.containers = true;
-        if self.random.chance(faults.die) {
-            return world.say("boot restore died", String::new);
-        }
-        world.append(&Entry::Awake, None);
     }
 
-    /// The sandbox crashed while it was awake, and its user would rather have it as it was than new.
-    fn go_back(&mut self, image: &ImageId, faults: Faults) {
+    fn starts_cold(&mut self) {
         let world = &mut self.world;
-        world.say("back to last image", || image.to_string());
-        let waking = Entry::Waking {
-            image: image.clone(),
-        };
-        if !world.append(&waking, None) {
-            return;
-        }
-        world.leaves_behind(image);
-        if self.random.chance(faults.die) {
-            return world.say("back to last image died", String::new);
-        }
-        world.restores(image);
+        assert_eq!(
+            world.owed, None,
+            "cold start although memory was to be kept"
+        );
+        world.say("cold start", String::new);
+        world.sandboxes += 1;
         world.containers = true;
-        if self.random.chance(faults.die) {
-            return world.say("back to last image died", String::new);
-        }
-        world.append(&Entry::Awake, None);
+        world.starts(world.newest);
     }
 
     /// Nothing interferes any more: within a few passes all must be as it is wanted, and stay so.
@@ -551,14 +531,18 @@ impl Schedule {
                     !is_owed || snapshot.intent.image.is_some(),
                     "claimed in vain: {snapshot:?}"
                 );
-                // A wake whose end nobody saw may be repeated, see the ledger's rules.
+                // A wake may be repeated whose end no caller saw: see the ledger's rules.
                 let begun = matches!(memory, Memory::Waking { .. });
+                let unseen = snapshot.memory.is_some() && snapshot.memory == world.unseen;
                 let newest = snapshot.memory.is_none_or(|memory| memory == world.newest);
-                assert!(newest || begun, "would turn back time: {snapshot:?}");
+                assert!(
+                    newest || begun || unseen,
+                    "would turn back time: {snapshot:?}"
+                );
             }
         }
         if !present {
-            // One without a whole record says nothing; the store sweeps it up.
+            // The store removes a ledger without a whole record.
             let seq = world.ledger().seq;
             assert!(!world.images.is_empty() || seq == 0, "the ledger was left");
             return;
@@ -566,7 +550,7 @@ impl Schedule {
         let asleep = world.live == Live::None && world.record.is_some();
         let desired = world.desired(None);
         match desired.target() {
-            // Until somebody needs it; and nobody does any more.
+            // Until a caller needs it, and there is none any more.
             Power::Awake
                 if matches!(
                     memory,
@@ -576,7 +560,9 @@ impl Schedule {
                     }
                 ) =>
             {
-                assert!(asleep && (world.sleep.hibernate.is_some() || world.may_be_pressed));
+                let hibernates = world.sleep.hibernate.is_some();
+                let deepened = world.may_be_pressed || world.evicted;
+                assert!(asleep && (hibernates || deepened));
             }
             Power::Awake if world.idle_since.is_some() && world.sleep.hibernate.is_some() => {
                 panic!("idle, and not asleep: {:?}", world.live)

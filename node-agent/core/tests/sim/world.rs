@@ -1,4 +1,5 @@
-//! A node and its API objects, as far as one Pod is concerned. Memory is a number that grows while the sandbox runs.
+//! A node and its API objects, as far as one Pod is concerned. Memory is a number that grows while
+//! the sandbox runs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -8,13 +9,13 @@ use torpor_core::ledger::{self, Tail};
 use torpor_core::pressure::{Ask, Pressure};
 use torpor_core::{
     Answer, Departure, Desired, Doze, Entry, Failures, ImageId, ImageObserved, ImageState,
-    LedgerState, Live, Observed, PodPresence, PodUid, Power, Record, Restore, SandboxId,
+    LedgerState, Live, Memory, Observed, PodPresence, PodUid, Power, Record, Restore, SandboxId,
     SleepAfter, SnapshotIntent, SnapshotReason, SnapshotUid, SnapshotWish,
 };
 
-/// Who has been idle for so long may be asked to sleep for the node's sake.
+/// Idle time after which a sandbox may sleep for the node's sake.
 pub(crate) const ENOUGH_IDLE: Duration = Duration::from_secs(5);
-/// For so long an image is kept that a Pod left behind which nobody deleted to be rid of it.
+/// Time for which the image of an evicted Pod is kept.
 pub(crate) const GRACE: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Clone)]
@@ -44,9 +45,9 @@ pub(crate) struct World {
     pub(crate) uid: PodUid,
     pub(crate) now: i64,
     pub(crate) pod: PodPresence,
-    /// What the agent's cache shows of the Pod. It lags behind, and not by as much as that of the snapshots.
+    /// The Pod in the agent's cache. The cache lags behind, less than that of the snapshots.
     pub(crate) seen: SeenPod,
-    /// Somebody deleted the Pod to be rid of it.
+    /// A user deleted the Pod to remove it.
     pub(crate) by_user: bool,
     /// When the API had the Pod no more.
     pub(crate) gone_at: Option<i64>,
@@ -64,7 +65,7 @@ pub(crate) struct World {
     /// Since when nothing has been going on in the sandbox; a new one is busy.
     pub(crate) idle_since: Option<i64>,
     pub(crate) snapshots: Vec<Snapshot>,
-    /// What the agent's cache shows of them; lags behind.
+    /// The snapshots in the agent's cache, which lags behind.
     pub(crate) cached: Vec<SnapshotIntent>,
     pub(crate) capable: bool,
     /// The kubelet has the Pod's containers: keepers are alive.
@@ -72,19 +73,21 @@ pub(crate) struct World {
     /// Counts sandboxes, for their ids.
     pub(crate) sandboxes: u32,
     pub(crate) live: Live,
+    /// The processes that serve its files live.
+    pub(crate) gofers: bool,
     /// Memory of the live sandbox.
     pub(crate) memory: u64,
     /// The newest memory that ever ran.
     pub(crate) newest: u64,
     /// The memory that a wake began with which died before the ledger knew that it ran.
-    unseen: Option<u64>,
+    pub(crate) unseen: Option<u64>,
     /// Memory that must not be lost.
     pub(crate) owed: Option<u64>,
     pub(crate) record: Option<ImageId>,
     pub(crate) doze: Option<Doze>,
     /// The file.
     pub(crate) ledger: Vec<u8>,
-    /// What it says; read anew after each torn write, compared at the end.
+    /// The ledger, folded: read anew after each torn write, compared at the end.
     state: LedgerState,
     torn: bool,
     pub(crate) images: BTreeMap<ImageId, Image>,
@@ -120,6 +123,7 @@ impl World {
             containers: false,
             sandboxes: 0,
             live: Live::None,
+            gofers: true,
             memory: 0,
             newest: 0,
             unseen: None,
@@ -270,7 +274,7 @@ impl World {
             },
             evicted: self.seen.evicted,
             keep_last_image: self.keep_last,
-            told: false,
+            has_sleep_condition: false,
             wake_up: BTreeSet::new(),
             snapshots: self.cached.clone(),
             containers: BTreeSet::new(),
@@ -288,10 +292,16 @@ impl World {
         held.max_by_key(|image| image.number()).cloned()
     }
 
-    /// What came after this image is given up, as the user wishes for a crash.
+    /// Memory newer than this image is given up, as the user wishes for a crash.
     pub(crate) fn leaves_behind(&mut self, image: &ImageId) {
-        assert!(self.keep_last && self.owed.is_none(), "{image}");
-        self.unseen = Some(self.images[image].memory);
+        let memory = self.images[image].memory;
+        // An earlier restore of it may have died before the ledger said that it ran.
+        let again = self.owed == Some(memory);
+        assert!(
+            self.owed.is_none() || again,
+            "{image} replaces newer memory"
+        );
+        self.unseen = Some(memory);
     }
 
     /// The watch of the snapshots catches up.
@@ -321,8 +331,8 @@ impl World {
         }
     }
 
-    /// Whether memory that is owed must still be there for the next Pod: always while there is a Pod. After an eviction for the grace time, and for as long as
-    /// a snapshot claims it.
+    /// Returns whether owed memory must still be there for the next Pod: always while there is a
+    /// Pod; after an eviction for the grace time, and for as long as a snapshot claims it.
     pub(crate) fn is_owed(&self) -> bool {
         let Some(gone_at) = self.gone_at else {
             return true;
@@ -343,6 +353,7 @@ impl World {
         assert_eq!(self.live, Live::None, "two live copies of one sandbox");
         self.idle_since = None;
         self.live = Live::Running;
+        self.gofers = true;
         self.memory = memory;
         self.runs();
     }
@@ -356,7 +367,75 @@ impl World {
         }
     }
 
-    /// A restore that nobody asked for by name: only of the newest memory, or of what a wake began to run whose end nobody saw.
+    /// The paused sandbox runs on. Its programs are killed if a gofer has ended (gVisor).
+    pub(crate) fn resumes(&mut self) {
+        assert_eq!(self.live, Live::Paused);
+        let image = self.restorable();
+        assert_eq!(
+            image, None,
+            "resumed while an image could still be restored"
+        );
+        // The record is written before the first process of a sandbox is killed.
+        assert_eq!(self.record, None, "resumed although its end was begun");
+        self.live = Live::Running;
+        self.idle_since = None;
+        match self.gofers {
+            true => self.runs(),
+            false => self.dies(),
+        }
+    }
+
+    /// The paused sandbox ends with the call to run on unread.
+    pub(crate) fn ends_unheard(&mut self) {
+        assert_eq!(self.live, Live::Paused);
+        self.say("ended unheard", String::new);
+        self.dies();
+    }
+
+    /// The ledger says again that `image` is the memory of the sandbox, which did not run.
+    pub(crate) fn takes_back(&mut self, image: &ImageId) {
+        self.say("taken back", String::new);
+        if self.live == Live::None {
+            self.owed = Some(self.images[image].memory);
+        }
+    }
+
+    /// The record of the sandbox' end is written.
+    pub(crate) fn begins_end(&mut self, image: &ImageId) {
+        assert_eq!(
+            self.restorable().as_ref(),
+            Some(image),
+            "ended for an image that is not its memory"
+        );
+        self.record = Some(image.clone());
+    }
+
+    /// Its processes are ended; returns whether there were any.
+    pub(crate) fn ends(&mut self) -> bool {
+        if self.live == Live::None {
+            return false;
+        }
+        assert_eq!(self.live, Live::Paused, "ended while it ran");
+        self.live = Live::None;
+        self.doze = None;
+        true
+    }
+
+    /// Processes of a sandbox whose end or wake was cut off are ended before it is restored. No
+    /// peer has received anything from one that woke.
+    pub(crate) fn removes_remains(&mut self) {
+        if self.live == Live::Running {
+            let woken = matches!(self.ledger().memory, Memory::Waking { .. });
+            assert!(woken, "two live copies of one sandbox");
+            self.dies();
+        }
+        self.live = Live::None;
+        self.doze = None;
+        self.sandboxes += 1;
+    }
+
+    /// A restore that no user asked for by name: only of the newest memory, or of the memory of a
+    /// wake whose end no caller saw.
     pub(crate) fn restores(&mut self, image: &ImageId) {
         assert!(
             self.held(image),
@@ -372,12 +451,14 @@ impl World {
         self.starts(memory);
     }
 
-    /// The sandbox's processes end, not by the agent. Keepers end with it unless the note says that it sleeps.
+    /// The sandbox's processes end, not by the agent. Keepers end with it unless the note says that
+    /// it sleeps.
     pub(crate) fn dies(&mut self) {
         let saved = self.restorable().map(|image| self.images[&image].memory);
         match self.live {
             Live::Running => {
-                // Without its wake in the ledger it counts as never woken: its image must be there to be woken again.
+                // Without its wake in the ledger it counts as never woken: its image must be there
+                // to be woken again.
                 self.unseen = saved;
                 self.owed = saved;
             }
@@ -392,7 +473,7 @@ impl World {
         }
     }
 
-    /// What must hold at every moment.
+    /// Checks the invariants that hold at every moment.
     pub(crate) fn check(&self) {
         if let (Some(owed), true) = (self.owed, self.is_owed()) {
             let live = self.live != Live::None && self.memory == owed;

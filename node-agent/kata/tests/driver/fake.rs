@@ -1,8 +1,13 @@
-//! A containerd of the tests: a gRPC server on a unix socket that answers as containerd 2.4 does with the shims of runc and Kata.
+//! A fake containerd: a gRPC server on a unix socket that answers like containerd 2.4 with the
+//! shims of runc and Kata.
 //!
-//! Where each was read: `plugins/services/tasks/local.go` (getTask: `task X not found`, NotFound), `cmd/containerd-shim-runc-v2/process/init_state.go`
-//! (what is refused in which state, and its words; without a code of its own an error is Unknown, `errgrpc.ToGRPC`), `pkg/namespaces` (a call
-//! without a namespace: FailedPrecondition). That the real one does so on the development cluster, shows e2e `kata`.
+//! Sources of its answers:
+//! - `plugins/services/tasks/local.go`, getTask: `task X not found`, NotFound
+//! - `cmd/containerd-shim-runc-v2/process/init_state.go`: refused calls per state and their
+//!   messages; an error without a code of its own is Unknown (`errgrpc.ToGRPC`)
+//! - `pkg/namespaces`: FailedPrecondition for a call without a namespace
+//!
+//! The e2e test `kata` shows that the real containerd answers like this on the development cluster.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -23,15 +28,15 @@ use torpor_kata::proto::tasks::{
 
 pub(crate) const POD: &str = "0a1b2c3d-0000-4000-8000-000000000001";
 pub(crate) const RUNTIME: &str = "io.containerd.kata-qemu.v2";
-/// Kata tells the virtual machine's pid for every container.
+/// Pid of the virtual machine, which Kata reports for every container.
 pub(crate) const VMM: u32 = 4711;
 
-/// What goes wrong with the next call that would change a task.
+/// Fault of the next call that would change a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// Nothing is done, and nobody ever says so.
+    /// The call changes nothing and never returns.
     HangsBefore,
-    /// It is done, and nobody ever says so.
+    /// The call changes the task and never returns.
     HangsAfter,
     Refuses,
 }
@@ -40,7 +45,7 @@ pub(crate) enum Fault {
 pub(crate) struct World {
     tasks: BTreeMap<String, Status>,
     pub(crate) faults: BTreeMap<String, Fault>,
-    /// What was done, in order.
+    /// Successful calls, in order.
     pub(crate) done: Vec<(Verb, String)>,
 }
 
@@ -50,7 +55,7 @@ pub(crate) enum Verb {
     Resume,
 }
 
-/// The containers of one Pod: `s`, its sandbox, and others.
+/// The containers of one Pod: `5`, its sandbox container, and others.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Fake(Arc<Mutex<World>>);
 
@@ -83,7 +88,7 @@ impl Fake {
         self.world().tasks.get(&id(letter)).copied()
     }
 
-    /// Serves until the test is over.
+    /// Serves until the test ends.
     pub(crate) fn serve(&self, listener: UnixListener) -> impl Future<Output = ()> + use<> {
         let routes = tonic_routes(self.clone());
         async move {
@@ -91,7 +96,7 @@ impl Fake {
                 let service = TowerToHyperService::new(routes.clone());
                 tokio::spawn(async move {
                     let http2 = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-                    // A client that goes away is no error of the server.
+                    // A client that disconnects is no error of the server.
                     let _ = http2.serve_connection(TokioIo::new(stream), service).await;
                 });
             }
@@ -169,7 +174,7 @@ impl Containers for Fake {
             return Ok(Response::new(ListContainersResponse::default()));
         }
         let world = self.world();
-        // A container whose task is gone is a container still.
+        // A container without a task still exists.
         let mut letters: Vec<String> = world.tasks.keys().cloned().collect();
         letters.push(id("e"));
         letters.dedup();
@@ -233,7 +238,7 @@ impl Tasks for Fake {
     }
 }
 
-/// By the path of the call, as gRPC has it.
+/// Routes a call by its path, as gRPC does.
 fn tonic_routes(
     fake: Fake,
 ) -> impl tower::Service<

@@ -1,4 +1,4 @@
-//! The driver against a containerd of the tests, and under the planner.
+//! Tests of the driver with a fake containerd, alone and with the planner.
 
 mod fake;
 
@@ -18,16 +18,16 @@ use torpor_kata::containerd::Containerd;
 use torpor_kata::driver::{Driver, Seen};
 use torpor_kata::proto::tasks::Status::{self, *};
 
-/// Longer than any answer of the fake, which is on the same machine and has nothing else to do.
+/// Limit of a call, longer than any answer of the fake containerd.
 const LIMIT: Duration = Duration::from_secs(20);
-/// For calls that are made to hang; one that is given up too early is taken up as any other.
+/// Limit of a call that the fake lets hang. A call that ends too early is repeated like any other.
 const IMPATIENT: Duration = Duration::from_millis(300);
 
 struct Test {
     fake: Fake,
     driver: Driver,
     impatient: Driver,
-    /// Where the fake's cgroups are: of version 2.
+    /// Directory of the fake cgroups of version 2.
     cgroups: tempfile::TempDir,
     runtime: tokio::runtime::Runtime,
     _socket: tempfile::TempDir,
@@ -98,14 +98,15 @@ impl Test {
         self.fake.world().faults.insert(id(letter), fault);
     }
 
-    /// What was pushed out is what was asked for.
-    fn asked_back(&self) -> String {
+    /// Returns the bytes of the last reclaim.
+    fn reclaimed(&self) -> String {
         let file = self.cgroups.path().join("kubepods/pod1/5/memory.reclaim");
         std::fs::read_to_string(file).expect("read")
     }
 }
 
-/// The sandbox and two containers that run, one that has ended, and one without a task (`e`).
+/// Statuses of the sandbox container, two running containers and an ended one. The fake adds
+/// container `e` without a task.
 const RUNS: [(&str, Status); 4] = [
     ("5", Running),
     ("a", Running),
@@ -140,7 +141,7 @@ fn each_step_may_be_done_twice() {
     assert_eq!(test.act(&Action::Doze), Outcome::Already);
     for _ in 0..2 {
         assert_eq!(test.act(&RECLAIM), Outcome::Done);
-        assert_eq!(test.asked_back(), "90000000");
+        assert_eq!(test.reclaimed(), "90000000");
     }
     assert_eq!(test.act(&Action::Resume), Outcome::Done);
     assert_eq!(test.act(&Action::Resume), Outcome::Already);
@@ -178,7 +179,7 @@ fn memory_of_what_runs_or_of_others_is_not_pushed_out() {
     let procs = test.cgroups.path().join("kubepods/pod1/5/cgroup.procs");
     std::fs::write(procs, "1\n").expect("written");
     assert_eq!(reason(test.act(&RECLAIM)), "NoCgroup");
-    assert_eq!(test.asked_back(), "");
+    assert_eq!(test.reclaimed(), "");
 }
 
 #[test]
@@ -203,7 +204,7 @@ fn a_pause_that_is_refused_leaves_all_running_and_one_without_an_answer_is_unkno
             "{fault:?}"
         );
         let standing = test.look().standing;
-        // Half paused, or paused: both are ended by a resume.
+        // The sandbox is partly or completely paused. A resume ends both states.
         assert_eq!(standing.live, Live::Paused);
         assert_eq!(standing.half, fault == Fault::HangsBefore);
         assert_eq!(test.act(&Action::Resume), Outcome::Done);
@@ -257,7 +258,7 @@ fn a_containerd_that_is_away_is_unknown_and_found_again() {
     assert_eq!(driver.act(&seen.sandbox, &Action::Doze), Outcome::Done);
 }
 
-/// An agent: what it remembers is gone when it dies.
+/// An agent. Its state does not survive its death.
 struct Agent<'a> {
     test: &'a Test,
     driver: &'a Driver,
@@ -271,7 +272,7 @@ fn at(second: i64) -> Timestamp {
 }
 
 impl<'a> Agent<'a> {
-    fn begins(test: &'a Test) -> Self {
+    fn new(test: &'a Test) -> Self {
         Self {
             test,
             driver: &test.driver,
@@ -300,17 +301,18 @@ impl<'a> Agent<'a> {
         (seen, observed)
     }
 
-    /// One pass, as the agent makes it: what was planned and what became of it.
-    fn turn(&mut self, desired: &Desired, now: i64) -> Vec<(StepKind, bool)> {
+    /// Plans once and executes the steps like the agent. Returns the executed steps, each with its
+    /// success.
+    fn pass(&mut self, desired: &Desired, now: i64) -> Vec<(StepKind, bool)> {
         let (seen, observed) = self.observe();
         let plan = torpor_core::plan(desired, &observed, &Policy::default(), at(now));
         let mut done = Vec::new();
         for step in &plan.steps {
             let outcome = self.driver.act(&seen.sandbox, &step.action);
             self.failures.note(&step.action, &outcome, at(now));
-            let well = matches!(outcome, Outcome::Done | Outcome::Already);
-            done.push((step.action.kind(), well));
-            if !well {
+            let succeeded = matches!(outcome, Outcome::Done | Outcome::Already);
+            done.push((step.action.kind(), succeeded));
+            if !succeeded {
                 break;
             }
             self.doze = match step.action {
@@ -322,11 +324,12 @@ impl<'a> Agent<'a> {
         done
     }
 
-    /// Passes so far apart that no wait after a failure is longer, until there is nothing to do. Answers the time then.
+    /// Passes until the plan is empty, and returns the time of the last pass. The time between two
+    /// passes is longer than any wait after a failure.
     fn settle(&mut self, desired: &Desired, mut now: i64) -> i64 {
         for _ in 0..20 {
             now += 4000;
-            if self.turn(desired, now).is_empty() {
+            if self.pass(desired, now).is_empty() {
                 return now;
             }
         }
@@ -349,7 +352,7 @@ fn desired(power: Power, doze: bool) -> Desired {
         keep_last_image: false,
         wake_up: std::collections::BTreeSet::new(),
         snapshots: Vec::new(),
-        told: false,
+        has_sleep_condition: false,
         containers: std::collections::BTreeSet::new(),
         ready: true,
     }
@@ -358,43 +361,45 @@ fn desired(power: Power, doze: bool) -> Desired {
 #[test]
 fn an_idle_sandbox_dozes_and_is_woken_by_who_does_not_wish_it_any_more() {
     let test = test(&RUNS);
-    let mut agent = Agent::begins(&test);
+    let mut agent = Agent::new(&test);
     agent.idle_since = Some(at(0));
-    let dozy = desired(Power::Awake, true);
-    assert_eq!(agent.turn(&dozy, 29), []);
-    assert_eq!(agent.turn(&dozy, 30), [(StepKind::Doze, true)]);
-    assert_eq!(agent.turn(&dozy, 30), [(StepKind::Reclaim, true)]);
-    assert_eq!(agent.turn(&dozy, 31), []);
+    let dozing = desired(Power::Awake, true);
+    assert_eq!(agent.pass(&dozing, 29), []);
+    assert_eq!(agent.pass(&dozing, 30), [(StepKind::Doze, true)]);
+    assert_eq!(agent.pass(&dozing, 30), [(StepKind::Reclaim, true)]);
+    assert_eq!(agent.pass(&dozing, 31), []);
     assert_eq!(
-        agent.turn(&desired(Power::Awake, false), 32),
+        agent.pass(&desired(Power::Awake, false), 32),
         [(StepKind::Resume, true)]
     );
     assert_eq!(test.look().standing.live, Live::Running);
 }
 
-/// An agent is killed before or after each call of each step (its call has no answer, and who comes after it knows nothing), or the call fails:
-/// in the end the sandbox is as is wished, and nothing of it was paused but what dozes.
+/// Kills the agent before or after each call of each step, or lets the call fail. A killed agent
+/// gets no answer, and the next agent has no state. In the end the sandbox must be in the desired
+/// state and its sandbox container must run.
 #[test]
 fn whatever_is_cut_off_is_taken_up_by_the_next_agent() {
-    let dozy = desired(Power::Awake, true);
+    let dozing = desired(Power::Awake, true);
     for fault in [Fault::HangsBefore, Fault::HangsAfter, Fault::Refuses] {
         for letter in ["a", "b"] {
             for (falls_asleep, dies) in [(true, true), (true, false), (false, true), (false, false)]
             {
                 let test = test(&RUNS);
-                let mut agent = Agent::begins(&test);
+                let mut agent = Agent::new(&test);
                 agent.idle_since = Some(at(0));
                 if !falls_asleep {
-                    agent.settle(&dozy, 100);
+                    agent.settle(&dozing, 100);
                 }
                 test.fails(letter, fault);
                 let wish = desired(Power::Awake, falls_asleep);
                 agent.driver = &test.impatient;
-                agent.turn(&wish, 8100);
+                agent.pass(&wish, 8100);
                 agent.driver = &test.driver;
                 if dies {
-                    agent = Agent::begins(&test);
-                    // It does not know since when it is idle, nor what came while nobody listened.
+                    agent = Agent::new(&test);
+                    // The new agent does not know how long the sandbox has been idle, nor the
+                    // packets that arrived while no agent ran.
                     let now = agent.settle(&wish, 9000);
                     assert_eq!(test.look().standing.live, Live::Running);
                     agent.idle_since = Some(at(now));

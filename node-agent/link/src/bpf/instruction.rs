@@ -1,4 +1,4 @@
-//! The instructions of BPF, as the kernel reads them, and programs whose jumps are named.
+//! BPF instructions in the kernel's layout, and programs with named jump targets.
 
 use std::os::fd::RawFd;
 
@@ -42,7 +42,7 @@ pub(crate) enum Helper {
 use Register::R0;
 
 fn instruction(code: u8, to: Register, from: Register, offset: i16, immediate: i32) -> Instruction {
-    // Two bit fields in one byte, which C lays out as the machine orders its bytes.
+    // The two bit fields in one byte follow the machine's byte order, as in C.
     let (to, from) = (to as u8, from as u8);
     let registers = if cfg!(target_endian = "little") {
         from << 4 | to
@@ -58,7 +58,7 @@ fn instruction(code: u8, to: Register, from: Register, offset: i16, immediate: i
 }
 
 impl Instruction {
-    /// Sets where a jump at `from` goes.
+    /// Sets the target of a jump at the index `from`.
     fn jump_to(&mut self, from: usize, target: usize) {
         let distance = target.saturating_sub(from + 1);
         self.offset = i16::try_from(distance).unwrap_or(i16::MAX);
@@ -81,7 +81,7 @@ pub(crate) fn shift_right(of: Register, bits: i32) -> Instruction {
     instruction(0x77, of, R0, 0, bits)
 }
 
-/// A value in network byte order becomes one of this machine's.
+/// Converts a value from network byte order to this machine's.
 pub(crate) fn from_network_order32(of: Register) -> Instruction {
     instruction(0xdc, of, R0, 0, 32)
 }
@@ -106,12 +106,12 @@ pub(crate) fn add_register(to: Register, value: Register) -> Instruction {
     instruction(0x0f, to, value, 0, 0)
 }
 
-/// Of the lower halves, and modulo 2^32; the upper half becomes zero.
+/// Adds the lower halves modulo 2^32; the upper half becomes zero.
 pub(crate) fn add_register32(to: Register, value: Register) -> Instruction {
     instruction(0x0c, to, value, 0, 0)
 }
 
-/// Likewise.
+/// Subtracts the lower halves modulo 2^32; the upper half becomes zero.
 pub(crate) fn subtract32(from: Register, value: Register) -> Instruction {
     instruction(0x1c, from, value, 0, 0)
 }
@@ -152,7 +152,7 @@ pub(crate) fn store64(base: Register, offset: i16, value: Register) -> Instructi
     instruction(0x7b, base, value, offset, 0)
 }
 
-/// The address of a map takes two instructions; the kernel replaces the descriptor in the first.
+/// Loads the address of a map. The kernel replaces the descriptor in the first instruction.
 pub(crate) fn set_map(to: Register, map: RawFd) -> [Instruction; 2] {
     const MAP_BY_FD: Register = Register::R1;
     [
@@ -161,7 +161,9 @@ pub(crate) fn set_map(to: Register, map: RawFd) -> [Instruction; 2] {
     ]
 }
 
-/// The address of the first value of a map of few numbers, likewise (Linux 5.2 or later).
+/// Loads the address of the first value of a map of few numbers (Linux 5.2 or later).
+///
+/// The kernel replaces the descriptor in the first instruction.
 pub(crate) fn set_map_value(to: Register, map: RawFd) -> [Instruction; 2] {
     const VALUE_BY_FD: Register = Register::R2;
     [
@@ -186,7 +188,7 @@ pub(crate) fn jump_if_at_least(register: Register, value: i32) -> Instruction {
     instruction(0x35, register, R0, 0, value)
 }
 
-/// When any of these bits is set.
+/// Jumps if any of these bits is set.
 pub(crate) fn jump_if_any(register: Register, bits: i32) -> Instruction {
     instruction(0x45, register, R0, 0, bits)
 }
@@ -208,7 +210,7 @@ pub(crate) fn jump_if_greater(register: Register, value: i32) -> Instruction {
     instruction(0x25, register, R0, 0, value)
 }
 
-/// If `register` is greater than `than`.
+/// Jumps if `register` is greater than `than`.
 pub(crate) fn jump_if_greater_than(register: Register, than: Register) -> Instruction {
     instruction(0x2d, register, than, 0, 0)
 }
@@ -221,7 +223,7 @@ pub(crate) fn exit() -> Instruction {
     instruction(0x95, R0, R0, 0, 0)
 }
 
-/// A program being written: where jumps go is named, and known when it is finished.
+/// A program being written. [`Code::finish`] replaces the labels of jumps by distances.
 #[derive(Debug)]
 pub(crate) struct Code<Label> {
     instructions: Vec<Instruction>,
@@ -246,7 +248,7 @@ impl<Label: Copy + PartialEq> Code<Label> {
         self.instructions.extend(instructions);
     }
 
-    /// A jump that goes to what follows the label.
+    /// Adds a jump to the instruction after the label.
     pub(crate) fn jump(&mut self, instruction: Instruction, to: Label) {
         self.jumps.push((self.instructions.len(), to));
         self.instructions.push(instruction);
@@ -259,7 +261,7 @@ impl<Label: Copy + PartialEq> Code<Label> {
     pub(crate) fn finish(mut self) -> Vec<Instruction> {
         for (at, to) in self.jumps {
             let target = self.labels.iter().find(|(label, _)| *label == to);
-            // A label that is missing is a jump past the end, which the verifier refuses.
+            // A missing label makes a jump past the end, which the verifier refuses.
             let target = target.map_or(usize::MAX, |(_, target)| *target);
             self.instructions[at].jump_to(at, target);
         }

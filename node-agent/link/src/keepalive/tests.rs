@@ -19,7 +19,7 @@ fn ends(remote_port: u16) -> Ends {
     }
 }
 
-/// An acknowledgement of everything before 500, with this number.
+/// Returns an acknowledgement of all numbers before 500, with this number of its own.
 pub(crate) fn bare(sequence: u32) -> Segment {
     Segment {
         ends: ends(4000),
@@ -36,7 +36,7 @@ pub(crate) fn bare(sequence: u32) -> Segment {
     }
 }
 
-/// Which of the segments are answered, each so many milliseconds after the first.
+/// Returns which of the segments are answered, each so many milliseconds after the first.
 fn answered(segments: &[(u64, Segment)]) -> Vec<bool> {
     let began = Instant::now();
     let mut keepalives = Keepalives::begin(began);
@@ -44,20 +44,23 @@ fn answered(segments: &[(u64, Segment)]) -> Vec<bool> {
         .iter()
         .map(|(millis, segment)| {
             let at = began + Duration::from_millis(*millis);
-            matches!(keepalives.hear(segment, true, at), Heard::Keepalive(_))
+            matches!(
+                keepalives.hear(segment, true, at),
+                SegmentKind::Keepalive(_)
+            )
         })
         .collect()
 }
 
 #[test]
 fn a_keepalive_is_answered_once_it_is_known_for_one() {
-    // Again and again, each a keepalive interval after the other.
+    // The keepalive comes again after each keepalive interval.
     let idle = [(0, bare(99)), (75_000, bare(99)), (7_275_000, bare(99))];
     assert_eq!(answered(&idle), [false, true, true]);
     // Linux' shortest interval.
     let hasty = [(0, bare(99)), (1_000, bare(99)), (2_000, bare(99))];
     assert_eq!(answered(&hasty), [false, true, true]);
-    // After an ordinary acknowledgement the first one is known already.
+    // After an ordinary acknowledgement, the first keepalive is detected already.
     let after_a_late_one = [(0, bare(100)), (15_000, bare(99))];
     assert_eq!(answered(&after_a_late_one), [false, true]);
     // A new window in between changes nothing.
@@ -72,7 +75,7 @@ fn a_keepalive_is_answered_once_it_is_known_for_one() {
         (9_000, bare(99)),
     ];
     assert_eq!(answered(&between), [false, true, false, true]);
-    // Numbers begin anew after the largest.
+    // Numbers continue at zero after the largest.
     assert_eq!(
         answered(&[(0, bare(0)), (2_000, bare(u32::MAX))]),
         [false, true]
@@ -115,7 +118,7 @@ fn what_is_no_keepalive_is_not_answered() {
         // A byte may be data.
         vec![(0, byte), (1_000, byte), (2_000, byte)],
         vec![(0, bare(99)), (1_000, sack), (2_000, sack)],
-        // Whoever has said something waits for the sandbox.
+        // A peer that has sent data waits for the sandbox.
         vec![
             (0, data),
             (1_000, bare(104)),
@@ -133,27 +136,27 @@ fn what_is_no_keepalive_is_not_answered() {
     }
 }
 
-/// What bare segments are, heard one after the other.
-fn heard(segments: &[Segment]) -> Vec<Heard> {
+/// Returns the kinds of segments that come 700 ms apart.
+fn kinds(segments: &[Segment]) -> Vec<SegmentKind> {
     let began = Instant::now();
     let mut keepalives = Keepalives::begin(began);
     let mut millis = 0;
-    let hear = |segment| {
+    let receive = |segment| {
         millis += 700;
         keepalives.hear(segment, true, began + Duration::from_millis(millis))
     };
-    segments.iter().map(hear).collect()
+    segments.iter().map(receive).collect()
 }
 
 #[test]
 fn a_peer_that_reads_on_is_told_from_one_that_is_idle() {
-    use Heard::{AcknowledgesMore, Other, WindowOpens};
-    let said = |acknowledgment, window| Segment {
+    use SegmentKind::{AcknowledgesMore, Other, WindowOpens};
+    let acknowledgement = |acknowledgment, window| Segment {
         acknowledgment,
         window,
         ..bare(100)
     };
-    // What was said before the first is not known; a window that shrinks is one that fills.
+    // The window before the first segment is unknown. A window that shrinks is one that fills.
     let opens = [
         (0, Other),
         (8, WindowOpens),
@@ -164,23 +167,27 @@ fn a_peer_that_reads_on_is_told_from_one_that_is_idle() {
     let (windows, expected): (Vec<_>, Vec<_>) = opens.into_iter().unzip();
     let segments: Vec<_> = windows
         .into_iter()
-        .map(|window| said(500, window))
+        .map(|window| acknowledgement(500, window))
         .collect();
-    assert_eq!(heard(&segments), expected);
-    // Numbers begin anew after the largest.
-    let more = [said(u32::MAX, 8), said(4, 8), said(3, 9)];
-    assert_eq!(heard(&more), [Other, AcknowledgesMore, Other]);
+    assert_eq!(kinds(&segments), expected);
+    // Numbers continue at zero after the largest.
+    let more = [
+        acknowledgement(u32::MAX, 8),
+        acknowledgement(4, 8),
+        acknowledgement(3, 9),
+    ];
+    assert_eq!(kinds(&more), [Other, AcknowledgesMore, Other]);
     let data = Segment {
         length: 5,
-        ..said(600, 9)
+        ..acknowledgement(600, 9)
     };
     assert_eq!(
-        heard(&[said(500, 0), data]),
+        kinds(&[acknowledgement(500, 0), data]),
         [Other; 2],
         "data wakes by itself"
     );
-    // Keepalives say the same again and again.
-    let idle = heard(&[bare(100), bare(99), bare(99), bare(100), bare(99)]);
+    // Keepalives repeat the same numbers.
+    let idle = kinds(&[bare(100), bare(99), bare(99), bare(100), bare(99)]);
     assert!(
         !idle.contains(&WindowOpens) && !idle.contains(&AcknowledgesMore),
         "{idle:?}"
@@ -193,31 +200,32 @@ fn the_first_who_speaks_up_is_asked_and_one_that_reads_on_says_it_again() {
         let began = Instant::now();
         let mut keepalives = Keepalives::begin(began);
         let mut at = began + Duration::from_millis(millis);
-        let hear = |segment| {
+        let receive = |segment| {
             at += Duration::from_millis(10);
             keepalives.hear(segment, may_ask, at)
         };
-        segments.iter().map(hear).collect::<Vec<_>>()
+        segments.iter().map(receive).collect::<Vec<_>>()
     };
-    let question = Heard::Unclear(Answer::asks(&bare(100)));
+    let question = SegmentKind::Unclear(Answer::probe(&bare(100)));
     assert_eq!(
         heard_at(2_000, &[bare(100), bare(100)], true),
-        [question, Heard::WindowOpens]
+        [question, SegmentKind::WindowOpens]
     );
-    // Half a second after the last word it may be an acknowledgement of that.
+    // In the first second, the segment may acknowledge data from before the sleep.
     let early = heard_at(400, &[bare(100), bare(100)], true);
-    assert_eq!(early, [Heard::Other; 2]);
-    // Somebody else answers.
+    assert_eq!(early, [SegmentKind::Other; 2]);
+    // Another network stack answers.
     let stands = heard_at(2_000, &[bare(100), bare(100)], false);
-    assert_eq!(stands, [Heard::Other; 2]);
-    // A keepalive, whose sender says its real number then; and one who has no room yet.
+    assert_eq!(stands, [SegmentKind::Other; 2]);
+    // The sender of a keepalive replies with its real number; a peer with a full window has no
+    // room yet.
     let keepalive = heard_at(2_000, &[bare(99), bare(100)], true);
-    assert_eq!(keepalive[1], Heard::Other);
+    assert_eq!(keepalive[1], SegmentKind::Other);
     let full = Segment {
         window: 0,
         ..bare(100)
     };
-    assert_eq!(heard_at(2_000, &[full, full], true)[1], Heard::Other);
+    assert_eq!(heard_at(2_000, &[full, full], true)[1], SegmentKind::Other);
 }
 
 #[test]
@@ -225,35 +233,38 @@ fn who_has_spoken_to_a_sandbox_that_may_not_have_heard_it_is_asked_again() {
     let now = Instant::now();
     let at = |millis| now + Duration::from_millis(millis);
     let mut keepalives = Keepalives::begin(now);
-    // Its network stack hears this, or is stopped before.
-    assert_eq!(keepalives.hear(&bare(100), false, at(10)), Heard::Other);
+    // The sandbox's network stack receives this, or is stopped before.
     assert_eq!(
-        keepalives.ask_again(&bare(99), at(20)),
+        keepalives.hear(&bare(100), false, at(10)),
+        SegmentKind::Other
+    );
+    assert_eq!(
+        keepalives.probe_again(&bare(99), at(20)),
         None,
         "not the last"
     );
-    let question = Some(Answer::asks(&bare(100)));
-    assert_eq!(keepalives.ask_again(&bare(100), at(20)), question);
-    assert_eq!(keepalives.ask_again(&bare(100), at(20)), None, "once");
+    let question = Some(Answer::probe(&bare(100)));
+    assert_eq!(keepalives.probe_again(&bare(100), at(20)), question);
+    assert_eq!(keepalives.probe_again(&bare(100), at(20)), None, "once");
     assert_eq!(
         keepalives.hear(&bare(100), true, at(30)),
-        Heard::WindowOpens
+        SegmentKind::WindowOpens
     );
-    // Others are asked from now on as in the middle of a sleep.
+    // Other peers get a keepalive from now on, as in the middle of a sleep.
     let other = Segment {
         ends: ends(4001),
         ..bare(100)
     };
-    keepalives.nothing_is_late();
-    let heard = keepalives.hear(&other, true, at(40));
-    assert_eq!(heard, Heard::Unclear(Answer::asks(&other)));
+    keepalives.end_late_acknowledgements();
+    let kind = keepalives.hear(&other, true, at(40));
+    assert_eq!(kind, SegmentKind::Unclear(Answer::probe(&other)));
 }
 
 #[test]
 fn a_question_is_an_old_number_that_acknowledges_nothing_new() {
-    let asked = Answer::asks(&bare(100));
-    assert_eq!((asked.sequence, asked.acknowledgment), (499, 100));
-    let kept = Answer::keeps_alive(&bare(99));
+    let probe = Answer::probe(&bare(100));
+    assert_eq!((probe.sequence, probe.acknowledgment), (499, 100));
+    let kept = Answer::to_keepalive(&bare(99));
     assert_eq!((kept.sequence, kept.acknowledgment), (500, 100));
 }
 
@@ -265,18 +276,18 @@ fn a_byte_of_rubbish_is_known_by_what_came_before_it() {
     };
     let known = [(0, bare(99)), (1_000, bare(99)), (2_000, rubbish)];
     assert_eq!(answered(&known), [false, true, true]);
-    // The byte that follows is none.
+    // The byte with the next number is data.
     let data = Segment {
         length: 1,
         ..bare(100)
     };
-    let spoken = [
+    let with_data = [
         (0, bare(99)),
         (1_000, bare(99)),
         (2_000, data),
         (3_000, bare(99)),
     ];
-    assert_eq!(answered(&spoken), [false, true, false, false]);
+    assert_eq!(answered(&with_data), [false, true, false, false]);
 }
 
 #[test]
@@ -329,25 +340,25 @@ fn the_sandbox_is_told_once_of_each_peer_that_has_said_something_and_is_there() 
         of(2, data),
         of(2, reset),
         of(3, bare(99)),
-        // An acknowledgement of its own follows, with the number that the sandbox expects.
+        // An acknowledgement without data follows, with the number that the sandbox expects.
         of(4, data),
         of(4, bare(105)),
         of(5, data),
     ] {
         keepalives.hear(&segment, true, now);
     }
-    let mut told: Vec<_> = keepalives.reminders().collect();
+    let mut reminders: Vec<_> = keepalives.reminders().collect();
     let mut expected = [1, 5].map(|port| Reminder::of(&of(port, data)).expect("a reminder"));
-    told.sort_by_key(|reminder| format!("{reminder:?}"));
+    reminders.sort_by_key(|reminder| format!("{reminder:?}"));
     expected.sort_by_key(|reminder| format!("{reminder:?}"));
-    assert_eq!(told, expected);
+    assert_eq!(reminders, expected);
 }
 
 #[test]
 fn connections_are_bounded_and_the_quietest_goes() {
     let now = Instant::now();
     let mut keepalives = Keepalives::begin(now);
-    for n in 0..=MOST_CONNECTIONS {
+    for n in 0..=MAX_CONNECTIONS {
         let port = u16::try_from(n).expect("a port");
         let segment = Segment {
             ends: ends(port),
@@ -359,7 +370,7 @@ fn connections_are_bounded_and_the_quietest_goes() {
             now + Duration::from_millis(n.try_into().expect("few")),
         );
     }
-    assert_eq!(keepalives.connections.len(), MOST_CONNECTIONS);
+    assert_eq!(keepalives.connections.len(), MAX_CONNECTIONS);
     assert!(!keepalives.connections.contains_key(&ends(0)));
 }
 
@@ -391,15 +402,17 @@ fn the_answer_says_what_the_keepalive_asks_for() {
     ];
     for (frame, stamped) in frames.iter().zip([true, true, false]) {
         let own = [IpAddr::from(POD), IpAddr::from(POD6)];
-        let heard = segment(frame, &own).expect("a segment");
-        let answer = Answer::keeps_alive(&heard).frame(frame).expect("an answer");
+        let received = segment(frame, &own).expect("a segment");
+        let answer = Answer::to_keepalive(&received)
+            .frame(frame)
+            .expect("an answer");
         assert_eq!(answer[..6], frame[6..12]);
         assert_eq!(answer[6..12], frame[..6]);
-        let read = segment(&answer, &[heard.ends.remote]).expect("a segment for the peer");
+        let read = segment(&answer, &[received.ends.remote]).expect("a segment for the peer");
         let back = Ends {
-            remote: heard.ends.local,
+            remote: received.ends.local,
             remote_port: 22,
-            local: heard.ends.remote,
+            local: received.ends.remote,
             local_port: 4000,
         };
         let expected = Segment {
@@ -408,27 +421,27 @@ fn the_answer_says_what_the_keepalive_asks_for() {
             acknowledgment: 100,
             window: WINDOW,
             timestamps: stamped.then_some((60, 70)),
-            ..heard
+            ..received
         };
         assert_eq!(read, expected);
     }
-    // A frame with a VLAN's tag came over no link that we answer on.
+    // No link that the keeper answers on carries frames with a VLAN tag.
     let mut tagged = frames[0].clone();
     tagged.splice(12..12, [0x81, 0x00, 0, 5]);
-    let heard = segment(&frames[0], &[POD.into()]).expect("a segment");
-    assert_eq!(Answer::keeps_alive(&heard).frame(&tagged), None);
+    let received = segment(&frames[0], &[POD.into()]).expect("a segment");
+    assert_eq!(Answer::to_keepalive(&received).frame(&tagged), None);
 }
 
-/// What a peer may do while nobody but the keeper answers it.
+/// An action of a peer while only the keeper answers it.
 #[derive(Debug, Clone, Copy)]
 enum Event {
-    /// It sends so many bytes, which arrive or not.
+    /// The peer sends so many bytes, which arrive or not.
     Sends(u32, bool),
-    /// It says that it has room for so much.
+    /// The peer announces a window of this size.
     Room(u16),
-    /// It has had no answer for long: all that it has sent was acknowledged.
+    /// The peer had no answer for long, and all that it has sent was acknowledged.
     Keepalive,
-    /// It has something to say and was told that there is no room for it.
+    /// The peer has data to send, and the window of the other side is zero.
     ProbesWindow,
     Later(u64),
 }
@@ -444,8 +457,8 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    /// A peer as RFC 9293 has it is never told that something has arrived which is not in the sandbox' image, and never
-    /// twice within a moment.
+    /// A peer that follows RFC 9293 gets no acknowledgement of data that is not in the sandbox's
+    /// image, and no two answers within a moment.
     #[test]
     fn nothing_is_acknowledged_that_the_sandbox_does_not_have(
         received in any::<u32>(),
@@ -454,7 +467,7 @@ proptest! {
     ) {
         let mut now = Instant::now();
         let mut keepalives = Keepalives::begin(now);
-        // What the peer has sent and what of it was acknowledged; what it said last of its room.
+        // The peer's numbers: sent, and acknowledged of it; and its last announced window.
         let acknowledged = received;
         let mut sent = received.wrapping_add(in_flight);
         let mut room = 0;
@@ -473,7 +486,7 @@ proptest! {
                     }
                     segment
                 }
-                // Room that has not changed is not told.
+                // A window that has not changed is not announced.
                 Event::Room(new) if new == room => continue,
                 Event::Room(new) => {
                     room = new;
@@ -483,10 +496,10 @@ proptest! {
                 Event::Keepalive => Segment { window: room, ..bare(sent.wrapping_sub(1)) },
                 Event::ProbesWindow => Segment { window: room, ..bare(acknowledged.wrapping_sub(1)) },
             };
-            if let Heard::Keepalive(answer) = keepalives.hear(&segment, true, now) {
-                let told = answer.to.sequence.wrapping_add(1);
-                prop_assert!(received.wrapping_sub(told) < u32::MAX / 2, "{told} of {received}");
-                prop_assert!(last_answer.is_none_or(|at| now - at >= PROTEST));
+            if let SegmentKind::Keepalive(answer) = keepalives.hear(&segment, true, now) {
+                let number = answer.to.sequence.wrapping_add(1);
+                prop_assert!(received.wrapping_sub(number) < u32::MAX / 2, "{number} of {received}");
+                prop_assert!(last_answer.is_none_or(|at| now - at >= MIN_ANSWER_INTERVAL));
                 last_answer = Some(now);
             }
         }

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use torpor_test_namespace::{Namespace, sh};
 
 /// A network namespace with nothing but a loopback that is up.
-struct Loopbacks(Namespace);
+struct LoopbackNamespace(Namespace);
 
-impl Loopbacks {
+impl LoopbackNamespace {
     fn new() -> Self {
         let namespace = Namespace::empty("lo");
         sh(&format!("ip -n {} link set lo up", namespace.name()));
@@ -35,8 +35,10 @@ fn refused(dialled: std::io::Result<TcpStream>) {
     assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{error}");
 }
 
-/// For what is refused once a descriptor is closed that was ours alone: a child that another test starts at this moment
-/// has a copy of it, until it executes its program.
+/// Dials until the connection is refused, for at most 10 s.
+///
+/// The refusal comes once a descriptor of this test is closed. A child that another test starts at
+/// this moment has a copy of it until it executes its program.
 fn refused_at_last(mut dial: impl FnMut() -> std::io::Result<TcpStream>) {
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
@@ -47,7 +49,7 @@ fn refused_at_last(mut dial: impl FnMut() -> std::io::Result<TcpStream>) {
     }
 }
 
-/// The connections that wait, accepted.
+/// Returns a copy of the listener, to accept the connections that wait.
 fn listener(loopback: &Loopback) -> TcpListener {
     let copy = loopback.listener.try_clone().expect("a copy");
     TcpListener::from(copy)
@@ -55,7 +57,7 @@ fn listener(loopback: &Loopback) -> TcpListener {
 
 #[test]
 fn every_port_of_the_loopback_arrives_with_its_number() {
-    let namespace = Loopbacks::new();
+    let namespace = LoopbackNamespace::new();
     refused(namespace.dial("127.0.0.1:8080"));
     let loopback = open(&namespace.path()).expect("open");
     for address in ["127.0.0.1:1", "127.0.0.1:8080", "127.9.9.9:65535"] {
@@ -73,20 +75,20 @@ fn every_port_of_the_loopback_arrives_with_its_number() {
         client.read_exact(&mut bytes).expect("read");
         assert_eq!(&bytes, b"answered");
     }
-    let nobody = listener(&loopback).accept().expect_err("nobody waits");
-    assert_eq!(nobody.kind(), ErrorKind::WouldBlock);
+    let error = listener(&loopback).accept().expect_err("nobody waits");
+    assert_eq!(error.kind(), ErrorKind::WouldBlock);
 }
 
 #[test]
 fn other_namespaces_addresses_and_ipv6_are_left_alone() {
-    let (namespace, other) = (Loopbacks::new(), Loopbacks::new());
+    let (namespace, other) = (LoopbackNamespace::new(), LoopbackNamespace::new());
     let name = namespace.0.name();
     sh(&format!("ip -n {name} addr add 10.201.9.9/32 dev lo"));
     let _loopback = open(&namespace.path()).expect("open");
     refused(other.dial("127.0.0.1:8080"));
     refused(namespace.dial("10.201.9.9:8080"));
     refused(namespace.dial("[::1]:8080"));
-    // A listener of somebody else on an address that is not the loopback's is reached.
+    // A listener of another process on an address that is not the loopback's is reached.
     let own = namespace.within(|| TcpListener::bind("10.201.9.9:8080").expect("a listener"));
     drop(namespace.dial("10.201.9.9:8080").expect("a connection"));
     own.accept().expect("accepted");
@@ -94,13 +96,13 @@ fn other_namespaces_addresses_and_ipv6_are_left_alone() {
 
 #[test]
 fn the_namespace_is_as_it_was_when_nobody_holds_the_link() {
-    let namespace = Loopbacks::new();
+    let namespace = LoopbackNamespace::new();
     let Loopback { listener, link } = open(&namespace.path()).expect("open");
     drop(namespace.dial("127.0.0.1:8080").expect("a connection"));
     drop(link);
     refused_at_last(|| namespace.dial("127.0.0.1:8080"));
     drop(listener);
-    // It can be taken again, by one at a time or by several.
+    // The loopback can be taken again, by one process or by several at a time.
     let _first = open(&namespace.path()).expect("open");
     let _second = open(&namespace.path()).expect("open");
     drop(namespace.dial("127.0.0.1:8080").expect("a connection"));
@@ -108,7 +110,7 @@ fn the_namespace_is_as_it_was_when_nobody_holds_the_link() {
 
 #[test]
 fn a_listener_that_is_gone_means_that_connections_are_refused() {
-    let namespace = Loopbacks::new();
+    let namespace = LoopbackNamespace::new();
     let Loopback { listener, link } = open(&namespace.path()).expect("open");
     drop(listener);
     refused_at_last(|| namespace.dial("127.0.0.1:8080"));

@@ -1,3 +1,5 @@
+use std::os::fd::AsFd;
+
 use torpor_test_namespace::{Namespace, sh};
 
 use super::*;
@@ -17,7 +19,7 @@ fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
     let namespace = Namespace::with_addresses();
     let before = show(&namespace);
     let kept = read(&namespace.path()).expect("read");
-    // As runsc does: the addresses go, and with them the routes and the neighbours.
+    // runsc removes the addresses, and the kernel with them the routes and the neighbours.
     sh(&format!(
         "ip -n {} addr flush dev eth0 scope global",
         namespace.name()
@@ -35,7 +37,7 @@ fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
 fn a_network_that_was_behind_the_gateway_is_so_again() {
     let namespace = Namespace::with_addresses();
     let name = namespace.name();
-    // As the CNI plugin ptp does.
+    // The routes of the CNI plugin ptp.
     sh(&format!(
         "ip -n {name} route del 10.201.0.0/16 dev eth0; ip -n {name} -6 route del fd00:201::/64 dev eth0
          ip -n {name} route add 10.201.0.1 dev eth0 scope link src 10.201.3.4
@@ -60,20 +62,20 @@ fn a_network_that_was_behind_the_gateway_is_so_again() {
 #[test]
 fn an_address_that_is_taken_away_is_told_and_so_is_the_end_of_who_would_do_it() {
     let namespace = Namespace::with_addresses();
-    let taken = AddressWatch::begin(&namespace.path()).expect("watched");
-    let (mine, theirs) = std::os::unix::net::UnixStream::pair().expect("a pair");
+    let removal = AddressWatch::begin(&namespace.path()).expect("watched");
+    let (near, far) = std::os::unix::net::UnixStream::pair().expect("a pair");
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| taken.wait(mine.as_fd()));
+        let waiting = scope.spawn(|| removal.wait(near.as_fd()));
         let name = namespace.name();
         sh(&format!("ip -n {name} addr add 10.203.0.1/24 dev eth0"));
         assert!(!waiting.is_finished(), "one was added");
         sh(&format!("ip -n {name} addr del 10.203.0.1/24 dev eth0"));
         waiting.join().expect("no panic").expect("told");
     });
-    let never = AddressWatch::begin(&namespace.path()).expect("watched");
-    drop(theirs);
-    never
-        .wait(mine.as_fd())
+    let no_removal = AddressWatch::begin(&namespace.path()).expect("watched");
+    drop(far);
+    no_removal
+        .wait(near.as_fd())
         .expect("nobody is left to take one");
 }
 
@@ -103,7 +105,7 @@ fn a_record_tells_the_pods_own_addresses() {
 fn the_hosts_end_of_a_pods_link_is_found() {
     let (host, pod) = (Namespace::empty("host"), Namespace::empty("pod"));
     let (h, p) = (host.name(), pod.name());
-    // Indexes alone would mislead: the host has other pairs, and so have other pods.
+    // Equal indexes exist elsewhere: the host has other pairs, and so have other pods.
     sh(&format!(
         "ip -n {h} link add other0 type veth peer name other1
          ip link add eth0 netns {p} address 02:00:00:0a:0b:0c type veth peer name pod0 netns {h}"

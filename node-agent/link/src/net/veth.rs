@@ -1,57 +1,68 @@
-//! The links between a pod and its host.
+//! The veth pairs between a pod and its host.
 
 use std::path::Path;
 
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_packet_route::link::{InfoKind, LinkAttribute, LinkInfo, LinkMessage};
 
-use super::{Error, Netlink, within};
+use super::error::Error;
+use super::namespace::within;
+use super::netlink::Netlink;
 
-/// The two ends of a link between a pod and its host, by their indexes in the namespaces where they are.
+/// The two ends of a link between a pod and its host.
+///
+/// `pod` and `host` are their indexes in the namespaces where they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pair {
     pub pod: u32,
     pub host: u32,
     /// Ethernet address of the pod's end.
     pub pod_address: [u8; 6],
-    /// Packets have come to the pod's end that the host's end has not sent: a program of the node hands them over from link to link
-    /// (`bpf_redirect_peer`), and nobody sees them on the host's.
+    /// True if packets have come to the pod's end that the host's end has not sent.
+    ///
+    /// A program of the node then hands them over from link to link (`bpf_redirect_peer`), and no
+    /// packet socket at the host's end sees them.
     pub is_bypassed: bool,
 }
 
-/// The veth pairs between the namespace at `path` and the calling thread's. Links of other kinds have no other end.
+/// Returns the veth pairs between the namespace at `path` and the calling thread's.
+///
+/// Links of other kinds have no other end.
 pub fn pairs(path: &Path) -> Result<Vec<Pair>, Error> {
-    // Theirs first: what is sent between the two looks is not taken for what came another way.
-    let theirs = within(path, veths)?;
-    let ours = veths()?;
-    let pairs = theirs.iter().filter_map(|theirs| pair(theirs, &ours));
+    // The pod's counters are read first. Packets sent between the two reads therefore do not
+    // count as ones that bypass the host's end.
+    let pods = within(path, veths)?;
+    let hosts = veths()?;
+    let pairs = pods.iter().filter_map(|pod| pair(pod, &hosts));
     Ok(pairs.collect())
 }
 
+/// Returns the pair of a pod's end, if its other end is among the host's.
+///
 /// An index alone means nothing in another namespace: both ends must name each other.
-fn pair(theirs: &Veth, ours: &[Veth]) -> Option<Pair> {
-    let other_end = |ours: &&Veth| (ours.peer, ours.index) == (theirs.index, theirs.peer);
-    let host = ours.iter().find(other_end)?;
+fn pair(pod: &Veth, hosts: &[Veth]) -> Option<Pair> {
+    let other_end = |host: &&Veth| (host.peer, host.index) == (pod.index, pod.peer);
+    let host = hosts.iter().find(other_end)?;
     Some(Pair {
-        pod: theirs.index,
+        pod: pod.index,
         host: host.index,
-        pod_address: theirs.address,
-        is_bypassed: theirs.received > host.sent,
+        pod_address: pod.address,
+        is_bypassed: pod.received > host.sent,
     })
 }
 
 /// One end of a veth pair.
 struct Veth {
     index: u32,
-    /// The other end's index, in its own namespace.
+    /// Index of the other end, in the namespace of that end.
     peer: u32,
     address: [u8; 6],
-    /// Packets. One end counts what the other one counts.
+    /// Packets. One end receives as many as the other one sends.
     received: u64,
     sent: u64,
 }
 
-/// The veth links of this thread's namespace.
+/// Returns the veth links of this thread's namespace.
 fn veths() -> Result<Vec<Veth>, Error> {
     let links = Netlink::open()?.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
     let veths = links.into_iter().filter_map(|message| match message {
@@ -66,11 +77,11 @@ fn veth(link: &LinkMessage) -> Option<Veth> {
         LinkAttribute::Address(address) => address.as_slice().try_into().ok(),
         _ => None,
     });
-    let counted = link.attributes.iter().find_map(|a| match a {
-        LinkAttribute::Stats64(counted) => Some((counted.rx_packets, counted.tx_packets)),
+    let packets = link.attributes.iter().find_map(|a| match a {
+        LinkAttribute::Stats64(packets) => Some((packets.rx_packets, packets.tx_packets)),
         _ => None,
     });
-    let (received, sent) = counted.unwrap_or_default();
+    let (received, sent) = packets.unwrap_or_default();
     Some(Veth {
         index: link.header.index,
         peer: veth_peer(link)?,
@@ -108,9 +119,9 @@ mod tests {
         for (received, sent, bypassed) in
             [(0, 0, false), (7, 7, false), (7, 8, false), (8, 7, true)]
         {
-            // Another pod's, with a number that is this one's in its own namespace.
-            let ours = [veth(9, 3, 0, 0), veth(8, 2, 100, sent)];
-            let found = pair(&veth(2, 8, received, 0), &ours).expect("a pair");
+            // The first link of the host leads to another pod.
+            let hosts = [veth(9, 3, 0, 0), veth(8, 2, 100, sent)];
+            let found = pair(&veth(2, 8, received, 0), &hosts).expect("a pair");
             assert_eq!(found.is_bypassed, bypassed, "{received} {sent}");
         }
     }

@@ -148,7 +148,7 @@ fn a_pod_may_be_woken_by_some_packets_only() {
         Cause::Udp { port: 80 },
         Cause::Udp { port: 53 },
         Cause::Icmp,
-        // A part of a TCP or a UDP packet, and SCTP.
+        // A fragment of a TCP or a UDP packet, and SCTP.
         Cause::Other { protocol: 6 },
         Cause::Other { protocol: 17 },
         Cause::Other { protocol: 132 },
@@ -215,7 +215,7 @@ fn a_segment_that_is_sent_again_says_the_same() {
         stamped(tcp(1, 9).fin(), 100, b""),
         stamped(tcp(1, 9).fin(), 200, b"")
     );
-    // What follows, an end after data, and another acknowledgement are something else.
+    // The following data, an end after data, and another acknowledgement have other contents.
     assert_ne!(
         stamped(tcp(1, 9), 100, b"hello"),
         stamped(tcp(6, 9), 100, b"hello")
@@ -263,7 +263,7 @@ proptest! {
         segment(&bytes, &own());
     }
 
-    /// Whatever follows the addresses: what is for the pod is never taken for somebody else's, and the other way round.
+    /// For any bytes after the addresses: a frame is the pod's if and only if its destination is.
     #[test]
     fn only_the_pods_own_addresses_count(rest in proptest::collection::vec(any::<u8>(), 0..64), last in any::<u8>()) {
         let mut frame = frame!(to4([10, 1, 2, last]).udp(1, 2), &[]);

@@ -12,7 +12,7 @@ const POD: &str = "10.1.2.3";
 const POD6: &str = "fd00::3";
 const NODE: &str = "10.1.0.1";
 const NODE6: &str = "fd00::1";
-/// Destination (the pod's link), source (the host's), and a type that `says` and `hears` put right.
+/// Destination (the pod's link), source (the host's), and a type, which a test replaces for IPv6.
 const HEADER: [u8; ETHERNET] = [2, 0, 0, 0, 0, 3, 2, 0, 0, 0, 0, 1, 8, 0];
 
 fn own() -> Vec<IpAddr> {
@@ -22,7 +22,7 @@ fn own() -> Vec<IpAddr> {
     ]
 }
 
-/// The kubelet's side: a network stack, and the link between the two.
+/// The kubelet's side: a network stack, and the link to the responder.
 struct Kubelet {
     responder: Responder,
     interface: Interface,
@@ -64,13 +64,13 @@ impl Kubelet {
         self.sockets.get_mut(self.socket)
     }
 
-    /// Carries packets to and fro until nobody has any more.
+    /// Carries packets between the two sides until none has any more.
     fn carry(&mut self) {
         for _ in 0..20 {
             self.now += Duration::from_millis(20);
             let time = self.responder.time(self.now);
             self.interface.poll(time, &mut self.wire, &mut self.sockets);
-            while let Some(packet) = self.wire.said.pop_front() {
+            while let Some(packet) = self.wire.sent.pop_front() {
                 let mut frame = HEADER.to_vec();
                 if packet[0] >> 4 == 6 {
                     frame[12..14].copy_from_slice(&[0x86, 0xdd]);
@@ -87,19 +87,19 @@ impl Kubelet {
             while let Some(frame) = self.responder.says() {
                 assert_eq!(frame[..6], HEADER[6..12], "to the host's link");
                 assert_eq!(frame[6..12], HEADER[..6], "from the pod's");
-                self.wire.heard.push_back(frame[ETHERNET..].to_vec());
+                self.wire.received.push_back(frame[ETHERNET..].to_vec());
             }
         }
     }
 
-    fn say(&mut self, bytes: &[u8]) {
+    fn send(&mut self, bytes: &[u8]) {
         self.carry();
         let sent = self.socket().send_slice(bytes).expect("connected");
         assert_eq!(sent, bytes.len());
         self.carry();
     }
 
-    fn heard(&mut self) -> Vec<u8> {
+    fn received(&mut self) -> Vec<u8> {
         self.socket()
             .recv(|data| (data.len(), data.to_vec()))
             .unwrap_or_default()
@@ -116,17 +116,18 @@ fn a_connection_is_taken_and_its_end_forgets_it() {
         kubelet.carry();
         assert_eq!(kubelet.responder.probes.len(), 0);
         let now = kubelet.now;
-        assert_eq!(kubelet.responder.turn_again(now), None);
+        assert_eq!(kubelet.responder.next_deadline(now), None);
     }
 }
 
 #[test]
 fn a_request_is_answered_with_yes_once_it_is_whole() {
     let mut kubelet = Kubelet::connects(POD, NODE);
-    kubelet.say(b"GET /healthz HTTP/1.1\r\nHost: 10.1.2.3:8080\r\nUser-Agent: kube-probe/1.36\r\n");
-    assert_eq!(kubelet.heard(), b"", "the head is not over");
-    kubelet.say(b"\r\n");
-    assert!(kubelet.heard().starts_with(b"HTTP/1.1 200 OK\r\n"));
+    kubelet
+        .send(b"GET /healthz HTTP/1.1\r\nHost: 10.1.2.3:8080\r\nUser-Agent: kube-probe/1.36\r\n");
+    assert_eq!(kubelet.received(), b"", "the head is not over");
+    kubelet.send(b"\r\n");
+    assert!(kubelet.received().starts_with(b"HTTP/1.1 200 OK\r\n"));
     assert!(
         !kubelet.socket().may_recv(),
         "the answer ends the connection"
@@ -136,10 +137,10 @@ fn a_request_is_answered_with_yes_once_it_is_whole() {
 #[test]
 fn a_hook_is_not_told_that_the_program_has_done_its_work() {
     let mut kubelet = Kubelet::connects(POD, NODE);
-    kubelet.say(
+    kubelet.send(
         b"GET /stop HTTP/1.1\r\nHost: 10.1.2.3:8080\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n",
     );
-    assert_eq!(kubelet.heard(), b"");
+    assert_eq!(kubelet.received(), b"");
     assert!(!kubelet.socket().is_open(), "it is told that it has failed");
 }
 
@@ -147,11 +148,11 @@ fn a_hook_is_not_told_that_the_program_has_done_its_work() {
 fn the_hook_of_a_program_that_goes_on_elsewhere_is_answered_for_it() {
     let mut kubelet = Kubelet::connects(POD, NODE);
     kubelet.responder.answer_hooks(true);
-    kubelet.say(b"GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n");
-    assert!(kubelet.heard().starts_with(b"HTTP/1.1 200 OK\r\n"));
+    kubelet.send(b"GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n");
+    assert!(kubelet.received().starts_with(b"HTTP/1.1 200 OK\r\n"));
 }
 
-/// As the kubelet's client it takes every certificate whose key its server has.
+/// Takes every certificate whose key the server has, as the kubelet's client does.
 #[derive(Debug)]
 struct Unverified(Arc<CryptoProvider>);
 
@@ -191,7 +192,7 @@ impl ServerCertVerifier for Unverified {
     }
 }
 
-/// Offers HTTP/2, too, as the kubelet's prober does.
+/// Returns a client that offers HTTP/2, too, as the kubelet's prober does.
 fn tls_client() -> ClientConnection {
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let mut config = ClientConfig::builder_with_provider(provider.clone())
@@ -206,31 +207,31 @@ fn tls_client() -> ClientConnection {
 }
 
 impl Kubelet {
-    /// Says over TLS what there is to say; what was heard then.
-    fn talk(&mut self, client: &mut ClientConnection) -> Vec<u8> {
+    /// Sends the client's data over TLS and returns the server's data.
+    fn exchange(&mut self, client: &mut ClientConnection) -> Vec<u8> {
         while client.wants_write() {
             let mut sealed = Vec::new();
             client.write_tls(&mut sealed).expect("written");
-            // In two segments, as a hello with today's keys comes.
+            // The data goes in two segments, as a hello with today's keys does.
             let (first, second) = sealed.split_at(sealed.len() / 2);
-            self.say(first);
-            self.say(second);
-            let heard = self.heard();
-            if !heard.is_empty() {
-                client.read_tls(&mut heard.as_slice()).expect("read");
+            self.send(first);
+            self.send(second);
+            let received = self.received();
+            if !received.is_empty() {
+                client.read_tls(&mut received.as_slice()).expect("read");
                 client.process_new_packets().expect("TLS");
             }
         }
         let mut opened = Vec::new();
-        // It fails at the end of what was heard if that was no last word.
+        // The read fails at the end of the data if the server sent no close_notify.
         let _ = client.reader().read_to_end(&mut opened);
         opened
     }
 
-    fn asks_over_tls(&mut self, request: &[u8]) -> Vec<u8> {
+    fn request_over_tls(&mut self, request: &[u8]) -> Vec<u8> {
         let mut client = tls_client();
         client.writer().write_all(request).expect("kept");
-        self.talk(&mut client)
+        self.exchange(&mut client)
     }
 }
 
@@ -241,9 +242,9 @@ fn a_request_over_tls_is_answered_with_yes_once_it_is_whole() {
     let mut client = tls_client();
     let (head, end) = (b"GET / HTTP/1.1\r\nHost: 10.1.2.3:8080\r\n", b"\r\n");
     client.writer().write_all(head).expect("kept");
-    assert_eq!(kubelet.talk(&mut client), b"", "the head is not over");
+    assert_eq!(kubelet.exchange(&mut client), b"", "the head is not over");
     client.writer().write_all(end).expect("kept");
-    let answer = kubelet.talk(&mut client);
+    let answer = kubelet.exchange(&mut client);
     assert!(answer.starts_with(b"HTTP/1.1 200 OK\r\n"), "{answer:?}");
     assert_eq!(client.alpn_protocol(), None, "HTTP/1.1");
     assert!(
@@ -251,7 +252,7 @@ fn a_request_over_tls_is_answered_with_yes_once_it_is_whole() {
         "the answer ends the connection"
     );
     client.send_close_notify();
-    kubelet.talk(&mut client);
+    kubelet.exchange(&mut client);
     kubelet.socket().close();
     kubelet.carry();
     assert_eq!(kubelet.socket().send_queue(), 0);
@@ -262,26 +263,27 @@ fn a_request_over_tls_is_answered_with_yes_once_it_is_whole() {
 fn a_hook_over_tls_is_as_one_without() {
     let hook = b"GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n";
     let mut kubelet = Kubelet::connects(POD, NODE);
-    assert_eq!(kubelet.asks_over_tls(hook), b"");
+    assert_eq!(kubelet.request_over_tls(hook), b"");
     assert!(!kubelet.socket().is_open(), "it is told that it has failed");
     let mut kubelet = Kubelet::connects(POD, NODE);
     kubelet.responder.answer_hooks(true);
-    let answer = kubelet.asks_over_tls(hook);
+    let answer = kubelet.request_over_tls(hook);
     assert!(answer.starts_with(b"HTTP/1.1 200 OK\r\n"), "{answer:?}");
 }
 
 #[test]
 fn what_is_too_much_or_begins_like_tls_and_is_none_does_not_hold_on() {
     let mut kubelet = Kubelet::connects(POD, NODE);
-    assert_eq!(kubelet.asks_over_tls(&vec![b'x'; RECEIVE + 1]), b"");
+    assert_eq!(kubelet.request_over_tls(&vec![b'x'; RECEIVE + 1]), b"");
     assert!(!kubelet.socket().may_recv(), "too much was said");
     let mut kubelet = Kubelet::connects(POD, NODE);
-    kubelet.say(&[22, 3, 1, 0, 4, 1, 0, 0, 0]);
-    kubelet.heard();
+    kubelet.send(&[22, 3, 1, 0, 4, 1, 0, 0, 0]);
+    kubelet.received();
     assert!(!kubelet.socket().may_recv(), "an empty hello");
 }
 
-/// A call as the kubelet makes it: preface, settings, headers, one message that ends the stream.
+/// Returns a call as the kubelet makes it: preface, settings, headers, one message that ends the
+/// stream.
 fn health_check() -> Vec<u8> {
     let mut call = HTTP2.to_vec();
     call.extend([0, 0, 0, 4, 0, 0, 0, 0, 0]);
@@ -294,15 +296,15 @@ fn health_check() -> Vec<u8> {
 fn a_health_check_is_answered_serving_on_its_stream() {
     let mut kubelet = Kubelet::connects(POD, NODE);
     let call = health_check();
-    // It does not call before it has heard that the server speaks HTTP/2.
+    // The client does not call before it has received the settings of the server's HTTP/2.
     let (preface, call) = call.split_at(HTTP2.len());
-    kubelet.say(preface);
-    assert_eq!(kubelet.heard(), frame(SETTINGS, 0, CONNECTION, &[]));
+    kubelet.send(preface);
+    assert_eq!(kubelet.received(), frame(SETTINGS, 0, CONNECTION, &[]));
     let (first, second) = call.split_at(call.len() - 1);
-    kubelet.say(first);
-    assert_eq!(kubelet.heard(), b"");
-    kubelet.say(second);
-    let answer = kubelet.heard();
+    kubelet.send(first);
+    assert_eq!(kubelet.received(), b"");
+    kubelet.send(second);
+    let answer = kubelet.received();
     let acknowledged = frame(SETTINGS, ACKNOWLEDGED, CONNECTION, &[]);
     assert!(answer.starts_with(&acknowledged), "{answer:?}");
     let message = [0, 0, 7, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 2, 0x08, 0x01];
@@ -310,12 +312,13 @@ fn a_health_check_is_answered_serving_on_its_stream() {
     assert!(has(&message) && has(b"grpc-status\x010"), "{answer:?}");
 }
 
-/// grpc-go says something after the answer has ended the connection (PING, GOAWAY). Said again, it would be somebody who wants the Pod.
+/// grpc-go sends PING and GOAWAY after the answer has ended the connection. If it
+/// repeated them, they would count as data of a peer that wants the Pod.
 #[test]
 fn last_words_are_acknowledged() {
     let mut kubelet = Kubelet::connects(POD, NODE);
-    kubelet.say(&health_check());
-    kubelet.say(&[0; 72]);
+    kubelet.send(&health_check());
+    kubelet.send(&[0; 72]);
     kubelet.socket().close();
     kubelet.carry();
     assert_eq!(kubelet.socket().send_queue(), 0);
@@ -325,7 +328,7 @@ fn last_words_are_acknowledged() {
 #[test]
 fn what_is_no_probe_does_not_hold_on_for_ever() {
     let mut kubelet = Kubelet::connects(POD, NODE);
-    kubelet.say(&vec![b'x'; RECEIVE + 1]);
+    kubelet.send(&vec![b'x'; RECEIVE + 1]);
     assert!(!kubelet.socket().may_recv(), "too much was said");
     let mut silent = Kubelet::connects(POD, NODE);
     silent.carry();
@@ -348,7 +351,7 @@ fn only_so_many_are_answered_at_once() {
     let taken = (0..100)
         .filter(|port| responder.begin(&ends(*port), &HEADER, now))
         .count();
-    assert_eq!(taken, MOST_AT_ONCE);
+    assert_eq!(taken, MAX_PROBES);
 }
 
 #[test]

@@ -1,8 +1,5 @@
-//! The program that notes packets.
+//! The BPF program that records the times of packets.
 
-use std::os::fd::{AsRawFd, OwnedFd};
-
-use super::{MAY_WANT_ANSWER, NodeAddresses, OTHERS};
 use crate::bpf::Register::{R0, R1, R2, R3, R4, R6, R7, R8, R9, R10};
 use crate::bpf::packet::{
     ETH_P_IP, ETH_P_IPV6, IPPROTO_TCP, Offset, PACKET_HOST, SKB_PKT_TYPE, SKB_PROTOCOL,
@@ -10,34 +7,48 @@ use crate::bpf::packet::{
 };
 use crate::bpf::{self, Code, Helper, Instruction};
 use crate::net::Direction;
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::os::fd::{AsRawFd, OwnedFd};
+
+/// The key of all packets that are not recorded by port. The key of the others is the port.
+pub(super) const OTHER_TRAFFIC: u32 = 1 << 16;
+/// Added to the key of incoming packets that begin a connection or bear data.
+pub(super) const MAY_WANT_ANSWER: u32 = 1 << 17;
+
+/// The node's own addresses towards a pod.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct NodeAddresses {
+    pub(super) v4: Option<Ipv4Addr>,
+    pub(super) v6: Option<Ipv6Addr>,
+}
 
 const IPPROTO_IGMP: i32 = 2;
 const IPPROTO_ICMPV6: i32 = 58;
-/// FIN, SYN, RST.
+/// The flags FIN, SYN and RST.
 const BEGINS_OR_ENDS: i32 = 0x07;
 const SYN: i32 = 0x02;
-/// SYN and ACK.
-const ACCEPTS: i32 = 0x12;
+/// The flags SYN and ACK.
+const SYN_ACK: i32 = 0x12;
 
-// Places on the stack.
+// Offsets on the stack.
 const IP: i16 = -64;
 const TCP: i16 = -88;
 const KEY: i16 = -16;
 const TIME: i16 = -8;
 
-/// Where jumps go.
+/// Jump targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Label {
     Ipv6,
     Icmpv6,
     NotTcp4,
     NotTcp6,
-    FarFromNode4,
-    FarFromNode6,
+    NotNode4,
+    NotNode6,
     Tcp,
-    Bare,
+    NoData,
     Counted,
-    FarFromNode,
+    NotNode,
     NoAnswer,
     Others,
     Note,
@@ -45,7 +56,7 @@ enum Label {
     Done,
 }
 
-/// Stores the time at the key, if the map has it.
+/// Stores the time at the key, if the map has this key.
 fn note_at_key(code: &mut Code<Label>, map: i32, if_missing: Label) {
     key_in_map(code, map);
     code.push(bpf::call(Helper::MapLookupElem));
@@ -61,13 +72,16 @@ fn key_in_map(code: &mut Code<Label>, map: i32) {
     code.extend(bpf::set_map(R1, map));
 }
 
-/// R6 the packet, R7 the length of the IP header, R8 what is left of the packet's length, R9 whether the node is the other end.
+/// Returns the program for one direction.
+///
+/// R6 is the packet, R7 the length of the IP header, R8 the length of the packet's remainder, R9
+/// whether the node is the other end.
 pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> Vec<Instruction> {
     let map = map.as_raw_fd();
     let mut code = Code::new();
     code.push(bpf::copy(R6, R1));
     if matches!(direction, Direction::In) {
-        // A bridge that does not know where somebody else is tells everybody.
+        // A bridge that does not know the receiver's port sends the packet to all ports.
         code.push(bpf::load32(R2, R6, SKB_PKT_TYPE));
         code.jump(bpf::jump_if_not(R2, PACKET_HOST), Label::Done);
     }
@@ -81,7 +95,7 @@ pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> 
     tcp(&mut code, direction);
 
     code.label(Label::Others);
-    code.push(bpf::store32(R10, KEY, others(direction)));
+    code.push(bpf::store32(R10, KEY, other_key(direction)));
     code.label(Label::Note);
     note_at_key(&mut code, map, Label::New);
     code.jump(bpf::jump(), Label::Done);
@@ -95,7 +109,7 @@ pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> 
     code.push(bpf::call(Helper::MapUpdateElem));
     code.jump(bpf::jump_if_zero(R0), Label::Done);
     // The map is full.
-    code.push(bpf::store32(R10, KEY, others(direction)));
+    code.push(bpf::store32(R10, KEY, other_key(direction)));
     note_at_key(&mut code, map, Label::Done);
     code.label(Label::Done);
     code.push(bpf::set(R0, TC_ACT_UNSPEC));
@@ -103,17 +117,17 @@ pub(super) fn code(direction: Direction, node: NodeAddresses, map: &OwnedFd) -> 
     code.finish()
 }
 
-/// The key of what is no talk of the node with a TCP port. What comes in may want an answer.
-fn others(direction: Direction) -> i32 {
+/// Returns the key of packets that are not recorded by port. Incoming ones may want an answer.
+fn other_key(direction: Direction) -> i32 {
     let key = match direction {
-        Direction::In => OTHERS | MAY_WANT_ANSWER,
-        Direction::Out => OTHERS,
+        Direction::In => OTHER_TRAFFIC | MAY_WANT_ANSWER,
+        Direction::Out => OTHER_TRAFFIC,
     };
     key.cast_signed()
 }
 
 fn ipv4(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
-    copy_header(code, Offset::Fixed(0), IP, 20, Label::Done);
+    copy_header(code, Offset::FromNetwork(0), IP, 20, Label::Done);
     code.push(bpf::load8(R2, R10, IP + 16));
     // Multicast and broadcast.
     code.jump(bpf::jump_if_at_least(R2, 224), Label::Done);
@@ -133,9 +147,9 @@ fn ipv4(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
         };
         code.push(bpf::load32(R2, R10, remote));
         let node = i32::from_ne_bytes(node.octets());
-        code.jump(bpf::jump32_if_not(R2, node), Label::FarFromNode4);
+        code.jump(bpf::jump32_if_not(R2, node), Label::NotNode4);
         code.push(bpf::set(R9, 1));
-        code.label(Label::FarFromNode4);
+        code.label(Label::NotNode4);
     }
     code.jump(bpf::jump(), Label::Tcp);
     code.label(Label::NotTcp4);
@@ -144,7 +158,7 @@ fn ipv4(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
 }
 
 fn ipv6(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
-    copy_header(code, Offset::Fixed(0), IP, 40, Label::Done);
+    copy_header(code, Offset::FromNetwork(0), IP, 40, Label::Done);
     code.push(bpf::load8(R2, R10, IP + 24));
     code.jump(bpf::jump_if(R2, 0xff), Label::Done);
     code.push(bpf::load8(R2, R10, IP + 6));
@@ -161,60 +175,61 @@ fn ipv6(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
         for (at, word) in (remote..).step_by(4).zip(node.octets().chunks_exact(4)) {
             code.push(bpf::load32(R2, R10, at));
             let word = i32::from_ne_bytes([word[0], word[1], word[2], word[3]]);
-            code.jump(bpf::jump32_if_not(R2, word), Label::FarFromNode6);
+            code.jump(bpf::jump32_if_not(R2, word), Label::NotNode6);
         }
         code.push(bpf::set(R9, 1));
-        code.label(Label::FarFromNode6);
+        code.label(Label::NotNode6);
     }
     code.jump(bpf::jump(), Label::Tcp);
     code.label(Label::NotTcp6);
     code.jump(bpf::jump_if(R2, IPPROTO_ICMPV6), Label::Icmpv6);
     code.jump(bpf::jump(), Label::Others);
     code.label(Label::Icmpv6);
-    copy_header(code, Offset::Fixed(40), TCP, 1, Label::Others);
+    copy_header(code, Offset::FromNetwork(40), TCP, 1, Label::Others);
     code.push(bpf::load8(R2, R10, TCP));
-    // Listener discovery, routers and neighbours; 143 is listener discovery's second version.
+    // 130 to 137: listener discovery, routers and neighbours. 143: version 2 of listener
+    // discovery.
     code.jump(bpf::jump_if(R2, 143), Label::Done);
     code.jump(bpf::jump_if_at_least(R2, 138), Label::Others);
     code.jump(bpf::jump_if_at_least(R2, 130), Label::Done);
     code.jump(bpf::jump(), Label::Others);
 }
 
-/// From here on R7 says whether it may want an answer.
+/// Begins with TCP. From here on, R7 is whether the packet may want an answer.
 fn tcp(code: &mut Code<Label>, direction: Direction) {
     code.label(Label::Tcp);
-    copy_header(code, Offset::In(R7), TCP, 14, Label::Others);
-    let comes_in = matches!(direction, Direction::In);
-    code.push(bpf::set(R7, i32::from(comes_in)));
+    copy_header(code, Offset::FromNetworkIn(R7), TCP, 14, Label::Others);
+    let is_incoming = matches!(direction, Direction::In);
+    code.push(bpf::set(R7, i32::from(is_incoming)));
     code.push(bpf::load8(R2, R10, TCP + 13));
-    if !comes_in {
-        // Also of a connection that the program never sees.
+    if !is_incoming {
+        // The network stack accepts a connection even if the pod's program never sees it.
         code.push(bpf::copy(R3, R2));
-        code.push(bpf::and(R3, ACCEPTS));
-        code.jump(bpf::jump_if(R3, ACCEPTS), Label::Done);
+        code.push(bpf::and(R3, SYN_ACK));
+        code.jump(bpf::jump_if(R3, SYN_ACK), Label::Done);
     }
     code.jump(bpf::jump_if_any(R2, SYN), Label::Counted);
     code.push(bpf::load8(R3, R10, TCP + 12));
     code.push(bpf::shift_right(R3, 4));
     code.push(bpf::shift_left(R3, 2));
     code.push(bpf::subtract(R8, R3));
-    code.jump(bpf::jump_if_zero(R8), Label::Bare);
+    code.jump(bpf::jump_if_zero(R8), Label::NoData);
     code.jump(bpf::jump(), Label::Counted);
-    code.label(Label::Bare);
-    // An end is something that happens; nobody waits for more than its acknowledgement.
+    code.label(Label::NoData);
+    // An end of a connection counts, but its peer waits for no more than the acknowledgement.
     code.push(bpf::set(R7, 0));
     code.jump(bpf::jump_if_any(R2, BEGINS_OR_ENDS), Label::Counted);
     code.jump(bpf::jump(), Label::Done);
     code.label(Label::Counted);
-    code.push(bpf::set(R2, OTHERS.cast_signed()));
-    code.jump(bpf::jump_if_zero(R9), Label::FarFromNode);
+    code.push(bpf::set(R2, OTHER_TRAFFIC.cast_signed()));
+    code.jump(bpf::jump_if_zero(R9), Label::NotNode);
     let own_port = match direction {
         Direction::In => TCP + 2,
         Direction::Out => TCP,
     };
     code.push(bpf::load16(R2, R10, own_port));
     code.push(bpf::from_network_order16(R2));
-    code.label(Label::FarFromNode);
+    code.label(Label::NotNode);
     code.jump(bpf::jump_if_zero(R7), Label::NoAnswer);
     code.push(bpf::add(R2, MAY_WANT_ANSWER.cast_signed()));
     code.label(Label::NoAnswer);

@@ -1,7 +1,8 @@
 use super::*;
 use torpor_test_namespace::{Namespace, sh};
 
-/// Needs root and iproute2, as the development cluster does. The near end of the link stands for the node.
+/// The two ends of a link; the near one stands for the node. Needs root and iproute2, as the
+/// development cluster does.
 struct Pod {
     near: Namespace,
     far: Namespace,
@@ -36,8 +37,8 @@ impl Pod {
         last(self.watch).expect("read")
     }
 
-    /// Forgets what was seen.
-    fn forget(&self) {
+    /// Resets the recorded times.
+    fn reset(&self) {
         let map = bpf::map_by_id(self.watch.map).expect("a map");
         for (key, _) in bpf::times(map.as_fd()).expect("times") {
             bpf::insert_time(map.as_fd(), key, 0).expect("written");
@@ -59,7 +60,7 @@ impl Pod {
     }
 }
 
-/// An echo request to the pod.
+/// Sends an echo request to the pod.
 fn ping() -> std::io::Result<()> {
     use rustix::net::{AddressFamily, SendFlags, SocketType, ipproto, sendto, socket};
     let raw = socket(AddressFamily::INET, SocketType::RAW, Some(ipproto::ICMP))?;
@@ -69,7 +70,7 @@ fn ping() -> std::io::Result<()> {
     Ok(())
 }
 
-fn knock(from: &str, to: &str, port: u16) -> std::io::Result<()> {
+fn connect(from: &str, to: &str, port: u16) -> std::io::Result<()> {
     let source: std::net::SocketAddr = format!("{from}:0").parse().expect("an address");
     let target: std::net::SocketAddr = format!("{to}:{port}").parse().expect("an address");
     let socket = rustix::net::socket(
@@ -82,7 +83,7 @@ fn knock(from: &str, to: &str, port: u16) -> std::io::Result<()> {
         None,
     )?;
     rustix::net::bind(&socket, &source)?;
-    // Nobody listens: a SYN there and a RST back.
+    // No program listens: a SYN goes there and a RST comes back.
     match rustix::net::connect(&socket, &target) {
         Err(rustix::io::Errno::CONNREFUSED) => Ok(()),
         other => other.map_err(Into::into),
@@ -92,21 +93,21 @@ fn knock(from: &str, to: &str, port: u16) -> std::io::Result<()> {
 #[test]
 fn what_the_node_says_to_a_port_is_told_from_what_others_say() {
     let pod = Pod::new();
-    pod.forget();
-    pod.on_node(|| knock(NODE, POD, 8080));
+    pod.reset();
+    pod.on_node(|| connect(NODE, POD, 8080));
     let ages = pod.ages();
     assert_eq!(ages.node_millis.keys().collect::<Vec<_>>(), [&8080]);
     assert_eq!(ages.other_millis, None, "{ages:?}");
     assert_eq!(ages.youngest(&[8080]), None, "a probe is nobody's use");
     assert!(ages.youngest(&[9090]).expect("a use") < Duration::from_secs(60));
 
-    pod.on_node(|| knock("[fd00:203::1]", "[fd00:203::2]", 8081));
+    pod.on_node(|| connect("[fd00:203::1]", "[fd00:203::2]", 8081));
     assert!(
         pod.ages().node_millis.contains_key(&8081),
         "{:?}",
         pod.ages()
     );
-    pod.on_node(|| knock(OTHER_NODE_ADDRESS, POD, 8080));
+    pod.on_node(|| connect(OTHER_NODE_ADDRESS, POD, 8080));
     assert!(pod.ages().other_millis.is_some(), "from another address");
 }
 
@@ -133,7 +134,7 @@ fn datagrams_and_pings_in_either_direction_count() {
             "a ping",
         ),
     ] {
-        pod.forget();
+        pod.reset();
         work();
         assert!(pod.ages().other_millis.is_some(), "{what}");
     }
@@ -145,10 +146,10 @@ fn what_says_nothing_does_not_count() {
     let listener = pod.in_pod(|| std::net::TcpListener::bind((POD, 7000)));
     let near = pod.on_node(|| std::net::TcpStream::connect((POD, 7000)));
     let (far, _) = listener.accept().expect("accepted");
-    // The keepalive's probe and its acknowledgement: the connection is idle.
+    // The keepalive and its acknowledgement: the connection is idle.
     rustix::net::sockopt::set_tcp_keepidle(&near, Duration::from_secs(1)).expect("set");
     rustix::net::sockopt::set_tcp_keepintvl(&near, Duration::from_secs(1)).expect("set");
-    pod.forget();
+    pod.reset();
     rustix::net::sockopt::set_socket_keepalive(&near, true).expect("set");
     let name = pod.near.name();
     let keepalives = || {
@@ -170,7 +171,7 @@ fn what_says_nothing_does_not_count() {
     let multicast = (std::net::Ipv4Addr::new(224, 0, 0, 251), 5353);
     pod.in_pod(|| UdpSocket::bind((POD, 0))?.send_to(b"x", multicast));
     assert_eq!(pod.ages(), Ages::default());
-    // And data on the same connection does count.
+    // Data on the same connection counts.
     std::io::Write::write_all(&mut &far, b"x").expect("sent");
     assert!(
         pod.ages().node_millis.contains_key(&7000),
@@ -197,25 +198,25 @@ fn a_question_is_told_from_its_answer_and_from_the_end_of_a_connection() {
     assert!(!open(&[]));
     drop(near);
     assert!(!open(&[]), "an end asks nothing");
-    // A datagram, asked by the node and answered by the pod.
-    let there = pod.in_pod(|| UdpSocket::bind((POD, 53)));
-    let asks = pod.on_node(|| UdpSocket::bind((NODE, 0)));
-    asks.send_to(b"?", (POD, 53)).expect("sent");
+    // A request of the node in a datagram, and the pod's answer.
+    let server = pod.in_pod(|| UdpSocket::bind((POD, 53)));
+    let client = pod.on_node(|| UdpSocket::bind((NODE, 0)));
+    client.send_to(b"?", (POD, 53)).expect("sent");
     assert!(open(&[]));
-    let from = asks.local_addr().expect("an address");
-    there.send_to(b"!", from).expect("sent");
+    let from = client.local_addr().expect("an address");
+    server.send_to(b"!", from).expect("sent");
     assert!(!open(&[]));
 }
 
 #[test]
 fn more_ports_than_are_noted_count_as_everything_else() {
     let pod = Pod::new();
-    pod.forget();
+    pod.reset();
     for port in 9000..9000 + u16::try_from(MOST_PORTS).expect("few") {
-        pod.on_node(|| knock(NODE, POD, port));
+        pod.on_node(|| connect(NODE, POD, port));
     }
     assert_eq!(pod.ages().other_millis, None);
-    pod.on_node(|| knock(NODE, POD, 8999));
+    pod.on_node(|| connect(NODE, POD, 8999));
     assert!(pod.ages().other_millis.is_some());
 }
 
@@ -227,15 +228,15 @@ fn what_a_bridge_tells_everybody_is_for_one() {
         "ip -n {near} neigh replace 10.203.0.9 lladdr 02:00:00:00:00:09 dev eth0
          ip -n {near} neigh replace {POD} lladdr 02:00:00:00:00:09 dev eth0"
     ));
-    let say =
+    let send =
         |to: &'static str| pod.on_node(move || UdpSocket::bind((NODE, 0))?.send_to(b"x", (to, 53)));
-    pod.forget();
-    say("10.203.0.9");
-    // Its address alone does not make it the pod's either: another link has it.
-    say(POD);
+    pod.reset();
+    send("10.203.0.9");
+    // The pod's IP address with another link's Ethernet address is not for the pod either.
+    send(POD);
     assert_eq!(pod.ages(), Ages::default());
     assert_eq!(unanswered(pod.watch, &[]).expect("read"), None);
     sh(&format!("ip -n {near} neigh del {POD} dev eth0"));
-    say(POD);
+    send(POD);
     assert!(pod.ages().other_millis.is_some());
 }

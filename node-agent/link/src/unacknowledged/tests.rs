@@ -7,19 +7,21 @@ use nix::sys::socket::{
 use super::*;
 use torpor_test_namespace::{Namespace, sh};
 
-/// Needs root and iproute2, as the development cluster does. The near end of the link stands for the node.
+/// The two ends of a link; the near one stands for the node. Needs root and iproute2, as the
+/// development cluster does.
 struct Pod {
     near: Namespace,
     far: Namespace,
-    noted: UnacknowledgedMap,
+    map: UnacknowledgedMap,
 }
 
-/// The pod's end of a connection and the other, over IPv4 and over IPv6. No kernel has these addresses, so that none answers.
+/// The addresses of the pod's end of a connection and of the other, over IPv4 and over IPv6. No
+/// kernel has these addresses, so none answers.
 const ENDS: [[&str; 2]; 2] = [["10.203.0.9", "10.203.0.8"], ["fd00:203::9", "fd00:203::8"]];
 const PORT: u16 = 80;
 const PEERS_PORT: u16 = 4000;
 
-/// TCP over one kind of addresses.
+/// A TCP segment.
 #[derive(Debug, Clone, Copy)]
 struct Segment {
     flags: u8,
@@ -35,7 +37,7 @@ const SYN: u8 = 0x02;
 const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
 
-fn said(sequence: u32, data: &'static [u8]) -> Segment {
+fn data_segment(sequence: u32, data: &'static [u8]) -> Segment {
     Segment {
         flags: ACK,
         sequence,
@@ -49,7 +51,7 @@ fn said(sequence: u32, data: &'static [u8]) -> Segment {
 fn acknowledged(acknowledged: u32) -> Segment {
     Segment {
         acknowledged,
-        ..said(500, b"")
+        ..data_segment(500, b"")
     }
 }
 
@@ -67,7 +69,7 @@ impl Segment {
     }
 }
 
-/// The segment as a packet.
+/// Returns the IP packet with these TCP bytes.
 fn packet(from: IpAddr, to: IpAddr, tcp: &[u8]) -> Vec<u8> {
     let length = |header: usize| u16::try_from(header + tcp.len()).expect("short");
     let ip = match (from, to) {
@@ -86,7 +88,7 @@ fn packet(from: IpAddr, to: IpAddr, tcp: &[u8]) -> Vec<u8> {
     [ip, tcp.to_vec()].concat()
 }
 
-/// Sends a packet that bears its own IP header.
+/// Sends a packet with its own IP header and this mark.
 fn send(to: IpAddr, packet: &[u8], mark: u32) {
     let family = match to {
         IpAddr::V4(_) => AddressFamily::Inet,
@@ -95,7 +97,7 @@ fn send(to: IpAddr, packet: &[u8], mark: u32) {
     let close = SockFlag::SOCK_CLOEXEC;
     let raw = socket(family, SockType::Raw, close, SockProtocol::Raw).expect("a socket");
     setsockopt(&raw, sockopt::Mark, &mark).expect("marked");
-    // The same calls write to it.
+    // A raw socket sends by the same calls as one for UDP.
     let sent = UdpSocket::from(raw).send_to(packet, (to, 0));
     assert_eq!(sent.expect("sent"), packet.len());
 }
@@ -116,17 +118,17 @@ impl Pod {
                  ip -n {b} neigh add {peer} lladdr 02:00:00:00:00:08 dev eth0"
             ));
         }
-        let noted = begin(&far.path()).expect("noted");
-        Self { near, far, noted }
+        let map = begin(&far.path()).expect("noted");
+        Self { near, far, map }
     }
 
-    /// Over IPv4, or over IPv6.
-    fn ends(kind: usize) -> [IpAddr; 2] {
-        ENDS[kind].map(|end| end.parse().expect("an address"))
+    /// Returns the ends over IPv4 (0) or over IPv6 (1).
+    fn ends(family: usize) -> [IpAddr; 2] {
+        ENDS[family].map(|end| end.parse().expect("an address"))
     }
 
-    fn says_marked(&self, kind: usize, segment: Segment, mark: u32) {
-        let [pod, peer] = Self::ends(kind);
+    fn sends_marked(&self, family: usize, segment: Segment, mark: u32) {
+        let [pod, peer] = Self::ends(family);
         let bytes = packet(pod, peer, &segment.bytes([PORT, segment.peers_port]));
         let work = || {
             send(peer, &bytes, mark);
@@ -135,12 +137,12 @@ impl Pod {
         within(&self.far.path(), work).expect("entered");
     }
 
-    fn says(&self, kind: usize, segment: Segment) {
-        self.says_marked(kind, segment, 0);
+    fn sends(&self, family: usize, segment: Segment) {
+        self.sends_marked(family, segment, 0);
     }
 
-    fn hears(&self, kind: usize, segment: Segment) {
-        let [pod, peer] = Self::ends(kind);
+    fn receives(&self, family: usize, segment: Segment) {
+        let [pod, peer] = Self::ends(family);
         let bytes = packet(peer, pod, &segment.bytes([segment.peers_port, PORT]));
         let work = || {
             send(pod, &bytes, 0);
@@ -150,30 +152,31 @@ impl Pod {
     }
 
     fn all(&self) -> Vec<Unacknowledged> {
-        read(self.noted).expect("read")
+        read(self.map).expect("read")
     }
 
-    /// The first number and the one after the last, of the only connection if there is one.
+    /// Returns the first number and the one after the last of the only connection, if there is one.
     fn numbers(&self) -> Option<(u32, u32)> {
         let all = self.all();
         assert!(all.len() < 2, "{all:?}");
-        all.first().map(|one| (one.first, one.after))
+        all.first()
+            .map(|connection| (connection.first, connection.after))
     }
 }
 
 #[test]
 fn data_makes_an_entry_which_acknowledgements_move_and_end() {
     let pod = Pod::new();
-    for kind in [0, 1] {
-        let [local, remote] = Pod::ends(kind);
-        pod.says(kind, said(100, b""));
+    for family in [0, 1] {
+        let [local, remote] = Pod::ends(family);
+        pod.sends(family, data_segment(100, b""));
         assert_eq!(pod.numbers(), None, "an acknowledgement");
         const STAMPED: &[u8] = &[1, 1, 8, 10, 0, 0, 0, 7, 0, 0, 0, 9];
         let stamped = Segment {
             options: STAMPED,
-            ..said(100, b"hello")
+            ..data_segment(100, b"hello")
         };
-        pod.says(kind, stamped);
+        pod.sends(family, stamped);
         let expected = Unacknowledged {
             local: (local, PORT),
             remote: (remote, PEERS_PORT),
@@ -186,13 +189,13 @@ fn data_makes_an_entry_which_acknowledgements_move_and_end() {
         };
         assert_eq!(pod.all(), [expected]);
 
-        pod.says(kind, said(105, b", world"));
+        pod.sends(family, data_segment(105, b", world"));
         assert_eq!(pod.numbers(), Some((100, 112)));
         let again = Segment {
             acknowledged: 600,
-            ..said(100, b"hello")
+            ..data_segment(100, b"hello")
         };
-        pod.says(kind, again);
+        pod.sends(family, again);
         let expected = Unacknowledged {
             after: 112,
             acknowledged: 600,
@@ -202,12 +205,12 @@ fn data_makes_an_entry_which_acknowledgements_move_and_end() {
         assert_eq!(pod.all(), [expected], "said again");
 
         for (number, first) in [(100, 100), (103, 103), (99, 103), (103, 103)] {
-            pod.hears(kind, acknowledged(number));
+            pod.receives(family, acknowledged(number));
             assert_eq!(pod.numbers(), Some((first, 112)), "{number}");
         }
-        pod.says(kind, said(100, b"hello"));
+        pod.sends(family, data_segment(100, b"hello"));
         assert_eq!(pod.numbers(), Some((103, 112)), "said again too late");
-        pod.hears(kind, acknowledged(112));
+        pod.receives(family, acknowledged(112));
         assert_eq!(pod.numbers(), None);
     }
 }
@@ -218,14 +221,14 @@ fn an_end_counts_as_one() {
     for (data, after) in [(&b""[..], 101), (b"bye", 104)] {
         let end = Segment {
             flags: ACK | FIN,
-            ..said(100, data)
+            ..data_segment(100, data)
         };
-        pod.says(0, end);
+        pod.sends(0, end);
         assert_eq!(pod.numbers(), Some((100, after)));
-        pod.hears(0, acknowledged(after - 1));
+        pod.receives(0, acknowledged(after - 1));
         let first = after - 1;
         assert_eq!(pod.numbers(), Some((first, after)));
-        pod.hears(0, acknowledged(after));
+        pod.receives(0, acknowledged(after));
         assert_eq!(pod.numbers(), None);
     }
 }
@@ -233,34 +236,34 @@ fn an_end_counts_as_one() {
 #[test]
 fn who_resets_or_begins_a_connection_ends_what_is_known_of_it() {
     let pod = Pod::new();
-    for kind in [0, 1] {
+    for family in [0, 1] {
         for flags in [RST, RST | ACK, SYN, SYN | ACK] {
-            pod.says(kind, said(100, b"hello"));
+            pod.sends(family, data_segment(100, b"hello"));
             assert!(pod.numbers().is_some());
             let end = Segment {
                 flags,
-                ..said(100, b"")
+                ..data_segment(100, b"")
             };
-            pod.says(kind, end);
+            pod.sends(family, end);
             assert_eq!(pod.numbers(), None, "{flags:x}");
         }
-        for (flags, ends) in [(RST, true), (RST | ACK, true), (SYN, false)] {
-            pod.says(kind, said(100, b"hello"));
+        for (flags, removes) in [(RST, true), (RST | ACK, true), (SYN, false)] {
+            pod.sends(family, data_segment(100, b"hello"));
             let end = Segment {
                 flags,
                 ..acknowledged(0)
             };
-            pod.hears(kind, end);
-            assert_eq!(pod.numbers().is_none(), ends, "{flags:x}");
+            pod.receives(family, end);
+            assert_eq!(pod.numbers().is_none(), removes, "{flags:x}");
         }
-        pod.hears(kind, acknowledged(105));
+        pod.receives(family, acknowledged(105));
     }
 }
 
 #[test]
 fn numbers_begin_anew_after_the_largest() {
     let pod = Pod::new();
-    pod.says(0, said(u32::MAX - 4, b"helloworld"));
+    pod.sends(0, data_segment(u32::MAX - 4, b"helloworld"));
     for (number, first) in [
         (u32::MAX - 5, u32::MAX - 4),
         (u32::MAX, u32::MAX),
@@ -268,32 +271,32 @@ fn numbers_begin_anew_after_the_largest() {
         (u32::MAX, 0),
         (2, 2),
     ] {
-        pod.hears(0, acknowledged(number));
+        pod.receives(0, acknowledged(number));
         assert_eq!(pod.numbers(), Some((first, 5)), "{number}");
     }
-    pod.says(0, said(5, b"more"));
+    pod.sends(0, data_segment(5, b"more"));
     assert_eq!(pod.numbers(), Some((2, 9)));
-    pod.hears(0, acknowledged(9));
+    pod.receives(0, acknowledged(9));
     assert_eq!(pod.numbers(), None);
 }
 
 #[test]
 fn what_is_not_of_this_connection_changes_nothing() {
     let pod = Pod::new();
-    pod.says_marked(0, said(100, b"a probe's answer"), NOT_OF_SANDBOX);
+    pod.sends_marked(0, data_segment(100, b"a probe's answer"), NOT_OF_SANDBOX);
     assert_eq!(pod.numbers(), None);
-    pod.says(0, said(100, b"hello"));
+    pod.sends(0, data_segment(100, b"hello"));
     let other = Segment {
         peers_port: PEERS_PORT + 1,
         ..acknowledged(105)
     };
-    pod.hears(0, other);
-    pod.hears(1, acknowledged(105));
+    pod.receives(0, other);
+    pod.receives(1, acknowledged(105));
     let (near, [to, _]) = (pod.near.name(), ENDS[0]);
     sh(&format!(
         "ip -n {near} neigh replace {to} lladdr 02:00:00:00:00:07 dev eth0"
     ));
-    pod.hears(0, acknowledged(105));
+    pod.receives(0, acknowledged(105));
     assert_eq!(pod.numbers(), Some((100, 105)), "for another link");
 }
 
@@ -301,20 +304,20 @@ fn what_is_not_of_this_connection_changes_nothing() {
 fn there_is_room_for_few_and_those_who_spoke_last_have_it() {
     const SOME: usize = 32;
     let pod = Pod::new();
-    let ports = 10_000..10_000 + 4 * u16::try_from(MOST).expect("few");
+    let ports = 10_000..10_000 + 4 * u16::try_from(MAX_CONNECTIONS).expect("few");
     for peers_port in ports.clone() {
-        let word = Segment {
+        let segment = Segment {
             peers_port,
-            ..said(100, b"hello")
+            ..data_segment(100, b"hello")
         };
-        pod.says(0, word);
+        pod.sends(0, segment);
     }
     let all = pod.all();
-    let room = usize::try_from(MOST).expect("few");
+    let room = usize::try_from(MAX_CONNECTIONS).expect("few");
     assert!((SOME..=room).contains(&all.len()), "{}", all.len());
     for port in ports.rev().take(SOME) {
-        let known = all.iter().any(|one| one.remote.1 == port);
-        assert!(known, "{port}");
+        let is_recorded = all.iter().any(|connection| connection.remote.1 == port);
+        assert!(is_recorded, "{port}");
     }
 }
 
@@ -325,7 +328,7 @@ fn the_times_of_packets_are_noted_beside_it() {
     let path = pod.far.path();
     let begin = || crate::traffic::begin(&path, &own[..1]);
     let watch = within(&pod.near.path(), begin).expect("watched");
-    pod.says(0, said(100, b"hello"));
+    pod.sends(0, data_segment(100, b"hello"));
     assert!(pod.numbers().is_some());
     let ages = crate::traffic::last(watch).expect("read");
     assert!(ages.other_millis.is_some(), "{ages:?}");
@@ -338,12 +341,12 @@ fn whatever_a_sandbox_says_can_be_read() {
     key[KEY - 4..].copy_from_slice(&program::IPV6.to_ne_bytes());
     let read = entry(&key, &value).expect("an entry");
     assert_eq!(read.timestamps, None);
-    // They are there, but the header is too short for them: they are data.
+    // The timestamps are present only if the header is long enough; else these bytes are data.
     value[8 + 12..8 + 16].copy_from_slice(&[1, 1, 8, 10]);
-    for (words, there) in [(5, false), (7, false), (8, true), (15, true)] {
+    for (words, is_present) in [(5, false), (7, false), (8, true), (15, true)] {
         value[8 + 4] = words << 4;
         let read = entry(&key, &value).expect("an entry");
-        let expected = there.then_some((u32::MAX, u32::MAX));
+        let expected = is_present.then_some((u32::MAX, u32::MAX));
         assert_eq!(read.timestamps, expected, "{words}");
     }
 }

@@ -1,4 +1,4 @@
-//! Bytes from one stream to the other and back.
+//! Carries bytes between two streams, in both directions.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -10,28 +10,28 @@ use rustix::net::Shutdown;
 
 const CHUNK: usize = 64 << 10;
 
-/// How it ended.
+/// The cause of the end.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Ended {
-    /// The far side closed, and all that it had sent has been delivered.
-    ByFar,
-    /// The near side is gone, or sends nothing more and was answered for long enough.
-    ByNear,
-    /// Somebody else wants it to end.
-    Asked,
+    /// The far side has closed, and all bytes that it had sent are delivered.
+    Far,
+    /// The near side is gone. Or it sends nothing more, and the time for answers is over.
+    Near,
+    /// Another process has requested the end.
+    Stopped,
 }
 
-/// One direction.
-struct Way {
+/// One direction of the bytes.
+struct Direction {
     buffer: Box<[u8]>,
-    /// Read and not yet written.
+    /// The range in `buffer` of the bytes that are read and not yet written.
     from: usize,
     to: usize,
-    /// Nothing more will be read.
+    /// No more bytes will be read.
     over: bool,
 }
 
-impl Way {
+impl Direction {
     fn new() -> Self {
         Self {
             buffer: vec![0; CHUNK].into_boxed_slice(),
@@ -49,12 +49,12 @@ impl Way {
         self.is_empty() && !self.over
     }
 
-    /// Everything was read and written.
+    /// Reports whether all bytes were read and written.
     fn is_done(&self) -> bool {
         self.is_empty() && self.over
     }
 
-    /// Reads when there is nothing to write.
+    /// Reads, unless there are bytes to write.
     fn fill(&mut self, source: BorrowedFd<'_>) -> rustix::io::Result<()> {
         if self.wants_input() {
             match rustix::io::read(source, &mut *self.buffer) {
@@ -79,70 +79,75 @@ impl Way {
         Ok(())
     }
 
-    /// The other side takes nothing any more.
+    /// Ends this direction, because its sink accepts no more bytes.
     fn give_up(&mut self) {
         (self.from, self.to, self.over) = (0, 0, true);
     }
 }
 
-/// Carries until the far side has closed. That the near side sends nothing more is passed on; with `patience`, its answers
-/// are then carried for so long. `asked` can be read from when it is to end at once.
+/// Carries bytes until the far side has closed.
+///
+/// If the near side sends nothing more, the far side is shut down for writing. With `answer_limit`,
+/// answers are carried for that time from then on.
+///
+/// `stop`: readable when the function must return at once.
 pub(super) fn carry(
     near: BorrowedFd<'_>,
     far: BorrowedFd<'_>,
-    asked: Option<BorrowedFd<'_>>,
-    patience: Option<Duration>,
+    stop: Option<BorrowedFd<'_>>,
+    answer_limit: Option<Duration>,
 ) -> anyhow::Result<Ended> {
     for stream in [near, far] {
         let flags = rustix::fs::fcntl_getfl(stream)?;
         rustix::fs::fcntl_setfl(stream, flags | OFlags::NONBLOCK)?;
     }
-    let (mut out, mut back) = (Way::new(), Way::new());
-    let mut told = false;
-    let mut leave_at = None;
+    let (mut out, mut back) = (Direction::new(), Direction::new());
+    let mut is_shut_down = false;
+    let mut deadline = None;
     loop {
-        if wait(near, far, asked, (&out, &back), leave_at)? {
-            return Ok(Ended::Asked);
+        if wait(near, far, stop, (&out, &back), deadline)? {
+            return Ok(Ended::Stopped);
         }
         if out.fill(near).is_err() {
-            return Ok(Ended::ByNear);
+            return Ok(Ended::Near);
         }
         if out.flush(far).is_err() {
-            // It has closed; what it sent before is still to be read.
+            // The far side has closed. Bytes that it sent before must still be read.
             out.give_up();
         }
-        if out.is_done() && !told {
-            told = true;
-            // A side that has closed needs to be told nothing.
+        if out.is_done() && !is_shut_down {
+            is_shut_down = true;
+            // This fails only if the far side has closed, and then it needs no shutdown.
             let _ = rustix::net::shutdown(far, Shutdown::Write);
-            leave_at = patience.map(|patience| Instant::now() + patience);
+            deadline = answer_limit.map(|limit| Instant::now() + limit);
         }
         if back.fill(far).is_err() {
-            // Reset: the near side is to see an error too.
-            return Ok(Ended::ByNear);
+            // The far side has reset the connection, so the near side must see an error, too.
+            return Ok(Ended::Near);
         }
         if back.flush(near).is_err() {
-            return Ok(Ended::ByNear);
+            return Ok(Ended::Near);
         }
         if back.is_done() {
-            return Ok(Ended::ByFar);
+            return Ok(Ended::Far);
         }
-        if leave_at.is_some_and(|at| at <= Instant::now()) {
-            return Ok(Ended::ByNear);
+        if deadline.is_some_and(|at| at <= Instant::now()) {
+            return Ok(Ended::Near);
         }
     }
 }
 
-/// Sleeps until something can be done; whether it is to end.
+/// Waits until bytes can be read or written, or until `deadline`. Returns whether `stop` is
+/// readable.
 fn wait(
     near: BorrowedFd<'_>,
     far: BorrowedFd<'_>,
-    asked: Option<BorrowedFd<'_>>,
-    (out, back): (&Way, &Way),
-    until: Option<Instant>,
+    stop: Option<BorrowedFd<'_>>,
+    (out, back): (&Direction, &Direction),
+    deadline: Option<Instant>,
 ) -> rustix::io::Result<bool> {
     let mut fds = Vec::with_capacity(3);
-    fds.extend(asked.map(|asked| PollFd::from_borrowed_fd(asked, PollFlags::IN)));
+    fds.extend(stop.map(|stop| PollFd::from_borrowed_fd(stop, PollFlags::IN)));
     for (side, input, output) in [
         (near, out.wants_input(), !back.is_empty()),
         (far, back.wants_input(), !out.is_empty()),
@@ -150,22 +155,22 @@ fn wait(
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, input);
         flags.set(PollFlags::OUT, output);
-        // That a side has closed is reported whether it is asked for or not, and would be again and again until it is its
-        // turn to be looked at.
+        // Poll reports a closed side even if no event is requested. It would end each poll at once
+        // as long as nothing is read from that side or written to it.
         if !flags.is_empty() {
             fds.push(PollFd::from_borrowed_fd(side, flags));
         }
     }
-    let timeout = until.and_then(|until| {
-        let left = until.saturating_duration_since(Instant::now());
-        // Longer than any time that somebody waits: none.
+    let timeout = deadline.and_then(|deadline| {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // A time that does not fit is longer than any wait: no timeout.
         Timespec::try_from(left).ok()
     });
     match poll(&mut fds, timeout.as_ref()) {
         Ok(_) | Err(Errno::INTR) => {}
         Err(errno) => return Err(errno),
     }
-    Ok(asked.is_some() && !fds[0].revents().is_empty())
+    Ok(stop.is_some() && !fds[0].revents().is_empty())
 }
 
 #[cfg(test)]

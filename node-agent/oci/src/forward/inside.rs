@@ -1,4 +1,5 @@
-//! What runs in the sandbox: one connection to a port of its loopback, and the bytes of it.
+//! The helper in the sandbox: makes one connection to a port of the sandbox's loopback and carries
+//! its bytes.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpStream};
 use std::os::fd::AsFd;
@@ -8,22 +9,25 @@ use anyhow::Context;
 
 use super::carry::carry;
 
-/// Written before the bytes of the connection, when there is one. Who hears nothing before the end knows that there is none.
+/// Written before the bytes of the connection, once it is made. A stream that ends without this
+/// byte means that there is no connection.
 pub(super) const CONNECTED: [u8; 1] = *b"+";
 
-/// A program that lets its connections wait does not take this one.
+/// Time after which a program that does not accept the connection counts as not listening.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
-/// What the kernel's loopback would try for containerd: IPv4 first.
+/// The addresses that containerd tries for a port of the loopback, in its order: IPv4 first.
 const ADDRESSES: [IpAddr; 2] = [
     IpAddr::V4(Ipv4Addr::LOCALHOST),
     IpAddr::V6(Ipv6Addr::LOCALHOST),
 ];
 
-/// How long answers are carried to one who sends nothing more. The program has been told; who has gone altogether looks the
-/// same. It is what port-forward gives everywhere else.
+/// Time for which answers are carried to a client that sends nothing more. The program has read the
+/// end of its input. A client that is gone looks the same. port-forward has this limit everywhere
+/// else, too.
 const ANSWER_LIMIT: Duration = Duration::from_millis(500);
 
+/// Connects to `port` and carries the bytes of standard input, which is a socket.
 pub(crate) fn inside(port: u16) -> anyhow::Result<()> {
     let server = connect(port)?;
     let stream = std::io::stdin();
@@ -33,13 +37,13 @@ pub(crate) fn inside(port: u16) -> anyhow::Result<()> {
 }
 
 fn connect(port: u16) -> anyhow::Result<TcpStream> {
-    let mut tried = ADDRESSES
+    let mut connections = ADDRESSES
         .iter()
         .map(|address| TcpStream::connect_timeout(&(*address, port).into(), CONNECT_LIMIT));
-    let first = tried.next().context("no address")?;
-    // The second may be unknown here, so that the first one's error is the news.
+    let first = connections.next().context("no address")?;
+    // The sandbox may not have the second address, so the error of the first one is returned.
     first.or_else(|error| {
-        tried
+        connections
             .next()
             .and_then(Result::ok)
             .ok_or(error)
@@ -47,13 +51,15 @@ fn connect(port: u16) -> anyhow::Result<TcpStream> {
     })
 }
 
-/// glibc asks where the program lies, for a static program too, and ends it when `/proc/self/exe` is not a path: for one
-/// that gVisor runs from a descriptor it is `host:[…]`. This stands in for glibc's function, whose answer only programs that
-/// load libraries need; -1 is its own word for "not known".
+/// Replaces glibc's function that returns the directory of the program.
+///
+/// glibc calls the function in a static program, too, and ends the program if `/proc/self/exe` is
+/// not a path. For a program that gVisor runs from a descriptor it is `host:[…]`. Only programs
+/// that load libraries need the directory; -1 is glibc's value for an unknown one.
 #[cfg(all(target_env = "gnu", target_feature = "crt-static"))]
 #[allow(unsafe_code)]
-// SAFETY: no other object of the program defines the name (glibc's own is in an archive, and taken only where it is missing),
-// and glibc (elf/dl-origin.c) allows this answer.
+// SAFETY: no other object of the program defines the name: glibc's own object is in an archive, and
+// the linker takes it only if the name is missing. glibc (elf/dl-origin.c) allows this result.
 #[unsafe(no_mangle)]
 extern "C" fn _dl_get_origin() -> *const std::ffi::c_char {
     std::ptr::without_provenance(usize::MAX)

@@ -1,4 +1,6 @@
-//! The programs that a keeper has started: seen to end at once, and cleaned out of the process table.
+//! The programs that a keeper has started.
+//!
+//! The keeper detects their ends at once and removes them from the process table.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Child;
@@ -6,53 +8,58 @@ use std::process::Child;
 use nix::poll::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// What a program was started for.
+/// The purpose of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// A wake or an end, for the agent.
-    Verb,
-    /// A wake because of a packet.
-    Rouse,
+    /// A command for the agent (a wake, an end), or a cleanup.
+    Command,
+    /// A wake because of a packet or of input.
+    Wake,
     /// One forwarded connection.
     Forward,
 }
 
 #[derive(Debug)]
-struct Running {
+struct Program {
     purpose: Purpose,
     child: Child,
-    /// Can be read from when the program has ended. Without it (there were no descriptors left) the end is seen at the
-    /// next event.
-    end: Option<OwnedFd>,
+    /// Readable when the program has ended. `None` if no descriptor was left: then the end is
+    /// detected at the next event.
+    pidfd: Option<OwnedFd>,
 }
 
-/// A descriptor per program and not a signal: a blocked SIGCHLD would be blocked in all that these programs run.
+/// The programs that run, or have ended since the last [`Children::reap`].
+///
+/// The keeper polls a descriptor for each and not a signal: to poll for SIGCHLD it would have to
+/// block that signal, which would then be blocked in all processes that these programs run.
 #[derive(Debug, Default)]
-pub(super) struct Children(Vec<Running>);
+pub(super) struct Children(Vec<Program>);
 
 impl Children {
     pub(super) fn add(&mut self, purpose: Purpose, child: Child) {
-        let end = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).ok();
-        self.0.push(Running {
+        let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).ok();
+        self.0.push(Program {
             purpose,
             child,
-            end,
+            pidfd,
         });
     }
 
-    pub(super) fn interests(&self) -> impl Iterator<Item = PollFd<'_>> {
-        let ends = self.0.iter().filter_map(|running| running.end.as_ref());
-        ends.map(|end| PollFd::new(end.as_fd(), PollFlags::POLLIN))
+    pub(super) fn poll_fds(&self) -> impl Iterator<Item = PollFd<'_>> {
+        let pidfds = self.0.iter().filter_map(|program| program.pidfd.as_ref());
+        pidfds.map(|pidfd| PollFd::new(pidfd.as_fd(), PollFlags::POLLIN))
     }
 
-    /// What those were for that have ended. How they ended does not matter: their answers are their own, and what they have
-    /// done is in the pod's records.
+    /// Removes the programs that have ended, and returns their purposes.
+    ///
+    /// Their exit codes do not matter: each program sends its own answer, and its results are in
+    /// the pod's records.
     pub(super) fn reap(&mut self) -> Vec<Purpose> {
         let mut ended = Vec::new();
-        self.0.retain_mut(|running| {
-            let runs = matches!(running.child.try_wait(), Ok(None));
+        self.0.retain_mut(|program| {
+            let runs = matches!(program.child.try_wait(), Ok(None));
             if !runs {
-                ended.push(running.purpose);
+                ended.push(program.purpose);
             }
             runs
         });
@@ -63,10 +70,11 @@ impl Children {
         self.0.is_empty()
     }
 
+    /// Returns the number of forwarded connections.
     pub(super) fn forwards(&self) -> usize {
-        let forwards = self.0.iter();
-        forwards
-            .filter(|running| running.purpose == Purpose::Forward)
+        let programs = self.0.iter();
+        programs
+            .filter(|program| program.purpose == Purpose::Forward)
             .count()
     }
 }
@@ -90,7 +98,7 @@ mod tests {
         assert_eq!(children.reap(), [], "it runs");
         assert_eq!(children.forwards(), 1);
         drop(input);
-        let mut fds: Vec<PollFd<'_>> = children.interests().collect();
+        let mut fds: Vec<PollFd<'_>> = children.poll_fds().collect();
         assert_eq!(poll(&mut fds, PollTimeout::from(10_000_u16)), Ok(1));
         assert_eq!(children.reap(), [Purpose::Forward]);
         assert_eq!(children.forwards(), 0);

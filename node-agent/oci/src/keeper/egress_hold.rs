@@ -1,8 +1,11 @@
-//! What a sandbox says while it is restored waits until it is recorded that its image is stale: somebody who had heard it could otherwise
-//! meet an older one, when the wake is given up and the image restored once more.
+//! Holds the packets that a sandbox sends during a restore until its image is recorded as stale.
 //!
-//! A packet socket on the pod's end of the link sees what leaves, before it is dropped at the host's end; what it sends again is let
-//! through there.
+//! If a peer received them before and the wake failed, the image would be restored once more, and
+//! the peer would meet a sandbox with older memory.
+//!
+//! A program at the host's end of the link drops the packets. A packet socket at the pod's end
+//! receives them before, and sends them again when they are released. The program lets the frames
+//! of that socket pass.
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -12,64 +15,73 @@ use torpor_link::packet::is_tcp;
 use torpor_link::packet_drop::{EgressHold, Sender};
 use torpor_link::tap::{Tap, ethernet};
 
-use super::watch::{SENDER, sent_by};
+use super::sender::{self, with_sender};
 
-/// A sandbox that never stops talking is heard all the same. A tap holds some hundreds.
-const MOST_FRAMES: usize = 2048;
+/// The largest number of frames that are released of one link, so that the release ends also if the
+/// sandbox sends without a pause. A tap holds some hundreds.
+const MAX_FRAMES: usize = 2048;
 
-pub(super) struct Muted {
-    mute: EgressHold,
+/// The packets that a pod has sent since the restore began.
+pub(super) struct HeldEgress {
+    hold: EgressHold,
     taps: Vec<Tap>,
-    /// Is heard.
-    known: Sender,
+    /// The sender whose frames pass the hold.
+    sender: Sender,
 }
 
-impl Muted {
-    /// Called in the host's network namespace; the pod's is at `namespace`.
-    pub(super) fn begin(namespace: &Path, pairs: &[Pair], known: Sender) -> anyhow::Result<Self> {
-        // In this order: what comes in between is lost as on any link. The other way round it would be heard twice.
-        let mute = EgressHold::begin(pairs, known)?;
+impl HeldEgress {
+    /// Begins to hold what the pod sends on its links. Frames of `sender` pass.
+    ///
+    /// The host's ends of the links are in the calling thread's network namespace, and the pod's
+    /// ends in the one at `namespace`.
+    pub(super) fn begin(namespace: &Path, pairs: &[Pair], sender: Sender) -> anyhow::Result<Self> {
+        // The hold begins before the taps: a frame that comes in between is lost, as on any link.
+        // In the reverse order a peer would receive it twice.
+        let hold = EgressHold::begin(pairs, sender)?;
         let open = || pairs.iter().map(|pair| Tap::of_pod(pair.pod)).collect();
         let taps: Result<Vec<Tap>, _> = net::inside(namespace, open)?;
         Ok(Self {
-            mute,
+            hold,
             taps: taps?,
-            known,
+            sender,
         })
     }
 
-    /// Whoever has copies of these keeps the pod mute, also when this process has ended.
+    /// Returns the descriptors that keep up the hold. A process with copies of them keeps it up
+    /// after this process has ended.
     pub(super) fn links(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.mute.links()
+        self.hold.links()
     }
 
-    /// Nobody will hear what was said so far.
-    pub(super) fn forget(&mut self) {
+    /// Discards the packets that were sent so far.
+    pub(super) fn discard(&mut self) {
         for tap in &mut self.taps {
             while let Ok(Some(_)) = tap.receive() {}
         }
     }
 
-    /// All that was said is heard now, in order.
-    pub(super) fn end(&mut self) {
-        self.hand_over(|_| true);
-        self.mute.open();
-        // What was said in the instant before. It may have been heard: TCP takes a segment twice.
-        self.hand_over(is_tcp);
+    /// Releases the packets, in order, and ends the hold.
+    pub(super) fn release(&mut self) {
+        self.send_held(|_| true);
+        self.hold.open();
+        // Some frames came just before the hold ended. A peer may have received them already, so
+        // only those of TCP are sent, which accepts a segment twice.
+        self.send_held(is_tcp);
     }
 
-    fn hand_over(&mut self, which: impl Fn(&[u8]) -> bool) {
-        let known = self.known;
+    /// Sends the held frames that `is_wanted` selects.
+    fn send_held(&mut self, is_wanted: impl Fn(&[u8]) -> bool) {
+        let sender = self.sender;
         for tap in &mut self.taps {
-            for _ in 0..MOST_FRAMES {
+            for _ in 0..MAX_FRAMES {
                 let Ok(Some(frame)) = tap.receive() else {
                     break;
                 };
-                if was_heard(ethernet(frame), known) || !which(ethernet(frame)) {
+                if has_passed(ethernet(frame), sender) || !is_wanted(ethernet(frame)) {
                     continue;
                 }
-                if let Some(frame) = sent_by(frame, known) {
-                    // As on any link: what is lost is said again by who wants to be heard.
+                if let Some(frame) = with_sender(frame, sender) {
+                    // If the frame is lost, as on any link, the sandbox repeats it if necessary.
                     let _ = tap.send(&frame);
                 }
             }
@@ -77,13 +89,13 @@ impl Muted {
     }
 }
 
-/// The keeper's own words, and what is let through.
-fn was_heard(ethernet: &[u8], known: Sender) -> bool {
-    ethernet.get(SENDER) == Some(&known.address()) || EgressHold::lets_pass(ethernet)
+/// Reports whether a frame has passed the hold: it is the keeper's own, or of a kind that passes.
+fn has_passed(ethernet: &[u8], sender: Sender) -> bool {
+    ethernet.get(sender::ADDRESS) == Some(&sender.address()) || EgressHold::lets_pass(ethernet)
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
     use std::net::UdpSocket;
     use std::os::fd::OwnedFd;
@@ -91,21 +103,22 @@ pub(super) mod tests {
     use std::process::Command;
     use std::time::Duration;
 
-    /// A pod and its host, in network namespaces of their own. Needs root and iproute2, as the development cluster does.
-    pub(crate) struct Pair {
+    /// A pod and its host, each in a network namespace of its own. Needs root and iproute2, like
+    /// the development cluster.
+    pub(crate) struct PodAndHost {
         pub(crate) pod: String,
         host: String,
     }
 
-    impl Pair {
-        /// `word`: of no other pair.
-        pub(crate) fn new(word: &str) -> Self {
-            let of = |what| format!("torpor-{word}-{what}-{}", std::process::id());
-            let pair = Self {
-                pod: of("pod"),
-                host: of("host"),
+    impl PodAndHost {
+        /// Creates the network namespaces and a link between them. `id`: unique among the tests.
+        pub(crate) fn new(id: &str) -> Self {
+            let name = |role| format!("torpor-{id}-{role}-{}", std::process::id());
+            let both = Self {
+                pod: name("pod"),
+                host: name("host"),
             };
-            let (pod, host) = (&pair.pod, &pair.host);
+            let (pod, host) = (&both.pod, &both.host);
             sh(&format!(
                 "ip netns add {pod}; ip netns add {host}
                  ip link add eth0 netns {pod} address 02:00:00:00:00:07 type veth peer name eth0 netns {host}
@@ -113,7 +126,7 @@ pub(super) mod tests {
                  ip -n {pod} addr add 10.204.0.1/24 dev eth0; ip -n {host} addr add 10.204.0.2/24 dev eth0
                  ip -n {pod} addr add fd04::1/64 dev eth0 nodad; ip -n {host} addr add fd04::2/64 dev eth0 nodad"
             ));
-            pair
+            both
         }
 
         pub(crate) fn path(name: &str) -> PathBuf {
@@ -129,7 +142,7 @@ pub(super) mod tests {
         }
     }
 
-    impl Drop for Pair {
+    impl Drop for PodAndHost {
         fn drop(&mut self) {
             let _ = Command::new("ip")
                 .args(["netns", "del", &self.pod])
@@ -145,7 +158,7 @@ pub(super) mod tests {
         assert!(status.expect("sh runs").success(), "{script}");
     }
 
-    /// In this thread's network namespace; what it says.
+    /// Runs ip(8) in this thread's network namespace and returns its output.
     pub(crate) fn ip(args: &str) -> String {
         let done = Command::new("ip").args(args.split(' ')).output();
         let done = done.expect("ip runs");
@@ -153,77 +166,79 @@ pub(super) mod tests {
         String::from_utf8_lossy(&done.stdout).into_owned()
     }
 
-    pub(crate) fn said(socket: &UdpSocket) -> Option<String> {
-        let mut word = [0; 16];
-        let length = socket.recv(&mut word).ok()?;
-        Some(String::from_utf8_lossy(&word[..length]).into_owned())
+    /// Returns the next datagram of a [`receiver`]; none if no datagram comes in time.
+    pub(crate) fn receive(socket: &UdpSocket) -> Option<String> {
+        let mut datagram = [0; 16];
+        let length = socket.recv(&mut datagram).ok()?;
+        Some(String::from_utf8_lossy(&datagram[..length]).into_owned())
     }
 
-    /// Waits a moment for a word, in the network namespace in which it was made.
-    pub(crate) fn listener(address: &str) -> UdpSocket {
-        let hears = UdpSocket::bind(address).expect("bound");
+    /// Returns a socket in this thread's network namespace that waits a moment for a datagram.
+    pub(crate) fn receiver(address: &str) -> UdpSocket {
+        let receiver = UdpSocket::bind(address).expect("bound");
         let limit = Some(Duration::from_millis(300));
-        hears.set_read_timeout(limit).expect("set");
-        hears
+        receiver.set_read_timeout(limit).expect("set");
+        receiver
     }
 
-    /// Says a word in the pod, and who hears it at its host.
-    fn speech(pair: &Pair) -> (impl Fn(&str), UdpSocket) {
-        let hears = pair.at_host(|| listener("10.204.0.2:0"));
-        let to = hears.local_addr().expect("an address");
-        let says = pair.in_pod(|| UdpSocket::bind("10.204.0.1:0").expect("bound"));
-        let say = move |word: &str| {
-            says.send_to(word.as_bytes(), to).expect("sent");
+    /// Returns a function that sends a datagram from the pod, and its receiver at the host.
+    fn datagrams(both: &PodAndHost) -> (impl Fn(&str), UdpSocket) {
+        let receiver = both.at_host(|| receiver("10.204.0.2:0"));
+        let to = receiver.local_addr().expect("an address");
+        let socket = both.in_pod(|| UdpSocket::bind("10.204.0.1:0").expect("bound"));
+        let send = move |datagram: &str| {
+            socket.send_to(datagram.as_bytes(), to).expect("sent");
         };
-        (say, hears)
+        (send, receiver)
     }
 
     #[test]
     fn what_is_said_while_muted_is_heard_at_its_end_in_order_or_never() {
-        let pair = Pair::new("muted");
-        let pod = Pair::path(&pair.pod);
-        let (say, hears) = speech(&pair);
-        say("before");
-        assert_eq!(said(&hears).as_deref(), Some("before"));
+        let both = PodAndHost::new("muted");
+        let pod = PodAndHost::path(&both.pod);
+        let (send, receiver) = datagrams(&both);
+        send("before");
+        assert_eq!(receive(&receiver).as_deref(), Some("before"));
 
-        let known = Sender::random();
-        let pairs = pair.at_host(|| net::pairs(&pod)).expect("pairs");
-        let mut muted = pair
-            .at_host(|| Muted::begin(&pod, &pairs, known))
+        let sender = Sender::random();
+        let pairs = both.at_host(|| net::pairs(&pod)).expect("pairs");
+        let mut held = both
+            .at_host(|| HeldEgress::begin(&pod, &pairs, sender))
             .expect("muted");
-        say("given up");
-        muted.forget();
-        for word in ["a", "b", "c", "c"] {
-            say(word);
+        send("given up");
+        held.discard();
+        for datagram in ["a", "b", "c", "c"] {
+            send(datagram);
         }
-        assert_eq!(said(&hears), None);
-        muted.end();
-        say("after");
-        let heard: Vec<_> = std::iter::from_fn(|| said(&hears)).collect();
-        assert_eq!(heard, ["a", "b", "c", "c", "after"]);
+        assert_eq!(receive(&receiver), None);
+        held.release();
+        send("after");
+        let received: Vec<_> = std::iter::from_fn(|| receive(&receiver)).collect();
+        assert_eq!(received, ["a", "b", "c", "c", "after"]);
     }
 
-    /// The keeper may be killed while a sandbox that is about to be ended, and restored once more, runs already.
+    /// The keeper may be killed while a sandbox already runs that is about to be ended and restored
+    /// once more.
     #[test]
     fn who_restores_keeps_the_pod_mute_when_its_keeper_dies() {
-        let pair = Pair::new("outlived");
-        let pod = Pair::path(&pair.pod);
-        let (say, hears) = speech(&pair);
-        let pairs = pair.at_host(|| net::pairs(&pod)).expect("pairs");
-        let muted = pair
-            .at_host(|| Muted::begin(&pod, &pairs, Sender::random()))
+        let both = PodAndHost::new("outlived");
+        let pod = PodAndHost::path(&both.pod);
+        let (send, receiver) = datagrams(&both);
+        let pairs = both.at_host(|| net::pairs(&pod)).expect("pairs");
+        let held = both
+            .at_host(|| HeldEgress::begin(&pod, &pairs, Sender::random()))
             .expect("muted");
-        let copies: Vec<OwnedFd> = muted
+        let copies: Vec<OwnedFd> = held
             .links()
             .map(|link| link.try_clone_to_owned().expect("copied"))
             .collect();
         assert_eq!(copies.len(), pairs.len());
-        // All that it had is closed, as at its death.
-        drop(muted);
-        say("from a life that is taken back");
-        assert_eq!(said(&hears), None);
+        // All descriptors of the keeper are closed, as at its death.
+        drop(held);
+        send("from a life that is taken back");
+        assert_eq!(receive(&receiver), None);
         drop(copies);
-        say("after");
-        assert_eq!(said(&hears).as_deref(), Some("after"));
+        send("after");
+        assert_eq!(receive(&receiver).as_deref(), Some("after"));
     }
 }

@@ -1,5 +1,7 @@
-//! Connections to the loopback of the pod's network namespace: each gets a program of its own (see `crate::forward`), so
-//! that the keeper never waits for one.
+//! Connections to the loopback of the pod's network namespace.
+//!
+//! Each connection gets a program of its own (see `crate::forward`), so that the keeper never waits
+//! for one.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -10,20 +12,21 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 use torpor_core::ids::SandboxId;
 
-/// A browser opens half a dozen connections at once. Each one more is a process of two megabytes.
-pub(super) const MOST_FORWARDS: usize = 32;
+/// The largest number of forwarded connections at once. A browser opens half a dozen, and each one
+/// is a process of two megabytes.
+pub(super) const MAX_FORWARDS: usize = 32;
 
 pub(super) struct Loopback {
     listener: OwnedFd,
-    /// Keeps the connections coming.
+    /// Keeps the BPF program attached that directs the connections to `listener`.
     _link: OwnedFd,
 }
 
-/// What came of looking for a connection.
-pub(super) enum Arrival {
+/// The result of [`Loopback::accept`].
+pub(super) enum Accepted {
     Connection(OwnedFd),
-    /// The one who dialled has given up.
-    Nobody,
+    /// The client has closed its connection.
+    Nothing,
     /// This machine has no descriptor or no memory left.
     Exhausted,
 }
@@ -40,22 +43,26 @@ impl Loopback {
         self.listener.as_fd()
     }
 
-    /// A connection that nobody clears of it is reset when it is closed, so that who dialled sees an error.
-    pub(super) fn accept(&self) -> Arrival {
+    /// Accepts a connection, and sets a linger time of zero (SO_LINGER): the connection is reset
+    /// when it is closed, so that the client sees an error. A program that has delivered all bytes
+    /// removes the setting.
+    pub(super) fn accept(&self) -> Accepted {
         match accept_with(&self.listener, SocketFlags::CLOEXEC) {
             Ok(connection) => {
                 let now = Some(Duration::ZERO);
-                // One that could not be marked would be closed without an error, which is no harm to anybody else.
+                // A connection without the setting closes without an error. That affects only its
+                // client.
                 let _ = sockopt::set_socket_linger(&connection, now);
-                Arrival::Connection(connection)
+                Accepted::Connection(connection)
             }
-            Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => Arrival::Exhausted,
-            Err(_) => Arrival::Nobody,
+            Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => Accepted::Exhausted,
+            Err(_) => Accepted::Nothing,
         }
     }
 }
 
-/// The connection is the program's standard input. Why one failed goes where the pause container's errors go.
+/// Starts the program for a connection, which becomes its standard input. The program reports
+/// errors on the pause container's standard error.
 pub(super) fn forward(sandbox: &SandboxId, connection: OwnedFd) -> std::io::Result<Child> {
     Command::new("/proc/self/exe")
         .arg0("torpor-forward")

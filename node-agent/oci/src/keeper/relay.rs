@@ -1,4 +1,5 @@
-//! Carries bytes between the terminal that the shim holds and the one that gVisor made for the container.
+//! Carries bytes between the terminal that the shim holds and the one that gVisor made for the
+//! container.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -10,9 +11,10 @@ use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetat
 
 const CHUNK: usize = 4096;
 
-/// Makes the keeper's standard input its controlling terminal, so that the kernel tells it of new window sizes.
+/// Makes the keeper's standard input its controlling terminal, so that the kernel reports new
+/// window sizes (SIGWINCH).
 pub(super) fn own_terminal() -> anyhow::Result<()> {
-    // Only the leader of a session may have one.
+    // Only the leader of a session may have a controlling terminal.
     rustix::process::setsid().context("cannot start a session")?;
     rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")
 }
@@ -21,22 +23,25 @@ pub(super) fn own_terminal() -> anyhow::Result<()> {
 pub(super) struct Relay {
     console: OwnedFd,
     resized: SignalFd,
-    /// Read from one side and not yet taken by the other.
+    /// Bytes from the shim's side that gVisor's terminal has not taken yet.
     to_container: Vec<u8>,
+    /// Bytes from gVisor's side that the shim's terminal has not taken yet.
     to_shim: Vec<u8>,
-    /// The last turn has read something from the shim's side.
-    taken: bool,
+    /// The last [`Relay::carry`] has read bytes from the shim's side.
+    has_input: bool,
 }
 
 impl Relay {
-    /// `mode`: what the terminal before this one was set to, where the same program goes on with it.
+    /// Begins to carry bytes to and from `console`, gVisor's terminal.
+    ///
+    /// `mode`: the settings of the terminal before this one, if the same program continues with it.
     pub(super) fn new(console: OwnedFd, mode: Option<Termios>) -> anyhow::Result<Self> {
         if let Some(mode) = mode {
             tcsetattr(&console, OptionalActions::Now, &mode)
                 .context("cannot set the terminal's mode")?;
         }
         let stdin = std::io::stdin();
-        // Line discipline is the inner terminal's business: this one only passes bytes.
+        // The line discipline is that of gVisor's terminal. The shim's terminal only passes bytes.
         let mut raw = tcgetattr(&stdin).context("cannot read the terminal's mode")?;
         raw.make_raw();
         tcsetattr(&stdin, OptionalActions::Now, &raw).context("cannot make the terminal raw")?;
@@ -54,13 +59,13 @@ impl Relay {
             resized,
             to_container: Vec::new(),
             to_shim: Vec::new(),
-            taken: false,
+            has_input: false,
         };
         relay.copy_size();
         Ok(relay)
     }
 
-    pub(super) fn interests(&self) -> Vec<PollFd<'_>> {
+    pub(super) fn poll_fds(&self) -> Vec<PollFd<'_>> {
         let stdin = borrow_stdin();
         let wanted = |can_read: bool, has_output: bool| {
             let mut flags = PollFlags::empty();
@@ -81,8 +86,10 @@ impl Relay {
         ]
     }
 
-    /// Carries what is there; false when gVisor's terminal is gone (the sandbox sleeps or has ended).
-    pub(super) fn turn(&mut self) -> anyhow::Result<bool> {
+    /// Carries the available bytes and the window size.
+    ///
+    /// Returns false if gVisor's terminal is gone: the sandbox sleeps or has ended.
+    pub(super) fn carry(&mut self) -> anyhow::Result<bool> {
         while self
             .resized
             .read_signal()
@@ -92,12 +99,12 @@ impl Relay {
             self.copy_size();
         }
         let stdin = borrow_stdin();
-        // The shim's side ends only with the shim; a client that detaches leaves it open.
+        // The shim's side ends only with the shim. A client that detaches leaves it open.
         let reads = self.to_container.is_empty();
         if reads && !fill(stdin, &mut self.to_container) {
             return Ok(false);
         }
-        self.taken = reads && !self.to_container.is_empty();
+        self.has_input = reads && !self.to_container.is_empty();
         if self.to_shim.is_empty() && !fill(self.console.as_fd(), &mut self.to_shim) {
             flush(stdin, &mut self.to_shim);
             return Ok(false);
@@ -107,12 +114,12 @@ impl Relay {
         Ok(true)
     }
 
-    /// Whether a client has typed something in the last turn.
-    pub(super) fn has_taken(&self) -> bool {
-        self.taken
+    /// Reports whether the last [`Relay::carry`] has read input of a client.
+    pub(super) fn has_input(&self) -> bool {
+        self.has_input
     }
 
-    /// What the container wrote before it ended.
+    /// Carries the rest of the container's output, after the container has ended.
     pub(super) fn drain(&mut self) {
         let stdin = borrow_stdin();
         loop {
@@ -126,14 +133,14 @@ impl Relay {
         }
     }
 
-    /// What the program has set its terminal to.
+    /// Returns the settings that the program has made for its terminal.
     pub(super) fn mode(&self) -> Option<Termios> {
         tcgetattr(&self.console).ok()
     }
 
     fn copy_size(&self) {
         if let Ok(size) = tcgetwinsize(std::io::stdin()) {
-            // A terminal that has just gone needs no size.
+            // A failure means that the terminal is gone. Then it needs no size.
             let _ = tcsetwinsize(&self.console, size);
         }
     }
@@ -145,7 +152,8 @@ pub(super) fn borrow_stdin() -> std::os::fd::BorrowedFd<'static> {
     unsafe { std::os::fd::BorrowedFd::borrow_raw(0) }
 }
 
-/// Reads one chunk; false at the end of the file or on an error other than "nothing there".
+/// Reads one chunk. Returns false at the end of the file, or after an error other than EAGAIN and
+/// EINTR.
 fn fill(from: std::os::fd::BorrowedFd<'_>, into: &mut Vec<u8>) -> bool {
     let mut chunk = [0; CHUNK];
     match rustix::io::read(from, &mut chunk) {

@@ -1,4 +1,4 @@
-//! What others ask of a keeper over its socket.
+//! Handles the requests that a keeper receives over its socket.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -15,22 +15,18 @@ use super::children::Purpose;
 use super::relay::{self, Relay};
 use super::watch::{self, Watch};
 
-/// Requests that wait for an answer of a program that the keeper started are answered by that program.
-pub(super) enum Handled {
-    Answered,
-    Exit(u8),
-}
-
 impl Keeper<'_> {
-    /// Takes one request.
-    pub(super) fn serve(&mut self) -> anyhow::Result<Handled> {
+    /// Receives and handles one request. Returns the keeper's exit code if the request ends it.
+    ///
+    /// If the request runs a program, that program sends the answer.
+    pub(super) fn serve(&mut self) -> anyhow::Result<Option<u8>> {
         let peer = match accept4(self.listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
             Ok(raw) => own(raw),
-            // The one who asked has given up.
-            Err(_) => return Ok(Handled::Answered),
+            // The caller has closed its connection.
+            Err(_) => return Ok(None),
         };
         let Ok((bytes, files)) = receive(&peer) else {
-            return Ok(Handled::Answered);
+            return Ok(None);
         };
         let request = match serde_json::from_slice::<Request>(&bytes) {
             Ok(request) => request,
@@ -40,7 +36,7 @@ impl Keeper<'_> {
                     &Answer::refused("BadRequest", error.to_string()),
                     &[],
                 );
-                return Ok(Handled::Answered);
+                return Ok(None);
             }
         };
         Ok(self.handle(&request, files.into(), peer))
@@ -51,7 +47,7 @@ impl Keeper<'_> {
         request: &Request,
         mut files: VecDeque<OwnedFd>,
         peer: OwnedFd,
-    ) -> Handled {
+    ) -> Option<u8> {
         let done = Answer::ok(serde_json::Value::Null);
         match request {
             Request::Stdio => {
@@ -87,14 +83,14 @@ impl Keeper<'_> {
             Request::Attach => {
                 if let Some(code) = self.wait_on() {
                     answer(&peer, &done, &[]);
-                    return Handled::Exit(code);
+                    return Some(code);
                 }
-                self.typing.woke();
+                self.input.woke();
                 self.release();
                 answer(&peer, &done, &[]);
             }
             Request::Hold(rules) => {
-                let answered = self.watch(rules);
+                let answered = self.watch_packets(rules);
                 if let Some(watch) = &mut self.watch {
                     watch.hold();
                 }
@@ -108,36 +104,36 @@ impl Keeper<'_> {
                         Next::Nothing
                     }
                 };
-                self.follow(next);
+                self.act(next);
                 answer(&peer, &done, &[]);
             }
             Request::Watch(rules) => {
-                let answered = self.watch(rules);
+                let answered = self.watch_packets(rules);
                 answer(&peer, &answered, &[]);
-                let next = self.watch.as_mut().map(Watch::standing);
-                self.follow(next.unwrap_or(Next::Nothing));
+                let next = self.watch.as_mut().map(Watch::paused);
+                self.act(next.unwrap_or(Next::Nothing));
             }
             Request::Freeze(rules) => {
-                let answered = self.watch(rules);
+                let answered = self.watch_packets(rules);
                 let next = self.watch.as_mut().map(Watch::frozen);
                 answer(&peer, &answered, &[]);
-                self.follow(next.unwrap_or(Next::Nothing));
+                self.act(next.unwrap_or(Next::Nothing));
             }
             Request::Doze => {
-                self.typing.fell_asleep(relay::borrow_stdin());
+                self.input.fell_asleep(relay::borrow_stdin());
                 answer(&peer, &done, &[]);
             }
             Request::Halt => {
-                let halted = match &mut self.watch {
-                    Some(watch) => watch.halt(),
+                let begun = match &mut self.watch {
+                    Some(watch) => watch.begin_answers(),
                     None => Err(anyhow::anyhow!(
                         "the keeper does not hold the Pod's packets"
                     )),
                 };
-                match halted {
+                match begun {
                     Ok(next) => {
                         answer(&peer, &done, &[]);
-                        self.follow(next);
+                        self.act(next);
                     }
                     Err(error) => {
                         let refused = Answer::refused("NotHalted", format!("{error:#}"));
@@ -149,26 +145,26 @@ impl Keeper<'_> {
                 let sandbox = &self.record.sandbox;
                 let connected = self.node.runsc.connect(sandbox);
                 if let Some(watch) = &mut self.watch {
-                    watch.go_on();
+                    watch.end_answers();
                 }
                 let answered = match connected {
                     Ok(_) => done,
                     Err(error) => {
-                        let words = format!("{:#}", anyhow::Error::new(error));
-                        Answer::refused("NotContinued", words)
+                        let message = format!("{:#}", anyhow::Error::new(error));
+                        Answer::refused("NotContinued", message)
                     }
                 };
                 answer(&peer, &answered, &[]);
             }
             Request::HoldEgress => {
-                let muted = match &mut self.watch {
-                    Some(watch) => watch.mute().map(|()| watch.barriers()),
+                let held = match &mut self.watch {
+                    Some(watch) => watch.hold_egress().map(|()| watch.drop_links()),
                     None => Err(anyhow::anyhow!(
                         "the keeper does not hold the Pod's packets"
                     )),
                 };
-                match muted {
-                    Ok(barriers) => answer(&peer, &done, &barriers),
+                match held {
+                    Ok(links) => answer(&peer, &done, &links),
                     Err(error) => {
                         let refused = Answer::refused("NotMuted", format!("{error:#}"));
                         answer(&peer, &refused, &[]);
@@ -181,11 +177,11 @@ impl Keeper<'_> {
             }
             Request::Exit { code } => {
                 answer(&peer, &done, &[]);
-                return Handled::Exit(*code);
+                return Some(*code);
             }
             Request::Mind { container } => match files.pop_front() {
-                Some(end) => {
-                    self.others.add(container.clone(), end);
+                Some(pidfd) => {
+                    self.container_keepers.add(container.clone(), pidfd);
                     answer(&peer, &done, &[]);
                 }
                 None => {
@@ -194,8 +190,8 @@ impl Keeper<'_> {
                 }
             },
             Request::Exec { pid } => match files.pop_front() {
-                Some(end) => {
-                    self.execs.add(*pid, end);
+                Some(pipe) => {
+                    self.execs.add(*pid, pipe);
                     answer(&peer, &done, &[]);
                 }
                 None => answer(&peer, &Answer::refused("BadRequest", "no pipe".into()), &[]),
@@ -205,10 +201,11 @@ impl Keeper<'_> {
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
             },
         }
-        Handled::Answered
+        None
     }
 
-    /// The program's standard output is the connection: its answer is the answer.
+    /// Runs torpor-oci with a command. Its standard output is the connection to the caller, so that
+    /// the program sends the answer.
     fn run(
         &mut self,
         verb: Verb,
@@ -217,7 +214,7 @@ impl Keeper<'_> {
         lock: OwnedFd,
         peer: OwnedFd,
     ) {
-        // The other verbs know of no cause.
+        // Only a wake takes a cause.
         let cause = cause.filter(|_| verb == Verb::Wake);
         let cause = cause.map(|cause| format!("--cause={}", cause.as_str()));
         let Ok(copy) = peer.try_clone() else { return };
@@ -231,7 +228,7 @@ impl Keeper<'_> {
             .stderr(Stdio::null())
             .spawn();
         match spawned {
-            Ok(child) => self.children.add(Purpose::Verb, child),
+            Ok(child) => self.children.add(Purpose::Command, child),
             Err(error) => {
                 let message = format!("cannot run torpor-oci {}: {error}", verb.as_str());
                 answer(&copy, &Answer::refused("SpawnFailed", message), &[]);
@@ -240,7 +237,7 @@ impl Keeper<'_> {
     }
 }
 
-/// Nobody is harmed when the one who asked no longer listens.
+/// Sends an answer. A failure is ignored: a caller that has closed its connection needs no answer.
 fn answer(peer: &OwnedFd, answer: &Answer, files: &[BorrowedFd<'_>]) {
     if let Ok(bytes) = serde_json::to_vec(answer) {
         let _ = send(peer, &bytes, files);
@@ -249,6 +246,6 @@ fn answer(peer: &OwnedFd, answer: &Answer, files: &[BorrowedFd<'_>]) {
 
 #[allow(unsafe_code)]
 fn own(raw: i32) -> OwnedFd {
-    // SAFETY: accept has just made this descriptor; nobody else owns it.
+    // SAFETY: accept has just made this descriptor; nothing else owns it.
     unsafe { OwnedFd::from_raw_fd(raw) }
 }

@@ -1,4 +1,7 @@
-//! The pause container's keeper watches the pod's link while its sandbox is saved, sleeps and wakes: see `torpor-link`.
+//! Watches a pod's links while its sandbox is saved, sleeps and wakes: see `torpor-link`.
+//!
+//! The pause container's keeper does this. It holds the packets to the pod, wakes the sandbox for
+//! them, and answers probes, keepalives and, for stopped processes, address resolution.
 
 use std::collections::VecDeque;
 use std::net::IpAddr;
@@ -7,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use torpor_link::doubt::{Doubts, Settled};
+use torpor_link::doubt::{Decision, UndecidedConnections};
 use torpor_link::keepalive::{self, Keepalives};
 use torpor_link::neighbour;
 use torpor_link::net::{self, Pair};
@@ -16,7 +19,7 @@ use torpor_link::packet::{Cause, Ends, Meaning, Segment, is_tcp, meaning, segmen
 use torpor_link::packet_drop::{PacketDrop, Sender};
 use torpor_link::probes::{self, Responder};
 use torpor_link::sensor::{Next, Sensor};
-use torpor_link::tap::{HEADER, Mouth, Tap, ethernet};
+use torpor_link::tap::{FrameSender, HEADER, Tap, ethernet};
 use torpor_link::traffic;
 use torpor_link::unacknowledged::NOT_OF_SANDBOX;
 use torpor_records::Addresses;
@@ -24,476 +27,525 @@ use torpor_records::PodRecord;
 use torpor_records::{TrafficMap, UnacknowledgedMap};
 use torpor_runsc::keeper::Rules;
 
-use super::egress_hold::Muted;
-use super::questions;
+use super::egress_hold::HeldEgress;
+use super::keepalive_probes;
+use super::sender::{set_sender, with_sender};
 
-/// A sandbox gets to what is passed on to it within milliseconds, unless it gets no processor.
-const IN_HAND: Duration = Duration::from_secs(1);
-const MOST_IN_HAND: usize = 256;
+/// Time in which a sandbox reads a frame that was passed on to it. It takes milliseconds, unless
+/// the sandbox gets no processor time.
+const READ_TIME: Duration = Duration::from_secs(1);
+/// The largest number of frames that are recorded as passed on.
+const MAX_PASSED_ON: usize = 256;
 
-/// Between two looks at the requests; a flood does not keep the keeper from answering.
-const FRAMES_A_TURN: usize = 256;
+/// The largest number of frames that are read of one link before the keeper handles requests: a
+/// flood of packets must not delay its answers.
+const MAX_FRAMES: usize = 256;
 
-/// So often what came while frames were handed over is handed over too.
-const HANDOVERS: usize = 8;
+/// The largest number of rounds in which held frames are handed over. Each round hands over the
+/// frames that came during the one before.
+const MAX_HANDOVERS: usize = 8;
 
-/// Where an Ethernet frame says who sent it.
-pub(super) const SENDER: std::ops::Range<usize> = 6..12;
+/// Time after which the client of a probe without an answer has closed its connection: a probe's
+/// timeout is seldom longer.
+const PROBE_CLOSE_TIME: Duration = Duration::from_secs(10);
 
-/// Who made a probe that nobody answers closes its connection when its time is over, which is seldom more than this.
-const LEAVE: Duration = Duration::from_secs(10);
-
-/// As long as a sandbox that was woken runs at least.
+/// Time in which a packet from before the watch still needs an answer: the time for which a sandbox
+/// runs at least after a wake.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
+/// The watch of one pod's links.
 pub(super) struct Watch {
     began: Instant,
-    /// What arrives waits, and the pod hears nothing.
-    hush: PacketDrop,
+    /// Drops what the pod receives. The taps receive it all the same.
+    packet_drop: PacketDrop,
     sensor: Sensor,
     keepalives: Keepalives,
     links: Vec<Link>,
-    own: Vec<IpAddr>,
+    pod_ips: Vec<IpAddr>,
     rules: Rules,
     kubelet: Kubelet,
-    /// The sandbox' processes have ended and its address was put back.
-    is_home: bool,
-    /// The sandbox is there and stands still: acknowledgements are passed on to it.
-    stands: bool,
-    /// And no image has to know of what it hears: all but probes is.
-    passes_on: bool,
-    /// Since when its processes are stopped, or about to be: what it is to say is said for it, also where its address is.
-    halted: Option<Instant>,
-    /// What was passed on to it a moment ago, with the number of the link: it may not have got to it before it is stopped.
+    /// The sandbox's processes have ended, and the pod's address was put back.
+    is_hibernated: bool,
+    /// The sandbox is paused and its network stack runs: acknowledgements are passed on to it.
+    is_paused: bool,
+    /// All frames but those of probes are passed on to the paused sandbox, because no image has to
+    /// contain their effect.
+    passes_all: bool,
+    /// Since when the sandbox's processes are stopped, or about to be. The keeper answers for them,
+    /// and for the pod's address, too.
+    answers_since: Option<Instant>,
+    /// The frames that were passed on a moment ago, each with its time and the number of its link.
+    /// The sandbox may not have read them when its processes are stopped.
     passed_on: VecDeque<(Instant, usize, Vec<u8>)>,
-    /// Frames of this sender are heard in the pod, and those of the pod's keeper outside while it is muted.
+    /// The sender whose frames pass: those to the pod, and the keeper's own while the pod's packets
+    /// are held.
     sender: Sender,
-    /// While it is restored.
-    muted: Option<Muted>,
+    /// The packets that the sandbox sends during a restore.
+    held_egress: Option<HeldEgress>,
     namespace: PathBuf,
     addresses: Addresses,
-    /// Where the connections are on which something of the sandbox is on its way.
-    noted: Option<UnacknowledgedMap>,
+    /// The map of the connections with unacknowledged data of the sandbox.
+    unacknowledged: Option<UnacknowledgedMap>,
 }
 
 /// One of the pod's links.
 struct Link {
     pair: Pair,
     tap: Tap,
-    voice: Voice,
+    pod_end: PodEnd,
 }
 
-/// Speaks for the pod on one of its links.
-struct Voice {
-    mouth: Mouth,
-    /// Of the pod on this link.
+/// The pod's end of a link. The keeper answers there in the pod's name.
+struct PodEnd {
+    socket: FrameSender,
+    /// The Ethernet address of the pod on this link.
     address: [u8; 6],
-    /// As whom it is heard while the pod is muted.
-    muted: Option<Sender>,
+    /// The sender of the keeper's frames while the pod's packets are held.
+    sender: Option<Sender>,
     probes: Responder,
-    doubts: Doubts,
+    doubts: UndecidedConnections,
 }
 
 impl Watch {
-    /// From now on the pod hears nothing, what arrives for it waits, and the kubelet's probes are answered.
-    /// `seen`: where the times of the pod's packets are; `noted`: and what nobody has acknowledged.
+    /// Begins to hold the packets to the pod and to answer the kubelet's probes.
+    ///
+    /// `traffic_map`: the times of the pod's packets. `unacknowledged`: the connections with
+    /// unacknowledged data of the sandbox.
     pub(super) fn begin(
         pod: &PodRecord,
         rules: &Rules,
         kubelet_port: u16,
-        seen: Option<TrafficMap>,
-        noted: Option<UnacknowledgedMap>,
+        traffic_map: Option<TrafficMap>,
+        unacknowledged: Option<UnacknowledgedMap>,
     ) -> anyhow::Result<Self> {
         let namespace = pod.network_namespace.as_deref();
         let namespace = namespace.context("the pod has no network namespace of its own")?;
-        let own = net::ips(&pod.addresses)?;
-        let rules = known(rules);
-        // In this order: what comes in between is lost as on any link. The other way round it would be heard twice.
+        let pod_ips = net::ips(&pod.addresses)?;
+        let rules = prepared(rules);
+        // The drop begins before the taps: a frame that comes in between is lost, as on any link.
+        // In the reverse order the sandbox would receive it twice.
         let sender = Sender::random();
-        let hush = PacketDrop::begin(namespace, Some(sender))?;
+        let packet_drop = PacketDrop::begin(namespace, Some(sender))?;
         let mut sensor = Sensor::default();
-        if owes_answer(seen, &rules) {
-            sensor.came_before();
+        if owes_answer(traffic_map, &rules) {
+            sensor.record_earlier_packet();
         }
         Ok(Self {
             began: Instant::now(),
-            hush,
+            packet_drop,
             sensor,
             keepalives: Keepalives::begin(Instant::now()),
-            links: links(namespace, &own, &rules)?,
-            own,
+            links: links(namespace, &pod_ips, &rules)?,
+            pod_ips,
             rules,
             kubelet: Kubelet::at(kubelet_port),
-            is_home: false,
-            stands: false,
-            passes_on: false,
-            halted: None,
+            is_hibernated: false,
+            is_paused: false,
+            passes_all: false,
+            answers_since: None,
             passed_on: VecDeque::new(),
             sender,
-            muted: None,
+            held_egress: None,
             namespace: namespace.to_owned(),
             addresses: pod.addresses.clone(),
-            noted,
+            unacknowledged,
         })
     }
 
-    /// From now on other rules apply. What waits for the sandbox goes on waiting.
+    /// Replaces the rules. Frames that are held stay held.
     pub(super) fn set_rules(&mut self, rules: &Rules) -> Next {
-        self.rules = known(rules);
+        self.rules = prepared(rules);
         for link in &mut self.links {
-            link.voice.probes.answer_hooks(rules.suspends);
+            link.pod_end.probes.answer_hooks(rules.suspends);
         }
-        self.turn()
+        self.handle_frames()
     }
 
+    /// Returns the descriptors that are readable when a frame has come.
     pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.links.iter().map(|link| link.tap.as_fd())
     }
 
-    /// When there is something to do although nothing has come.
-    pub(super) fn turn_again(&mut self) -> Option<Duration> {
+    /// Returns the time until the next call of [`Watch::handle_frames`] if no frame comes; none if
+    /// no timer runs.
+    pub(super) fn due_in(&mut self) -> Option<Duration> {
         let now = Instant::now();
-        let again = self.sensor.turn_again(now);
-        let voices = self.links.iter_mut().map(|link| &mut link.voice);
-        voices
-            .flat_map(|voice| [voice.probes.turn_again(now), voice.doubts.settled_in(now)])
+        let again = self.sensor.next_deadline(now);
+        let ends = self.links.iter_mut().map(|link| &mut link.pod_end);
+        ends.flat_map(|end| [end.probes.next_deadline(now), end.doubts.settled_in(now)])
             .chain([again])
             .flatten()
             .min()
     }
 
-    /// Reads what has come.
-    pub(super) fn turn(&mut self) -> Next {
+    /// Reads and handles the frames that have come, and the timers that are due.
+    pub(super) fn handle_frames(&mut self) -> Next {
         let now = Instant::now();
         let mut next = self.sensor.turn(now);
         let mut links = std::mem::take(&mut self.links);
-        for (number, Link { tap, voice, .. }) in links.iter_mut().enumerate() {
-            for settled in voice.doubts.settle(&self.rules.probes, now) {
-                next = next.or(self.settled(voice, settled, now));
+        for (number, Link { tap, pod_end, .. }) in links.iter_mut().enumerate() {
+            for settled in pod_end.doubts.settle(&self.rules.probes, now) {
+                next = next.or(self.handle_settled(pod_end, settled, now));
             }
-            for _ in 0..FRAMES_A_TURN {
-                // A link that cannot be read any more wakes nobody; the pod is being taken away.
+            for _ in 0..MAX_FRAMES {
+                // A link that cannot be read causes no wake: the pod is being removed.
                 let Ok(Some(frame)) = tap.receive() else {
                     break;
                 };
-                let heard = self.hear(voice, frame, now);
-                next = next.or(heard.next);
-                if let Some(frame) = heard.pass_on {
-                    // What gets lost is said again.
-                    let _ = sent_by(&frame, self.sender).map(|frame| tap.send(&frame));
-                    self.remember(now, number, frame);
+                let handled = self.handle_frame(pod_end, frame, now);
+                next = next.or(handled.next);
+                if let Some(frame) = handled.pass_on {
+                    // The sender repeats a frame that is lost.
+                    let _ = with_sender(&frame, self.sender).map(|frame| tap.send(&frame));
+                    self.record_passed_on(now, number, frame);
                 }
             }
-            voice.speak(now);
+            pod_end.answer_probes(now);
         }
         self.links = links;
         next
     }
 
-    fn hear(&mut self, voice: &mut Voice, frame: &[u8], now: Instant) -> Heard {
-        if self.halted.is_some()
-            && let Some(answer) = neighbour::answer(ethernet(frame), &self.own, voice.address)
+    fn handle_frame(&mut self, pod_end: &mut PodEnd, frame: &[u8], now: Instant) -> Handled {
+        if self.answers_since.is_some()
+            && let Some(answer) = neighbour::answer(ethernet(frame), &self.pod_ips, pod_end.address)
         {
-            voice.say(answer);
+            pod_end.send(answer);
             return Next::Nothing.into();
         }
-        let seen = segment(ethernet(frame), &self.own);
-        if let Some(segment) = &seen
-            && self.is_of_probe(voice, segment, frame, now)
+        let received = segment(ethernet(frame), &self.pod_ips);
+        if let Some(segment) = &received
+            && self.handle_probe(pod_end, segment, frame, now)
         {
             return Next::Nothing.into();
         }
-        if self.passes_on {
-            return match meaning(ethernet(frame), &self.own) {
+        if self.passes_all {
+            return match meaning(ethernet(frame), &self.pod_ips) {
                 Meaning::NotForPod => Next::Nothing.into(),
-                _ => Heard::passed_on(frame),
+                _ => Handled::passed_on(frame),
             };
         }
-        if let Some(segment) = seen.filter(|segment| self.is_left_of_probe(segment, now)) {
-            return self.means(Meaning::Quiet, frame, Some(segment), now).into();
+        if let Some(segment) = received.filter(|segment| self.is_of_earlier_probe(segment, now)) {
+            return self
+                .record(Meaning::Quiet, frame, Some(segment), now)
+                .into();
         }
-        // Of a probe that is over the kubelet's kernel says again what it said last, when it is asked.
+        // No peer at a probed port gets a keepalive of ours. For a probe that is over, the
+        // kubelet's kernel would repeat its last segment, like a peer that has read on.
         let is_probed = |segment: &Segment| self.rules.probes.contains(&segment.ends.local_port);
-        let speaks = self.speaks();
-        let heard = seen.map(|segment| {
-            let may_ask = !speaks && !is_probed(&segment);
+        let stack_answers = self.stack_answers();
+        let kind = received.map(|segment| {
+            let may_ask = !stack_answers && !is_probed(&segment);
             self.keepalives.hear(&segment, may_ask, now)
         });
-        let waits_for_more = match heard {
-            Some(keepalive::Heard::WindowOpens) => true,
-            // What one that hibernates has said at last may be acknowledged late.
-            Some(keepalive::Heard::AcknowledgesMore) => self.stands,
+        let waits_for_more = match kind {
+            Some(keepalive::SegmentKind::WindowOpens) => true,
+            // Data that a hibernated sandbox sent before its sleep may be acknowledged late.
+            Some(keepalive::SegmentKind::AcknowledgesMore) => self.is_paused,
             _ => false,
         };
-        if let Some(segment) = seen.filter(|_| waits_for_more) {
+        if let Some(segment) = received.filter(|_| waits_for_more) {
             let cause = Cause::Tcp {
                 port: segment.ends.local_port,
             };
-            return self.means(Meaning::Wakes(cause), frame, seen, now).into();
+            return self
+                .record(Meaning::Wakes(cause), frame, received, now)
+                .into();
         }
-        // Its network stack runs while its programs stand still, sends keepalives of its own, and answers those of peers.
-        // An acknowledgement changes nothing there that the image would have to know of.
-        let says_nothing = seen.as_ref().is_some_and(Segment::says_nothing);
-        if speaks && says_nothing {
-            return Heard::passed_on(frame);
+        // The network stack of a paused sandbox runs: it sends keepalives, and answers those of
+        // peers. An acknowledgement changes nothing there that the image would have to contain.
+        let is_acknowledgement = received.as_ref().is_some_and(Segment::has_no_data);
+        if stack_answers && is_acknowledgement {
+            return Handled::passed_on(frame);
         }
-        if let Some(keepalive::Heard::Unclear(question)) = heard
-            && let Some(question) = question.frame(ethernet(frame))
+        if let Some(keepalive::SegmentKind::Unclear(keepalive)) = kind
+            && let Some(keepalive) = keepalive.frame(ethernet(frame))
         {
-            voice.say(question);
+            pod_end.send(keepalive);
         }
-        if let Some(keepalive::Heard::Keepalive(answer)) = heard
+        if let Some(keepalive::SegmentKind::Keepalive(answer)) = kind
             && let Some(answer) = answer.frame(ethernet(frame))
         {
-            voice.say(answer);
+            pod_end.send(answer);
             return Next::Nothing.into();
         }
-        self.arrived(frame, seen, now).into()
+        self.record_by_meaning(frame, received, now).into()
     }
 
-    /// Whether the sandbox answers keepalives and sends its own.
-    fn speaks(&self) -> bool {
-        self.stands && self.halted.is_none()
+    /// Reports whether the sandbox's network stack answers keepalives and sends its own.
+    fn stack_answers(&self) -> bool {
+        self.is_paused && self.answers_since.is_none()
     }
 
-    /// Whether the segment belongs to a probe, which has been told of it, or may be a probe's first.
-    fn is_of_probe(
+    /// Hands a segment over to its probe, or begins a probe with it.
+    ///
+    /// Returns false if the segment belongs to no probe and is not the first one of a probe, or if
+    /// there is no room for another probe.
+    fn handle_probe(
         &mut self,
-        voice: &mut Voice,
+        pod_end: &mut PodEnd,
         segment: &Segment,
         frame: &[u8],
         now: Instant,
     ) -> bool {
         let ends = &segment.ends;
-        if voice.probes.has(ends) {
-            voice.probes.hear(ethernet(frame), now);
+        if pod_end.probes.has(ends) {
+            pod_end.probes.hear(ethernet(frame), now);
             return true;
         }
         if !is_probe(&mut self.kubelet, &self.rules.probes, segment) {
             return false;
         }
         match self.rules.hooks.contains(&ends.local_port) {
-            true => voice.doubts.add(ends, frame, now),
-            false => voice.probe(ends, frame, now),
+            true => pod_end.doubts.add(ends, frame, now),
+            false => pod_end.begin_probe(ends, frame, now),
         }
     }
 
-    /// Whether somebody says something on a connection that a probe had made before the sandbox stood still. What it asks nobody answers, as when it
-    /// had been heard a moment before: the agent waits for probes that are under way. Mostly it takes its leave.
-    fn is_left_of_probe(&mut self, segment: &Segment, now: Instant) -> bool {
+    /// Reports whether the segment has data on a connection that a probe made before the sandbox
+    /// was paused.
+    ///
+    /// Such data gets no answer, as if it had come a moment before the pause: the agent waits for
+    /// probes that are under way. Mostly the data only announces the end of the connection.
+    fn is_of_earlier_probe(&mut self, segment: &Segment, now: Instant) -> bool {
         let ends = &segment.ends;
         let (probes, hooks) = (&self.rules.probes, &self.rules.hooks);
-        let is_at_probed = |port| probes.contains(port) && !hooks.contains(port);
-        if segment.begins() || segment.length == 0 || !is_at_probed(&ends.local_port) {
+        let is_probed = |port| probes.contains(port) && !hooks.contains(port);
+        if segment.begins() || segment.length == 0 || !is_probed(&ends.local_port) {
             return false;
         }
         match self.kubelet.owner_of(ends) {
             Ok(Owner::Kubelet) => true,
-            // Nobody of this machine waits for an answer any more.
-            Ok(Owner::Kernel) => now.saturating_duration_since(self.began) < LEAVE,
+            // No process of this machine waits for an answer any more.
+            Ok(Owner::Kernel) => now.saturating_duration_since(self.began) < PROBE_CLOSE_TIME,
             Ok(Owner::Process | Owner::Nobody) | Err(_) => false,
         }
     }
 
-    fn settled(&mut self, voice: &mut Voice, settled: Settled, now: Instant) -> Next {
+    fn handle_settled(&mut self, pod_end: &mut PodEnd, settled: Decision, now: Instant) -> Next {
         match settled {
-            Settled::Probe { ends, frame } => {
-                // Where there is no room for it, the kubelet says it again.
-                voice.probe(&ends, &frame, now);
+            Decision::Probe { ends, frame } => {
+                // If there is no room for the probe, the kubelet's kernel sends the frame again.
+                pod_end.begin_probe(&ends, &frame, now);
                 Next::Nothing
             }
-            Settled::Other { frame } => {
-                let seen = segment(ethernet(&frame), &self.own);
-                self.arrived(&frame, seen, now)
+            Decision::Other { frame } => {
+                let received = segment(ethernet(&frame), &self.pod_ips);
+                self.record_by_meaning(&frame, received, now)
             }
         }
     }
 
-    fn arrived(&mut self, frame: &[u8], seen: Option<Segment>, now: Instant) -> Next {
-        self.means(meaning(ethernet(frame), &self.own), frame, seen, now)
+    /// Records a frame in the sensor by the meaning that it has for the pod.
+    fn record_by_meaning(&mut self, frame: &[u8], segment: Option<Segment>, now: Instant) -> Next {
+        let meaning = meaning(ethernet(frame), &self.pod_ips);
+        self.record(meaning, frame, segment, now)
     }
 
-    fn means(
+    /// Records a frame in the sensor.
+    fn record(
         &mut self,
         meaning: Meaning,
         frame: &[u8],
-        seen: Option<Segment>,
+        segment: Option<Segment>,
         now: Instant,
     ) -> Next {
-        let says = seen.map(|segment| segment.says());
+        let content = segment.map(|segment| segment.says());
         let meaning = meaning.for_pod_that_wakes_on(&self.rules.wake_on);
-        self.sensor.arrived(frame, says, meaning, now)
+        self.sensor.arrived(frame, content, meaning, now)
     }
 
-    /// The sandbox stands still: its memory is in it, and so is its address.
-    pub(super) fn standing(&mut self) -> Next {
-        self.stands = true;
+    /// Records that the sandbox is paused and still has its memory and its address.
+    pub(super) fn paused(&mut self) -> Next {
+        self.is_paused = true;
         self.sensor.asleep(Instant::now())
     }
 
-    /// The processes of the sandbox, which stands still, are about to be stopped. Nothing is passed on to it from now on.
-    pub(super) fn halt(&mut self) -> anyhow::Result<Next> {
-        ensure!(self.stands && !self.passes_on, "the sandbox does not doze");
-        self.halted = Some(Instant::now());
-        self.keepalives.nothing_is_late();
-        let next = self.turn();
-        self.ask_again();
+    /// Begins to answer for the paused sandbox, whose processes are about to be stopped. From now
+    /// on no frame is passed on to the sandbox.
+    pub(super) fn begin_answers(&mut self) -> anyhow::Result<Next> {
+        ensure!(
+            self.is_paused && !self.passes_all,
+            "the sandbox does not doze"
+        );
+        self.answers_since = Some(Instant::now());
+        self.keepalives.end_late_acknowledgements();
+        let next = self.handle_frames();
+        self.probe_passed_on();
         Ok(next)
     }
 
-    /// Whether what has the pod's address ought to be stopped by now.
-    pub(super) fn is_halted(&self) -> bool {
-        self.halted.is_some_and(|at| at.elapsed() > IN_HAND)
+    /// Reports whether the sandbox's processes must be stopped by now.
+    pub(super) fn must_be_stopped(&self) -> bool {
+        self.answers_since
+            .is_some_and(|at| at.elapsed() > READ_TIME)
     }
 
-    /// The sandbox' network stack, if there is one, speaks for itself.
-    pub(super) fn go_on(&mut self) {
-        self.halted = None;
+    /// Ends the answers: the sandbox's network stack, if there is one, answers.
+    pub(super) fn end_answers(&mut self) {
+        self.answers_since = None;
     }
 
-    fn remember(&mut self, now: Instant, link: usize, frame: Vec<u8>) {
-        if self.passes_on {
-            // One that is frozen is not stopped.
+    fn record_passed_on(&mut self, now: Instant, link: usize, frame: Vec<u8>) {
+        if self.passes_all {
+            // The processes of a frozen sandbox are not stopped.
             return;
         }
         let is_old =
-            |(at, _, _): &(Instant, usize, Vec<u8>)| now.saturating_duration_since(*at) > IN_HAND;
-        while self.passed_on.front().is_some_and(is_old) || self.passed_on.len() >= MOST_IN_HAND {
+            |(at, _, _): &(Instant, usize, Vec<u8>)| now.saturating_duration_since(*at) > READ_TIME;
+        while self.passed_on.front().is_some_and(is_old) || self.passed_on.len() >= MAX_PASSED_ON {
             self.passed_on.pop_front();
         }
         self.passed_on.push_back((now, link, frame));
     }
 
-    /// Somebody may have said that he has read on, and the sandbox not have heard it any more: it would have said more at once, and been answered.
-    fn ask_again(&mut self) {
+    /// Sends keepalives to the peers whose frames were passed on a moment ago.
+    ///
+    /// Such a frame may report that the peer has read on, and the sandbox may not have read the
+    /// frame. A sandbox that has read it sends more data at once, and the peer acknowledges that.
+    fn probe_passed_on(&mut self) {
         let now = Instant::now();
         for (_, link, frame) in std::mem::take(&mut self.passed_on) {
-            let said = segment(ethernet(&frame), &self.own);
-            let question = said.and_then(|said| self.keepalives.ask_again(&said, now));
-            if let (Some(question), Some(link)) = (question, self.links.get(link))
-                && let Some(question) = question.frame(ethernet(&frame))
+            let received = segment(ethernet(&frame), &self.pod_ips);
+            let keepalive = received.and_then(|segment| self.keepalives.probe_again(&segment, now));
+            if let (Some(keepalive), Some(link)) = (keepalive, self.links.get(link))
+                && let Some(keepalive) = keepalive.frame(ethernet(&frame))
             {
-                link.voice.say(question);
+                link.pod_end.send(keepalive);
             }
         }
     }
 
-    /// The sandbox stands still and nobody wakes it: its user has frozen it.
+    /// Records that the sandbox's user has frozen it: it is paused, and no packet wakes it.
     pub(super) fn frozen(&mut self) -> Next {
-        self.go_on();
-        self.passes_on = true;
-        self.standing()
+        self.end_answers();
+        self.passes_all = true;
+        self.paused()
     }
 
-    /// Its memory is about to be written: what reached it from now on would be in no image.
+    /// Passes on no more frames with data: the memory is about to be written, and no image would
+    /// contain the effect of later frames.
     pub(super) fn hold(&mut self) {
-        self.passes_on = false;
+        self.passes_all = false;
     }
 
-    /// The sandbox' processes have ended. Its address is put back, so that others still find the link that it is on.
-    pub(super) fn asleep(&mut self) -> Next {
-        self.is_home = true;
-        self.stands = false;
-        self.passes_on = false;
-        self.halted = None;
+    /// Records that the sandbox's processes have ended. Puts the pod's address back, so that peers
+    /// still find the link on which the pod is.
+    pub(super) fn hibernated(&mut self) -> Next {
+        self.is_hibernated = true;
+        self.is_paused = false;
+        self.passes_all = false;
+        self.answers_since = None;
         if let Err(error) = net::put_back(&self.namespace, &self.addresses) {
-            // The wake puts it back too; until then nobody finds the pod.
+            // The wake puts the address back, too. Until then no peer finds the pod.
             eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
         }
         self.sensor.asleep(Instant::now())
     }
 
-    /// Whether [`Watch::asleep`] was told.
-    pub(super) fn is_home(&self) -> bool {
-        self.is_home
+    /// Reports whether [`Watch::hibernated`] was called.
+    pub(super) fn is_hibernated(&self) -> bool {
+        self.is_hibernated
     }
 
+    /// Reports whether the sandbox sleeps or wakes, by the recorded events.
     pub(super) fn is_asleep(&self) -> bool {
         self.sensor.is_asleep()
     }
 
+    /// Records that a wake has failed: the sandbox does not run.
     pub(super) fn wake_failed(&mut self) {
         self.sensor.wake_failed(Instant::now());
     }
 
-    /// From now on what the sandbox says is not heard outside. What one has said that was to be restored before, and was not, nobody hears.
-    pub(super) fn mute(&mut self) -> anyhow::Result<()> {
-        match &mut self.muted {
-            Some(muted) => muted.forget(),
+    /// Holds the packets that the sandbox sends. Discards those of an earlier restore that failed.
+    pub(super) fn hold_egress(&mut self) -> anyhow::Result<()> {
+        match &mut self.held_egress {
+            Some(held) => held.discard(),
             None => {
                 let pairs: Vec<Pair> = self.links.iter().map(|link| link.pair).collect();
-                self.muted = Some(Muted::begin(&self.namespace, &pairs, self.sender)?);
+                let held = HeldEgress::begin(&self.namespace, &pairs, self.sender)?;
+                self.held_egress = Some(held);
             }
         }
-        self.speak_as(Some(self.sender));
+        self.send_as(Some(self.sender));
         Ok(())
     }
 
-    /// What keeps the pod from hearing and, while it is muted, from being heard. Whoever has copies of these goes on with that when this process
+    /// Returns the descriptors that keep up the drop of packets to the pod and, during a restore,
+    /// of packets from the pod. A process with copies of them keeps up the drop after this process
     /// has ended.
-    pub(super) fn barriers(&self) -> Vec<BorrowedFd<'_>> {
-        let muted = self.muted.iter().flat_map(Muted::links);
-        muted.chain(self.hush.links()).collect()
+    pub(super) fn drop_links(&self) -> Vec<BorrowedFd<'_>> {
+        let egress = self.held_egress.iter().flat_map(HeldEgress::links);
+        egress.chain(self.packet_drop.links()).collect()
     }
 
-    fn speak_as(&mut self, sender: Option<Sender>) {
+    /// Sets the sender of the keeper's frames from the pod's ends; none: the pod.
+    fn send_as(&mut self, sender: Option<Sender>) {
         for link in &mut self.links {
-            link.voice.muted = sender;
+            link.pod_end.sender = sender;
         }
     }
 
-    /// The sandbox runs: it is heard, first what it has said meanwhile, and hears again, first what has waited for it. To take the programs off
-    /// its links takes longer than that, and nobody who speaks with it waits for it.
+    /// Ends the watch, because the sandbox runs. Releases the packets from the pod, and then those
+    /// to the pod; in each direction the held ones come first.
+    ///
+    /// The programs are detached from the links last: that takes longer, and no peer waits for it.
     pub(super) fn release(mut self) {
-        self.go_on();
-        // It answers for itself, also what was not settled.
+        self.end_answers();
+        // The sandbox answers all probes itself, also those that were not settled.
         self.rules.probes.clear();
-        // One that was woken at once may not have been seen asleep.
-        let restored = self.is_home || self.muted.is_some();
-        let mut muted = self.muted.take();
-        if let Some(muted) = &mut muted {
-            muted.end();
-            self.speak_as(None);
+        // If the sandbox was woken at once, its hibernation may not have been recorded here.
+        let restored = self.is_hibernated || self.held_egress.is_some();
+        let mut held_egress = self.held_egress.take();
+        if let Some(held) = &mut held_egress {
+            held.release();
+            self.send_as(None);
         }
-        // What comes meanwhile is not to overtake what has waited, so that is sent under the hush. A flood does not hold the sandbox back.
-        for _ in 0..HANDOVERS {
+        // Held frames are handed over before the drop ends, so that no later frame overtakes them.
+        // A flood of packets must not delay the sandbox, so the rounds are limited.
+        for _ in 0..MAX_HANDOVERS {
             if !self.hand_over(|_| true) {
                 break;
             }
         }
         if restored {
-            self.remind();
+            self.send_reminders();
             self.hand_over(|_| true);
         }
-        self.hush.open();
-        self.passes_on = false;
-        // What came in the instant before. It may have been heard: TCP takes a segment twice.
+        self.packet_drop.open();
+        self.passes_all = false;
+        // Some frames came just before the drop ended. The sandbox may have received them already,
+        // so only those of TCP are handed over, which accepts a segment twice.
         self.hand_over(is_tcp);
         if restored {
-            self.ask();
+            self.send_keepalive_probes();
         }
-        // Its programs are taken off last, too.
-        drop(muted);
+        // The programs for packets from the pod are detached last, too.
+        drop(held_egress);
     }
 
-    /// Answers whether anything had come.
-    fn hand_over(&mut self, which: impl Fn(&[u8]) -> bool) -> bool {
-        let _ = self.turn();
+    /// Hands the held frames that `is_wanted` selects over to the sandbox, and drops the others.
+    /// Returns whether any frames were held.
+    fn hand_over(&mut self, is_wanted: impl Fn(&[u8]) -> bool) -> bool {
+        let _ = self.handle_frames();
         let frames = self.sensor.release();
-        // All on the first link, which for a pod with several may be another than they came on: its address is the same.
+        // All frames go to the first link. A pod with several links may have received a frame on
+        // another one, but the frame's destination address is the same pod's.
         let Some(link) = self.links.first() else {
             return false;
         };
-        let wanted = frames.iter().filter(|frame| which(ethernet(frame)));
-        for frame in wanted.filter_map(|frame| sent_by(frame, self.sender)) {
-            // What does not get through is sent again by who wants to be heard.
+        let wanted = frames.iter().filter(|frame| is_wanted(ethernet(frame)));
+        for frame in wanted.filter_map(|frame| with_sender(frame, self.sender)) {
+            // A peer repeats a lost frame if it needs an answer.
             let _ = link.tap.send(&frame);
         }
         !frames.is_empty()
     }
 
-    /// gVisor has forgotten what it was to say again: see [`torpor_link::reminder`]. After what has waited, whose numbers come before.
-    fn remind(&self) {
+    /// Sends reminders to the sandbox, because gVisor has forgotten its retransmissions: see
+    /// [`torpor_link::reminder`]. They follow the held frames, whose numbers are lower.
+    fn send_reminders(&self) {
         let Some(link) = self.links.first() else {
             return;
         };
@@ -501,43 +553,45 @@ impl Watch {
         let reminders = self.keepalives.reminders();
         for frame in reminders.filter_map(|reminder| reminder.frame(from, to)) {
             let frame = [&[0_u8; HEADER][..], frame.as_slice()].concat();
-            // One that is lost leaves it as it was.
+            // Without its reminder, a connection stays as it was.
             let _ = link.tap.send(&frame);
         }
     }
 
-    /// Those who may not have all that the sandbox has said, and wait: see [`torpor_link::question`].
-    fn ask(self) {
-        let Some((link, noted)) = self.links.first().zip(self.noted) else {
+    /// Sends keepalives to the peers that may wait for lost data of the sandbox: see
+    /// [`torpor_link::question`].
+    fn send_keepalive_probes(self) {
+        let Some((link, map)) = self.links.first().zip(self.unacknowledged) else {
             return;
         };
-        for frame in questions::frames(noted, &self.own, link.pair.pod_address) {
-            link.voice.say(frame);
+        for frame in keepalive_probes::frames(map, &self.pod_ips, link.pair.pod_address) {
+            link.pod_end.send(frame);
         }
     }
 }
 
-/// Does ahead, while the sandbox runs, what would take long once it stands still.
+/// Makes the preparations for `rules` that take long. They are best made while the sandbox runs.
 pub(super) fn prepare(rules: &Rules) {
     if !rules.tls_probes.is_empty() {
         probes::expect_tls();
     }
 }
 
-/// What is gone by here, where probes over TLS are answered, too.
-fn known(rules: &Rules) -> Rules {
+/// Prepares for the rules, and returns them as this keeper applies them: it answers probes over
+/// TLS, too.
+fn prepared(rules: &Rules) -> Rules {
     prepare(rules);
     rules.clone().with_tls()
 }
 
-/// What follows from a frame.
-struct Heard {
+/// The result for a frame.
+struct Handled {
     next: Next,
-    /// To be heard by the sandbox at once.
+    /// The frame, if the sandbox gets it at once.
     pass_on: Option<Vec<u8>>,
 }
 
-impl Heard {
+impl Handled {
     fn passed_on(frame: &[u8]) -> Self {
         Self {
             next: Next::Nothing,
@@ -546,7 +600,7 @@ impl Heard {
     }
 }
 
-impl From<Next> for Heard {
+impl From<Next> for Handled {
     fn from(next: Next) -> Self {
         Self {
             next,
@@ -555,22 +609,9 @@ impl From<Next> for Heard {
     }
 }
 
-/// The frame, as the tap gave it, from another sender.
-pub(super) fn sent_by(frame: &[u8], sender: Sender) -> Option<Vec<u8>> {
-    let mut frame = frame.to_vec();
-    set_sender(frame.get_mut(HEADER..)?, sender);
-    Some(frame)
-}
-
-fn set_sender(ethernet: &mut [u8], sender: Sender) {
-    if let Some(field) = ethernet.get_mut(SENDER) {
-        field.copy_from_slice(&sender.address());
-    }
-}
-
-impl Voice {
-    /// Answers a probe from its first frame on, if there is room for another.
-    fn probe(&mut self, ends: &Ends, frame: &[u8], now: Instant) -> bool {
+impl PodEnd {
+    /// Begins to answer a probe, whose first frame this is. Returns false if there is no room.
+    fn begin_probe(&mut self, ends: &Ends, frame: &[u8], now: Instant) -> bool {
         let begun = self.probes.begin(ends, ethernet(frame), now);
         if begun {
             self.probes.hear(ethernet(frame), now);
@@ -578,37 +619,42 @@ impl Voice {
         begun
     }
 
-    fn speak(&mut self, now: Instant) {
+    /// Sends the answers to probes, and handles their timers.
+    fn answer_probes(&mut self, now: Instant) {
         self.probes.turn(now);
         while let Some(frame) = self.probes.says() {
-            self.say(frame);
+            self.send(frame);
         }
     }
 
-    /// What is lost is said again when it is asked for again.
-    fn say(&self, mut frame: Vec<u8>) {
-        if let Some(sender) = self.muted {
+    /// Sends a frame in the pod's name. If the frame is lost, the peer repeats its request.
+    fn send(&self, mut frame: Vec<u8>) {
+        if let Some(sender) = self.sender {
             set_sender(&mut frame, sender);
         }
-        let _ = self.mouth.send(&frame);
+        let _ = self.socket.send(&frame);
     }
 }
 
-/// Whether the sandbox was asked something a moment ago and has not answered. The program may not even have read it: then nobody but the
-/// one who asked knows, and that one waits. Of what came longer ago the answer may take its time.
-fn owes_answer(seen: Option<TrafficMap>, rules: &Rules) -> bool {
-    let asked = seen.and_then(|watch| traffic::unanswered(watch, &rules.probes).ok()?);
-    asked.is_some_and(|ago| ago < ANSWER_LIMIT) && Cause::Earlier.is_wanted(&rules.wake_on)
+/// Reports whether the sandbox has not answered a packet that came a moment ago.
+///
+/// The program may not even have read the packet. Then only the peer has the request, and waits.
+/// The answer to an older packet may take its time.
+fn owes_answer(traffic_map: Option<TrafficMap>, rules: &Rules) -> bool {
+    let unanswered = traffic_map.and_then(|map| traffic::unanswered(map, &rules.probes).ok()?);
+    unanswered.is_some_and(|ago| ago < ANSWER_LIMIT) && Cause::Earlier.is_wanted(&rules.wake_on)
 }
 
-/// When the kernel does not say whose it is, it is somebody who wants the sandbox.
+/// Reports whether the segment begins a probe of the kubelet. If the kernel does not report the
+/// owner of the connection, the segment counts as one of another client.
 fn is_probe(kubelet: &mut Kubelet, ports: &[u16], segment: &Segment) -> bool {
     segment.begins()
         && ports.contains(&segment.ends.local_port)
         && kubelet.owns(&segment.ends).unwrap_or(false)
 }
 
-fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<Link>> {
+/// Opens the links of the pod whose network namespace is at `namespace`.
+fn links(namespace: &Path, pod_ips: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<Link>> {
     let pairs = net::pairs(namespace)?;
     ensure!(
         !pairs.is_empty(),
@@ -620,17 +666,17 @@ fn links(namespace: &Path, own: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<
          (Cilium: bpf.hostLegacyRouting=true; Calico: bpfRedirectToPeer: Disabled), and recreate the pod"
     );
     let links = pairs.into_iter().map(|pair| {
-        let mut probes = Responder::new(own, Instant::now());
+        let mut probes = Responder::new(pod_ips, Instant::now());
         probes.answer_hooks(rules.suspends);
         Ok(Link {
             pair,
             tap: Tap::open(pair.host)?,
-            voice: Voice {
-                muted: None,
+            pod_end: PodEnd {
+                sender: None,
                 address: pair.pod_address,
-                mouth: net::inside(namespace, || Mouth::open(pair.pod, NOT_OF_SANDBOX))??,
+                socket: net::inside(namespace, || FrameSender::open(pair.pod, NOT_OF_SANDBOX))??,
                 probes,
-                doubts: Doubts::default(),
+                doubts: UndecidedConnections::default(),
             },
         })
     });

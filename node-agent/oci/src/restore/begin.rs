@@ -1,4 +1,5 @@
-//! Who begins a sandbox that is restored: torpor-oci where it knows how, and runsc everywhere else and where that has failed.
+//! The start of a sandbox that is restored. torpor-oci starts the sandbox where it can. Otherwise,
+//! and after torpor-oci has failed, runsc starts it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,29 +10,32 @@ use torpor_records::{ContainerRecord, PodRecord};
 use torpor_runsc::command::Runsc;
 use torpor_runsc_direct::Start;
 
-use super::sandbox::restore_container;
+use super::via_runsc::restore_container;
 use crate::node::{COMMAND_LIMIT, Node};
 
-/// A restore that has failed after this long is not tried once more at once: who waits for it has given up, or will soon.
+/// Time after which a failed restore is not tried once more at once: the caller that waits for the
+/// restore has given up, or will soon.
 pub(super) const SECOND_TRY_LIMIT: Duration = Duration::from_secs(20);
 
-/// A restore failed of a sandbox that runsc has not begun, which may know better.
+/// The failed restore of a sandbox that torpor-oci has started. runsc may succeed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot restore a sandbox that Torpor started without runsc")]
-pub(super) struct BegunByUs;
+pub(super) struct StartedWithoutRunsc;
 
-/// What the sandbox is begun from that runsc does not begin. That it cannot be read is no reason not to wake: runsc needs none of it.
+/// Returns the kept record of runsc from which torpor-oci starts the sandbox; none where runsc
+/// starts it. An unreadable record is logged and counts as none: runsc does not need it.
 pub(super) fn kept(node: &Node, pod: &PodRecord) -> Option<RunscRecord> {
     if !node.config.begin_sandboxes {
         return None;
     }
-    node.records.kept(&pod.sandbox).unwrap_or_else(|error| {
+    node.records.runsc(&pod.sandbox).unwrap_or_else(|error| {
         eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
         None
     })
 }
 
-/// Keeps that of a sandbox which is about to lose its processes, and with them runsc's record. Where it cannot, runsc begins the next one.
+/// Keeps runsc's record of a sandbox whose processes, and with them the record, are about to be
+/// removed. If that fails, runsc starts the sandbox the next time.
 pub(super) fn keep(node: &Node, pod: &PodRecord) {
     let sandbox = &pod.sandbox;
     let keep = || -> anyhow::Result<()> {
@@ -43,11 +47,13 @@ pub(super) fn keep(node: &Node, pod: &PodRecord) {
             .kept(sandbox.as_str(), others.clone())?
         {
             Some(kept) => {
-                // What cannot be read is not there.
-                let earlier = node.records.kept(sandbox).unwrap_or_default();
-                Ok(node.records.keep(sandbox, &kept.or_from(earlier, others))?)
+                // An unreadable earlier record counts as none.
+                let earlier = node.records.runsc(sandbox).unwrap_or_default();
+                Ok(node
+                    .records
+                    .write_runsc(sandbox, &kept.or_from(earlier, others))?)
             }
-            // It was removed before, and kept then.
+            // The record was removed by an earlier call, which has kept it.
             None => Ok(()),
         }
     };
@@ -57,14 +63,15 @@ pub(super) fn keep(node: &Node, pod: &PodRecord) {
     }
 }
 
-/// From now on runsc begins the sandbox, until it has fallen asleep once more.
+/// Removes the kept record: runsc starts the sandbox, until the sandbox has fallen asleep again.
 pub(super) fn forget(node: &Node, pod: &PodRecord) {
-    if let Err(error) = node.records.forget_kept(&pod.sandbox) {
+    if let Err(error) = node.records.remove_runsc(&pod.sandbox) {
         eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
     }
 }
 
-/// Restores the sandbox with its first container up to where it waits for the others.
+/// Starts the sandbox and restores its first container, until the sandbox waits for the other
+/// containers. `start`: none where runsc starts it.
 pub(super) fn restore_root(
     node: &Node,
     runsc: &Runsc,

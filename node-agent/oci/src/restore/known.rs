@@ -1,36 +1,41 @@
-//! What an image knows of a pod's containers.
+//! The containers of an image, compared with those of a pod.
 
-use anyhow::Context;
-use torpor_core::ids::{ContainerName, ImageId};
+use anyhow::{Context, bail};
+use torpor_core::ids::{ContainerName, ImageId, SandboxId};
 use torpor_records::Role;
 use torpor_records::{ContainerRecord, PodRecord};
-use torpor_snapshots::{Digest, Manifest, Mismatch, SavedName};
+use torpor_snapshots::{Digest, Image, Manifest, Mismatch, SavedName};
 
-use super::{Refusal, fail, store};
+use super::failure::fail;
+use super::refusal::Refusal;
 use crate::node::Node;
 
-/// Whether the image knows nothing of the container.
+/// Reports whether the image has no container of this name, neither running nor completed.
 pub(crate) fn is_new(
     node: &Node,
     pod: &PodRecord,
     image: &ImageId,
     record: &ContainerRecord,
 ) -> anyhow::Result<bool> {
-    let opened = store(node)?
+    let opened = node
+        .store()?
         .image(&pod.namespace, image)
         .map_err(Refusal::from)?;
     let place = place_in(opened.manifest(), record);
     Ok(matches!(place, Err(Mismatch::ContainerAdded { .. })))
 }
 
-/// The exit code of a container that had ended when the image was saved; none for one that is part of the image.
+/// Returns the exit code of a container that had ended when the image was saved; none for a
+/// container that is part of the image. A container that does not match the image is a failed
+/// restore ([`fail`]).
 pub(crate) fn completed(
     node: &Node,
     pod: &PodRecord,
     image: &ImageId,
     record: &ContainerRecord,
 ) -> anyhow::Result<Option<u8>> {
-    let opened = store(node)?
+    let opened = node
+        .store()?
         .image(&pod.namespace, image)
         .map_err(Refusal::from)?;
     match place_in(opened.manifest(), record) {
@@ -39,9 +44,10 @@ pub(crate) fn completed(
     }
 }
 
-/// The digest of the pause container's spec in the image.
+/// Returns the digest of the pause container's spec in the image.
 pub(crate) fn saved_pause(node: &Node, pod: &PodRecord, image: &ImageId) -> anyhow::Result<Digest> {
-    let opened = store(node)?
+    let opened = node
+        .store()?
         .image(&pod.namespace, image)
         .map_err(Refusal::from)?;
     let mut saved = opened.manifest().containers.iter();
@@ -50,7 +56,32 @@ pub(crate) fn saved_pause(node: &Node, pod: &PodRecord, image: &ImageId) -> anyh
     Ok(pause.spec_digest)
 }
 
-pub(super) fn saved_name(record: &ContainerRecord) -> Result<SavedName, Mismatch> {
+/// Returns the records of the sandbox' containers that are restored from the image, without
+/// completed ones. Fails where the kubelet has not recreated each container of the image yet.
+pub(super) fn parts_of(
+    node: &Node,
+    sandbox: &SandboxId,
+    image: &Image,
+) -> anyhow::Result<Vec<ContainerRecord>> {
+    let mut parts = node.records.containers_of(sandbox)?;
+    parts.retain(|part| part.completed.is_none());
+    if !is_complete(image.manifest(), &parts) {
+        bail!("not all containers of the image exist; the kubelet is recreating them");
+    }
+    Ok(parts)
+}
+
+/// Reports whether `parts` has each container of the image.
+pub(super) fn is_complete(manifest: &Manifest, parts: &[ContainerRecord]) -> bool {
+    manifest.containers.iter().all(|saved| {
+        parts
+            .iter()
+            .any(|part| saved_name(part).is_ok_and(|name| name == saved.name))
+    })
+}
+
+/// Returns the container's name in an image.
+fn saved_name(record: &ContainerRecord) -> Result<SavedName, Mismatch> {
     match record.role {
         Role::Sandbox => Ok(SavedName::Root),
         Role::Container => ContainerName::new(record.name.clone())
@@ -61,6 +92,8 @@ pub(super) fn saved_name(record: &ContainerRecord) -> Result<SavedName, Mismatch
     }
 }
 
+/// Returns the exit code of a container that had ended when the image was saved; none for a
+/// container that is part of the image.
 fn place_in(manifest: &Manifest, record: &ContainerRecord) -> Result<Option<u8>, Mismatch> {
     let name = saved_name(record)?;
     if let SavedName::Named(own) = &name

@@ -1,5 +1,5 @@
-//! Steps in a sandbox that goes on from memory in a new place, before it is heard: another one may
-//! go on from the same memory.
+//! Steps in a sandbox that continues from memory in a new place, because another sandbox may
+//! continue from the same memory. They run before a peer receives anything from the sandbox.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -13,22 +13,23 @@ use torpor_runsc::control::WaitStatus;
 use torpor_runsc::exec::exec_args;
 use torpor_runsc::spec::Spec;
 
-use super::{ON_RESTORE_EXEC, ON_RESTORE_EXEC_CONTAINER, RESTORE_COPY, Refusal};
+use super::annotations::{ON_RESTORE_EXEC, ON_RESTORE_EXEC_CONTAINER, RESTORE_COPY};
+use super::refusal::Refusal;
 use crate::generation;
 use crate::node::Node;
 use crate::process::{Process, nothing, own_program};
 
-/// Writes a few bytes.
+/// Limit for the helper that writes a generation, a few bytes.
 const GENERATION_LIMIT: Duration = Duration::from_secs(5);
-/// The kubelet waits two minutes for a container's start.
+/// Limit for the user's command. The kubelet waits two minutes for a container's start.
 const HOOK_LIMIT: Duration = Duration::from_secs(30);
 
-/// Why the user's command keeps the sandbox from going on.
+/// Reason of a restore that failed because the user's command failed.
 const HOOK_FAILED: &str = "OnRestoreExecFailed";
 
-/// Gives each container another generation, and runs the user's command. The sandbox runs, and is
-/// not heard; its first container comes first in `parts`. `give_back` gives back what other wakes
-/// wait for: the command may take long.
+/// Gives each container another generation, and runs the user's command. The sandbox runs, and no
+/// peer receives anything from it. The pause container comes first in `parts`. `give_back` releases
+/// the turn and the settings that other wakes wait for, because the command may take long.
 pub(super) fn renew(
     node: &Node,
     pod: &PodRecord,
@@ -37,7 +38,8 @@ pub(super) fn renew(
 ) -> anyhow::Result<()> {
     let generation = generation::new()?;
     for part in parts.iter().filter(|part| part.role == Role::Container) {
-        // A read-only root file system has that of its new container.
+        // The write fails in a read-only root file system, which has the generation that create
+        // has placed there.
         if let Err(error) = set_generation(node, part, &generation) {
             eprintln!(
                 "torpor-oci: cannot set the generation of container {}: {error:#}",
@@ -64,8 +66,8 @@ pub(super) fn renew(
     })
 }
 
-/// A helper (this program) does it in the container, so that a program that watches the file is
-/// told.
+/// Sets the generation of a container. A helper (this program) writes the file in the container, so
+/// that a program that watches the file gets an event.
 fn set_generation(node: &Node, part: &ContainerRecord, generation: &str) -> anyhow::Result<()> {
     let capabilities = json!(["CAP_DAC_OVERRIDE"]);
     let process = json!({
@@ -79,6 +81,8 @@ fn set_generation(node: &Node, part: &ContainerRecord, generation: &str) -> anyh
     Ok(())
 }
 
+/// Runs the user's command in its container. `pause`: spec of the pause container, which has the
+/// annotations.
 fn run_hook(
     node: &Node,
     pod: &PodRecord,
@@ -99,12 +103,12 @@ fn run_hook(
     let mut process = spec["process"].clone();
     process["args"] = json!(words);
     process["terminal"] = json!(false);
-    let what = match pause.annotation(RESTORE_COPY) {
+    let variable = match pause.annotation(RESTORE_COPY) {
         Some("true") => "TORPOR_RESTORE=copy",
         _ => "TORPOR_RESTORE=resume",
     };
     if let Some(env) = process["env"].as_array_mut() {
-        env.push(json!(what));
+        env.push(json!(variable));
     }
     let args = exec_args(&process, &spec, part.id.as_str())?;
     let ended = run(node, part, &args, None, HOOK_LIMIT)?;
@@ -116,8 +120,8 @@ fn run_hook(
     Ok(())
 }
 
-/// Runs a process in the container to its end. `program`: its file, where it is none of the
-/// container's. One that takes too long is killed.
+/// Runs a process in the container to its end; returns its status. `program`: the program's file,
+/// unless it is a file of the container. A process that takes longer than `limit` is killed.
 fn run(
     node: &Node,
     part: &ContainerRecord,

@@ -1,13 +1,15 @@
-//! Room for a wake in the Pod's limit of memory ([`torpor_cgroup::room`]): made and given back under the pod's lock, and noted before, so that whoever is killed meanwhile leaves
-//! it to somebody else to give it back.
+//! Room for a wake in the Pod's limit of memory ([`torpor_cgroup::room`]). Room is made and given
+//! back under the pod's lock. It is recorded before it is made, so that another process gives it
+//! back when this one is killed.
 
 use torpor_cgroup::room::Room;
 use torpor_core::ids::SandboxId;
 use torpor_records::PodRecord;
 
+use super::processes::kill_processes;
 use crate::node::Node;
 
-/// Makes room. That it fails is no reason not to try to wake: most sandboxes need none.
+/// Makes room. A failure is only logged, and the wake goes on: most sandboxes need no room.
 pub(super) fn make(node: &Node, pod: &PodRecord) {
     if let Err(error) = try_make(node, pod) {
         eprintln!("torpor-oci: cannot raise the pod's limit of memory for a wake: {error:#}");
@@ -18,7 +20,8 @@ fn try_make(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     let Some(cgroup) = pod.cgroup.parent() else {
         return Ok(());
     };
-    // Room that is still made is enough, and only its note knows what the limit was.
+    // Room that an earlier wake has left is enough. Only its record has the Pod's own limit, so the
+    // record is kept.
     let mut rooms = Vec::new();
     for noted in node.records.room(&pod.sandbox)? {
         if noted.is_made()? {
@@ -40,20 +43,23 @@ fn try_make(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives back the room that is not used any more, and says whether none is left. Where none was made nothing changes.
+/// Gives back the room if the memory in use fits into the Pod's own limit; returns whether no room
+/// is left. Without room nothing changes.
 pub(crate) fn give_back(node: &Node, sandbox: &SandboxId) -> bool {
-    end_rooms(node, sandbox, Room::give_back)
+    lower_all(node, sandbox, Room::give_back)
 }
 
-/// The same; room that is used is narrowed to what is.
+/// Gives back the room as [`give_back`] does, or reduces it to the memory in use; returns whether
+/// no room is left.
 pub(crate) fn narrow(node: &Node, sandbox: &SandboxId) -> bool {
-    end_rooms(node, sandbox, Room::narrow)
+    lower_all(node, sandbox, Room::narrow)
 }
 
-/// Gives all of it back, whatever the sandbox uses. Where the kernel only refuses (cgroup v1) a sandbox that exceeds its limit is ended, as the kernel
-/// ends a process that does.
+/// Gives all room back, however much of it the sandbox uses; returns whether no room is left. With
+/// cgroup v1 the kernel refuses a limit below the memory in use. Then a sandbox that exceeds its
+/// Pod's limit is ended, as the kernel ends a process that does.
 pub(crate) fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
-    if end_rooms(node, sandbox, Room::enforce) {
+    if lower_all(node, sandbox, Room::enforce) {
         return true;
     }
     match end_if_exceeded(node, sandbox) {
@@ -65,9 +71,10 @@ pub(crate) fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
             eprintln!("torpor-oci: the sandbox may exceed its Pod's limit of memory: {error:#}");
         }
     }
-    end_rooms(node, sandbox, Room::narrow)
+    lower_all(node, sandbox, Room::narrow)
 }
 
+/// Ends the sandbox if it uses more than its Pod's limit; returns whether it did.
 fn end_if_exceeded(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
     let rooms = node.records.room(sandbox)?;
     let exceeded = rooms
@@ -78,27 +85,28 @@ fn end_if_exceeded(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
         return Ok(false);
     }
     let pod = node.records.pod(sandbox)?;
-    super::kill_processes(node, &pod.cgroup)?;
+    kill_processes(node, &pod.cgroup)?;
     Ok(true)
 }
 
-type End = fn(&Room) -> Result<bool, torpor_cgroup::Error>;
+/// Lowers one limit; returns whether no room is left above it.
+type Lower = fn(&Room) -> Result<bool, torpor_cgroup::Error>;
 
-fn end_rooms(node: &Node, sandbox: &SandboxId, end: End) -> bool {
-    try_end_rooms(node, sandbox, end).unwrap_or_else(|error| {
+fn lower_all(node: &Node, sandbox: &SandboxId, lower: Lower) -> bool {
+    try_lower_all(node, sandbox, lower).unwrap_or_else(|error| {
         eprintln!("torpor-oci: cannot restore the pod's limit of memory: {error:#}");
         false
     })
 }
 
-fn try_end_rooms(node: &Node, sandbox: &SandboxId, end: End) -> anyhow::Result<bool> {
+fn try_lower_all(node: &Node, sandbox: &SandboxId, lower: Lower) -> anyhow::Result<bool> {
     let noted = node.records.room(sandbox)?;
     if noted.is_empty() {
         return Ok(true);
     }
     let mut left = Vec::new();
     for room in noted {
-        if !end(&room)? {
+        if !lower(&room)? {
             left.push(room);
         }
     }
@@ -110,7 +118,7 @@ fn try_end_rooms(node: &Node, sandbox: &SandboxId, end: End) -> anyhow::Result<b
 mod tests {
     use super::*;
     use crate::node::tests::Limited;
-    use crate::restore::catch_up;
+    use crate::restore::transitions::catch_up;
 
     const LIMIT: &str = "268435456";
 
@@ -166,7 +174,7 @@ mod tests {
 
     #[test]
     fn whoever_catches_up_with_a_wake_that_was_cut_off_gives_its_room_back() {
-        // Where it was killed.
+        // The interrupted wake, up to the moment of its end.
         type Killed = fn(&Limited);
         let moments: [(&str, Killed); 3] = [
             ("before it began", |_| {}),

@@ -1,5 +1,6 @@
-//! What a container's gofer is given, told from what runsc recorded of the container when it last ran, and from its spec. The first container has one too where it
-//! holds volumes or has a root file system of the host's.
+//! The plan of a container's gofer, from runsc's record of the container when it last ran and from
+//! the container's spec, and the gofer's arguments. The first container has a gofer too where it
+//! holds volumes or has a root file system of the host.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -7,18 +8,17 @@ use nix::mount::MsFlags;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::plan::{id_map, is_nothing, is_usual, namespace, numbers, oom_score, running};
+use crate::record::{GOFERS, id_map, is_nothing, is_usual, namespace, oom_score, running};
 use torpor_runsc::keeper::MAX_MESSAGE;
 
-/// Of runsc's record: how each of the file systems that a gofer may serve is used, the root first (gVisor, `runsc/specutils.GoferMountConf`).
-pub(crate) const GOFERS: &str = "goferMountConfs";
-
-/// gVisor takes 128 files with one call (pkg/urpc, `maxFiles`): these, and some others.
+/// Most file systems of a container. gVisor takes 128 files with one call (pkg/urpc, `maxFiles`):
+/// one for each file system, and some others.
 const MOST_FILE_SYSTEMS: usize = 100;
-/// Bytes of the mounts, as they are said to who becomes the gofer in one message.
+/// Most bytes of the mounts, which are sent in one message to the process that becomes the gofer.
 const MOST_TEXT: usize = MAX_MESSAGE / 2;
 
-/// What a container's mount may be told: all that a kubelet says, and what of mount(2) goes with it (gVisor, runsc/specutils/fs.go). "rw" is said of what is not "ro".
+/// Known options of a container's mount: all that a kubelet sets, with the flag of mount(2) for
+/// each (gVisor, runsc/specutils/fs.go). "rw" means that "ro" is not set.
 const OPTIONS: [(&str, MsFlags); 7] = [
     ("rbind", MsFlags::MS_BIND.union(MsFlags::MS_REC)),
     ("bind", MsFlags::MS_BIND),
@@ -28,7 +28,7 @@ const OPTIONS: [(&str, MsFlags); 7] = [
     ("nodev", MsFlags::MS_NODEV),
     ("noexec", MsFlags::MS_NOEXEC),
 ];
-/// And what is said to the kernel by itself.
+/// Known options of a mount's propagation, which takes a call of mount(2) of its own.
 const PROPAGATION: [(&str, MsFlags); 4] = [
     ("private", MsFlags::MS_PRIVATE),
     ("rprivate", MsFlags::MS_PRIVATE.union(MsFlags::MS_REC)),
@@ -36,13 +36,13 @@ const PROPAGATION: [(&str, MsFlags); 4] = [
     ("rslave", MsFlags::MS_SLAVE.union(MsFlags::MS_REC)),
 ];
 
-/// What of the host's is seen at a place of the container's.
+/// A bind mount of a file or directory of the host in a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Bind {
     pub(super) source: PathBuf,
-    /// Where the container's links lead from what the spec names.
+    /// The spec's destination with the container's links resolved.
     pub(super) destination: PathBuf,
-    /// Of mount(2).
+    /// Flags of mount(2).
     flags: u64,
     propagation: u64,
 }
@@ -56,7 +56,8 @@ impl Bind {
         Some(MsFlags::from_bits_truncate(self.propagation)).filter(|flags| !flags.is_empty())
     }
 
-    /// `mount`: of the spec. `recorded`: the same of runsc's record. None if it is told anything that is not known.
+    /// `mount`: the spec's mount. `recorded`: the mount in runsc's record. None where the mount has
+    /// a property that is unknown here.
     pub(super) fn new(mount: &Value, recorded: &Value) -> Option<Self> {
         let path = |of: &Value, key: &str| of.get(key)?.as_str().map(PathBuf::from);
         let (source, destination) = (path(mount, "source")?, path(recorded, "destination")?);
@@ -71,13 +72,13 @@ impl Bind {
         }
         let (mut flags, mut propagation) = (MsFlags::MS_BIND, MsFlags::empty());
         for option in options(mount) {
-            let of = |known: &[(&str, MsFlags)]| {
+            let flag_in = |known: &[(&str, MsFlags)]| {
                 let mut known = known.iter();
                 known
                     .find(|(name, _)| *name == option)
                     .map(|(_, flag)| *flag)
             };
-            match (of(&OPTIONS), of(&PROPAGATION)) {
+            match (flag_in(&OPTIONS), flag_in(&PROPAGATION)) {
                 (Some(flag), _) => flags |= flag,
                 (None, Some(kind)) => propagation |= kind,
                 (None, None) => return None,
@@ -103,22 +104,24 @@ fn options(mount: &Value) -> impl Iterator<Item = &str> {
         .map(|option| option.as_str().unwrap_or_default())
 }
 
-/// Whether a gofer serves it. Everything else is gVisor's own.
+/// Reports whether a gofer serves the mount. gVisor serves all other mounts by itself.
 fn is_bind(mount: &Value) -> bool {
     let binds =
         mount["type"] == "bind" || options(mount).any(|option| ["bind", "rbind"].contains(&option));
     binds && mount.get("source").is_some_and(|source| source != "")
 }
 
-/// gVisor keeps what a sandbox' container writes in a file of this name in its root file system, and in each emptyDir (`runsc/boot.SelfFilestorePath`).
+/// Returns the name of the file in which gVisor keeps the writes of a sandbox' containers. Each
+/// root file system and each emptyDir has one (`runsc/boot.SelfFilestorePath`).
 pub fn filestore(sandbox: &str) -> String {
     format!(".gvisor.filestore.{sandbox}")
 }
 
-/// What of a sandbox' first container may be said to gVisor: of its pod's volumes.
+/// Prefix of the only gVisor annotations that a sandbox' first container may have: those of its
+/// pod's volumes.
 const VOLUMES: &str = "dev.gvisor.spec.mount.";
 
-/// Whether nothing is asked for that runsc would have to do, or say, beside its files.
+/// Reports whether the record requests nothing of runsc beside the serving of files.
 fn is_plain(record: &Value, is_first: bool) -> bool {
     let nothing = |pointer: &str| record.pointer(pointer).is_none_or(is_nothing);
     let none_of = [
@@ -128,7 +131,7 @@ fn is_plain(record: &Value, is_first: bool) -> bool {
         "/spec/linux/devices",
     ];
     let propagation = record.pointer("/spec/linux/rootfsPropagation");
-    let said =
+    let unknown =
         |key: &String| key.starts_with("dev.gvisor.") && !(is_first && key.starts_with(VOLUMES));
     let annotations = record
         .pointer("/spec/annotations")
@@ -136,45 +139,46 @@ fn is_plain(record: &Value, is_first: bool) -> bool {
     is_usual(record)
         && none_of.into_iter().all(nothing)
         && propagation.is_none_or(|kind| kind == "" || kind == "rslave")
-        && !annotations.is_some_and(|all| all.keys().any(said))
+        && !annotations.is_some_and(|all| all.keys().any(unknown))
 }
 
-/// What of the host's it mounts, in the order of the spec.
-fn of_host(record: &Value, spec: &Value) -> Option<Vec<Bind>> {
+/// Returns the container's bind mounts, in the order of the spec.
+fn host_mounts(record: &Value, spec: &Value) -> Option<Vec<Bind>> {
     let mounts = spec.get("mounts")?.as_array()?;
     let recorded = record.pointer("/spec/mounts")?.as_array()?;
     if recorded.len() != mounts.len() || mounts.iter().any(|mount| mount["type"] == "erofs") {
         return None;
     }
     let both = mounts.iter().zip(recorded);
-    let of_host = both.filter(|(mount, _)| is_bind(mount));
-    of_host
+    let binds = both.filter(|(mount, _)| is_bind(mount));
+    binds
         .map(|(mount, recorded)| Bind::new(mount, recorded))
         .collect()
 }
 
-/// How a container's next gofer begins.
+/// The start of a container's next gofer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Plan {
     root: PathBuf,
-    /// What is written to it is not written to the host's.
+    /// True: the gofer does not write to the root on the host.
     read_only: bool,
-    /// In which directories gVisor has a file for what is written, and its name.
+    /// Directories in which gVisor has a file for writes, and the file's name.
     filestores: Vec<PathBuf>,
     filestore: String,
     binds: Vec<Bind>,
-    /// As runsc says them.
+    /// Use of the file systems, as an argument of runsc.
     pub(crate) mount_confs: String,
     pub(super) uid_map: String,
     pub(super) gid_map: String,
-    /// User and group that the sandbox runs as.
+    /// User and group ids of the sandbox' processes.
     pub(super) user: (u32, u32),
     pub(super) oom_score: Option<i64>,
     record: Value,
 }
 
 impl Plan {
-    /// `record`: runsc's, of the container. `spec`: of its bundle. None where anything is not as this module knows it: runsc knows.
+    /// `record`: runsc's record of the container. `spec`: the OCI spec of its bundle. None where a
+    /// part of either is unknown here: runsc must begin the gofer.
     pub(crate) fn new(record: &Value, spec: &Value, sandbox: &str) -> Option<Self> {
         let is_first = record.get("id")? == sandbox;
         // runsc makes a user namespace where the pod has none, and records it.
@@ -183,10 +187,10 @@ impl Plan {
         if !is_plain(record, is_first) || !own_users || !root.is_absolute() {
             return None;
         }
-        let of_host = of_host(record, spec)?;
+        let host_mounts = host_mounts(record, spec)?;
         let confs = confs(record.get(GOFERS)?)?;
         let (of_root, of_mounts) = confs.split_first()?;
-        if of_mounts.len() != of_host.len() {
+        if of_mounts.len() != host_mounts.len() {
             return None;
         }
         let (mut filestores, mut binds) = (Vec::new(), Vec::new());
@@ -195,7 +199,7 @@ impl Plan {
             Conf::ServedBelowFile => filestores.push(root.clone()),
             Conf::InFile => return None,
         }
-        for (conf, bind) in of_mounts.iter().zip(of_host) {
+        for (conf, bind) in of_mounts.iter().zip(host_mounts) {
             match conf {
                 Conf::Served => binds.push(bind),
                 Conf::InFile if is_first => filestores.push(bind.source),
@@ -224,7 +228,7 @@ impl Plan {
         })
     }
 
-    /// How many file systems a gofer serves.
+    /// Returns the number of file systems that the gofer serves.
     pub(super) fn file_systems(&self) -> usize {
         1 + self.binds.len()
     }
@@ -248,17 +252,18 @@ impl Plan {
         }
     }
 
-    /// How many files gVisor writes to.
+    /// Returns the number of files that gVisor writes to.
     pub(super) fn filestores(&self) -> usize {
         self.filestores.len()
     }
 
-    /// runsc's record of the container when it last ran.
+    /// Returns runsc's record of the container when it last ran.
     pub(super) fn record(&self) -> &Value {
         &self.record
     }
 
-    /// The same of the container that this gofer serves, in the sandbox that has this process.
+    /// Returns the record for runsc of the running container. `gofer`, `sentry`: ids of the
+    /// container's gofer and of its sandbox' sentry.
     pub(super) fn served(&self, gofer: i32, sentry: i32) -> Value {
         let mut record = running(&self.record, sentry);
         record["goferPid"] = json!(gofer);
@@ -266,19 +271,19 @@ impl Plan {
     }
 }
 
-/// How one of the file systems is used.
+/// Use of one of the file systems.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Conf {
-    /// By a gofer, and nothing is over it.
+    /// A gofer serves the file system, and nothing is over it.
     Served,
-    /// The same, and what is written is in a file in it.
+    /// A gofer serves the file system. Writes go to a file in it.
     ServedBelowFile,
-    /// All that is in it is in a file in it: a volume that a sandbox has for itself.
+    /// All content is in a file in the file system: a volume that the sandbox has for itself.
     InFile,
 }
 
 impl Conf {
-    /// By what runsc records.
+    /// Parses an entry of runsc's record. None: an unknown use.
     fn new(recorded: &Value) -> Option<Self> {
         let number = |key: &str| recorded.get(key)?.as_u64();
         match (number("lower")?, number("upper")?, recorded.get("size")) {
@@ -298,29 +303,29 @@ impl Conf {
     }
 }
 
-/// None if one is used in another way.
+/// Parses all entries of runsc's record. None where one has an unknown use.
 fn confs(recorded: &Value) -> Option<Vec<Conf>> {
     recorded.as_array()?.iter().map(Conf::new).collect()
 }
 
-/// What becomes a gofer is told.
+/// Arguments of a process that becomes a gofer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ServeArgs {
-    /// Of all commands of runsc's.
+    /// Flags of all commands of runsc.
     pub(super) flags: Vec<String>,
     pub(super) bundle: PathBuf,
     pub(super) container: String,
     pub(super) mount_confs: String,
     pub(super) root: PathBuf,
     pub(super) read_only: bool,
-    /// Directories in which a file of this name is made.
+    /// Directories in which a file named `filestore` is made.
     pub(super) filestores: Vec<PathBuf>,
     pub(super) filestore: String,
     /// In the order of the spec.
     pub(super) binds: Vec<Bind>,
 }
 
-/// The descriptors that it inherits.
+/// The descriptors that a gofer inherits.
 #[derive(Debug)]
 pub(super) struct Descriptors {
     pub(super) log: i32,
@@ -328,16 +333,17 @@ pub(super) struct Descriptors {
     pub(super) mounts: i32,
     pub(super) rpc: i32,
     pub(super) connections: Vec<i32>,
-    /// A byte in it has `/proc` unmounted.
+    /// Pipe to the process that unmounts `/proc` after a byte.
     pub(super) proc_sync: i32,
 }
 
 impl ServeArgs {
-    /// The words of `runsc gofer` once the process is where it is to be, as runsc executes itself for the last time.
-    pub(super) fn words(&self, fds: &Descriptors) -> Vec<String> {
-        let mut words = self.flags.clone();
-        words.push(format!("--log-fd={}", fds.log));
-        words.extend([
+    /// Returns the arguments of runsc's last execution of itself: `runsc gofer` in the final
+    /// namespaces and root.
+    pub(super) fn to_args(&self, fds: &Descriptors) -> Vec<String> {
+        let mut args = self.flags.clone();
+        args.push(format!("--log-fd={}", fds.log));
+        args.extend([
             "gofer".to_owned(),
             "--apply-caps=false".to_owned(),
             "--setup-root=false".to_owned(),
@@ -350,6 +356,12 @@ impl ServeArgs {
             format!("--proc-mount-sync-fd={}", fds.proc_sync),
             self.container.clone(),
         ]);
-        words
+        args
     }
+}
+
+/// Returns several descriptors as one argument of runsc.
+pub(crate) fn numbers(fds: &[i32]) -> String {
+    let numbers: Vec<String> = fds.iter().map(i32::to_string).collect();
+    numbers.join(",")
 }

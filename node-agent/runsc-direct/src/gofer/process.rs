@@ -1,4 +1,4 @@
-//! The way of a process from a wake's child to the one that serves a container's files.
+//! The way of a process from a wake's child to a container's gofer.
 
 use std::convert::Infallible;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -8,14 +8,17 @@ use rustix::thread::CapabilitySet;
 
 use super::plan::{Descriptors, ServeArgs};
 use super::root;
-use crate::process::{
-    Step, Word, cannot, execute, hand_on, is_in_own_namespaces, keep_capabilities, say, unmounter,
+use crate::message::{Message, send_message};
+use crate::steps::{
+    Step, cannot, execute, is_in_own_namespaces, keep_capabilities, pass_on, unmounter,
 };
 
-/// Files that come with [`Word::Serve`] before the connections: the program, and what it inherits.
+/// Number of files beside [`Message::Serve`] before the connections: the program, and the files
+/// that the program inherits.
 pub(crate) const FILES: usize = 5;
 
-/// What a gofer is allowed to do in its user namespace, whose users are the host's (gVisor, runsc/cmd/gofer.go). It has them whatever its program's file says.
+/// Capabilities of a gofer in its user namespace, whose users are the host's (gVisor,
+/// runsc/cmd/gofer.go). The gofer has them whatever capabilities its program's file has.
 const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::DAC_OVERRIDE)
     .union(CapabilitySet::DAC_READ_SEARCH)
@@ -23,25 +26,24 @@ const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::FSETID)
     .union(CapabilitySet::SYS_CHROOT);
 
-/// Returns in the parent of the process.
+/// Becomes a container's gofer. Returns in the parent of the gofer's process.
 pub(crate) fn become_gofer(wake: &OwnedFd, args: &ServeArgs, files: &[OwnedFd]) -> Step<()> {
-    // Its namespace of networks is a new one with nothing in it.
+    // The gofer has a new network namespace with no links in it.
     if is_in_own_namespaces(wake, CloneFlags::CLONE_NEWNET)? {
         run(wake, args, files)?;
     }
     Ok(())
 }
 
-/// The first process of the new PID namespace.
+/// Executes runsc in the first process of the new PID namespace.
 fn run(wake: &OwnedFd, args: &ServeArgs, files: &[OwnedFd]) -> Step<Infallible> {
     let Some(([program, inherited @ ..], connections)) = files.split_first_chunk::<FILES>() else {
-        let silence = std::io::ErrorKind::UnexpectedEof.into();
-        return Err(("receive what to serve", silence));
+        let incomplete = std::io::ErrorKind::UnexpectedEof.into();
+        return Err(("receive what to serve", incomplete));
     };
     let filestores = root::enter(args, program.as_raw_fd())?;
     let borrowed: Vec<BorrowedFd<'_>> = filestores.iter().map(AsFd::as_fd).collect();
-    let told = cannot("pass the files on");
-    say(wake, &Word::Filestores, &borrowed).map_err(told)?;
+    send_message(wake, &Message::Filestores, &borrowed).map_err(cannot("pass the files on"))?;
     let proc_sync = unmounter()?;
     let [log, spec, mounts, rpc] = inherited.each_ref().map(AsRawFd::as_raw_fd);
     let descriptors = Descriptors {
@@ -52,7 +54,7 @@ fn run(wake: &OwnedFd, args: &ServeArgs, files: &[OwnedFd]) -> Step<Infallible> 
         connections: connections.iter().map(AsRawFd::as_raw_fd).collect(),
         proc_sync: proc_sync.as_raw_fd(),
     };
-    hand_on(inherited.iter().chain(connections).chain([&proc_sync]))?;
+    pass_on(inherited.iter().chain(connections).chain([&proc_sync]))?;
     keep_capabilities(CAPABILITIES, CAPABILITIES)?;
-    execute(root::PROGRAM, "runsc-gofer", args.words(&descriptors))
+    execute(root::PROGRAM, "runsc-gofer", args.to_args(&descriptors))
 }

@@ -1,9 +1,12 @@
-//! The file systems that a gofer sees: a root of its own with the container's in it, and on that what the container has mounted of the host's, as
-//! runsc/cmd/sandboxsetup/gofer_mount.go has it.
+//! The file systems of a gofer, as in runsc/cmd/sandboxsetup/gofer_mount.go: a root of its own, in
+//! that the container's root, and in that the container's mounts of the host.
 //!
-//! The container's root file system is what its image and its program have made it: a place in it may be a link to anywhere. runsc followed the container's links when it
-//! began, and recorded where they lead; the places are looked up as recorded, without following any, and below that root (openat2(2)). So each is where it was, and where the gofer,
-//! which follows the links anew, will find it ([`super::ContainerStart::restore`] compares), or the look-up fails. A place must be there: runsc made it when the container began.
+//! The container's image and its program control the container's root file system: a mount point in
+//! it may be a link to anywhere. When runsc began the container, it resolved the container's links
+//! and recorded the results. Here the recorded mount points are opened below the container's root
+//! without following any link (openat2(2)). So each mount is at its recorded place, or the opening
+//! fails. The gofer resolves the links anew, and [`super::ContainerStart::restore`] compares its
+//! results with the record. A mount point must exist: runsc made it when the container began.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::symlink;
@@ -15,29 +18,32 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree};
 
 use super::plan::{Bind, ServeArgs};
-use crate::process::{Step, cannot};
 use crate::root::{keep_mounts, leave_hosts, local_time};
+use crate::steps::{Step, cannot};
 
-/// Made a place to build in; the mount namespace is the process' own, and nothing of a container's lies in it.
+/// Directory over which the new root is mounted, in the process' own mount namespace. No file of a
+/// container is below it.
 const PLACE: &str = "/proc/fs";
 
-/// The program that this process executes once it is there: `/proc` goes away with it.
+/// Path of the program in the new root. The program unmounts `/proc`, and the path with it.
 pub(super) const PROGRAM: &str = "/exe";
 
 const NOTHING: Option<&str> = None;
 
-/// Moves the process, the first one of new user, mount and PID namespaces, into it. `program`: the number of its descriptor. Answers the files
-/// that gVisor writes to.
+/// Moves the process into the new root, and returns the files that gVisor writes to. The process
+/// must be the first one of new user, mount and PID namespaces. `program`: the descriptor of the
+/// program to execute.
 pub(super) fn enter(args: &ServeArgs, program: i32) -> Step<Vec<OwnedFd>> {
     let plain = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     let place = Path::new(PLACE);
     keep_mounts()?;
-    // By the host's mounts: a file that is open for writing would keep the container's root from becoming read-only.
+    // Opened through the host's mounts: a file that is open for writing in the container's root
+    // would keep that root from becoming read-only.
     let filestores = args.filestores.iter().map(|dir| make(dir, &args.filestore));
     let filestores = filestores.collect::<Step<Vec<_>>>()?;
     mount(Some("runsc-root"), place, Some("tmpfs"), plain, NOTHING)
         .map_err(cannot("mount its root"))?;
-    // It is mounted in what is about to be mounted in it.
+    // The new root is below `/proc`, which is mounted in it next.
     mount(NOTHING, place, NOTHING, MsFlags::MS_UNBINDABLE, NOTHING)
         .map_err(cannot("make its root unbindable"))?;
     for name in ["proc", "root"] {
@@ -50,7 +56,7 @@ pub(super) fn enter(args: &ServeArgs, program: i32) -> Step<Vec<OwnedFd>> {
     let whole = MsFlags::MS_BIND | MsFlags::MS_REC | MsFlags::MS_RDONLY | plain;
     mount(Some("/proc"), &proc, NOTHING, whole, NOTHING)
         .map_err(cannot("mount the host's /proc"))?;
-    // By itself, so that there is no way out of it: gVisor keeps it open.
+    // gVisor keeps this directory open. It is a mount of its own, so that no path leads out of it.
     let own_files = MsFlags::MS_BIND | MsFlags::MS_RDONLY | plain;
     let (source, target) = (proc.join("self/fd"), proc.join("fs"));
     mount(Some(&source), &target, NOTHING, own_files, NOTHING)
@@ -60,7 +66,7 @@ pub(super) fn enter(args: &ServeArgs, program: i32) -> Step<Vec<OwnedFd>> {
     Ok(filestores)
 }
 
-/// A new file there.
+/// Creates a file in the directory.
 fn make(dir: &Path, name: &str) -> Step<OwnedFd> {
     let failed = cannot("create a filestore");
     let path_only = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -71,13 +77,16 @@ fn make(dir: &Path, name: &str) -> Step<OwnedFd> {
     Ok(file)
 }
 
-/// Where the kernel measures what may be executed (IMA) it does so when a file is first mapped for that, with all that is in it: as long as it is empty
-/// (gVisor, `pkg/sentry/pgalloc.IMAWorkAroundForMemFile`). Where it may not be, nothing is measured either.
+/// Maps the empty file as executable, for a kernel that measures executable files (IMA). Such a
+/// kernel reads a file's whole content at the first executable mapping, so this is done while the
+/// file is empty (gVisor, `pkg/sentry/pgalloc.IMAWorkAroundForMemFile`). Where the mapping is
+/// refused, the kernel measures nothing later either.
 #[allow(unsafe_code)]
 fn measure(file: &OwnedFd) {
     const PAGE: usize = 4096;
     let nowhere = std::ptr::null_mut();
-    // SAFETY: the kernel chooses the place, nobody is told of it, and it is given back at once.
+    // SAFETY: the kernel chooses the address. No other code gets it, and the mapping is removed at
+    // once.
     unsafe {
         if let Ok(mapped) = mmap(nowhere, PAGE, ProtFlags::EXEC, MapFlags::SHARED, file, 0) {
             let _ = munmap(mapped, PAGE);
@@ -85,7 +94,7 @@ fn measure(file: &OwnedFd) {
     }
 }
 
-/// The container's root file system at `place`, with what is mounted in it.
+/// Mounts the container's root file system at `place`, and the container's mounts in it.
 pub(super) fn containers(args: &ServeArgs, place: &Path) -> Step<()> {
     let whole = MsFlags::MS_BIND | MsFlags::MS_REC;
     mount(Some(&args.root), place, NOTHING, whole, NOTHING)
@@ -95,7 +104,7 @@ pub(super) fn containers(args: &ServeArgs, place: &Path) -> Step<()> {
         .map_err(cannot("enter the container's root"))?;
     let mounted = args.binds.iter();
     let mounted = mounted.map(|bind| Ok((bind, mount_in(root.as_fd(), bind)?)));
-    // One that cannot be written to may have places for others.
+    // Restricted after all mounts are made: a read-only mount may have other mounts' mount points.
     for (bind, at) in mounted.collect::<Step<Vec<_>>>()?.iter().rev() {
         restrict(&at.as_fd(), bind.flags())?;
     }
@@ -106,7 +115,7 @@ pub(super) fn containers(args: &ServeArgs, place: &Path) -> Step<()> {
     Ok(())
 }
 
-/// Answers what is mounted there: the mount itself, which another look-up of its place need not find.
+/// Makes a mount, and returns its descriptor: another look-up of its path may find another file.
 fn mount_in(root: BorrowedFd<'_>, bind: &Bind) -> Step<OwnedFd> {
     let mut clone = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     if bind.flags().contains(MsFlags::MS_REC) {
@@ -135,16 +144,17 @@ fn mount_in(root: BorrowedFd<'_>, bind: &Bind) -> Step<OwnedFd> {
     Ok(mounted)
 }
 
-/// Sets the flags of one mount. What is restricted on the host stays so: the kernel refuses to take it back from here.
+/// Sets the flags of one mount. Restrictions of the host's mount stay: the kernel refuses to remove
+/// them in another user namespace.
 fn restrict(mounted: &BorrowedFd<'_>, flags: MsFlags) -> Step<()> {
     let what = "restrict a container's mount";
     let hosts = fstatvfs(mounted).map_err(cannot(what))?.f_flag;
-    let flags = flags | MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | of_hosts(hosts);
+    let flags = flags | MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | mount_flags(hosts);
     mount(NOTHING, path_of(mounted).as_str(), NOTHING, flags, NOTHING).map_err(cannot(what))
 }
 
-/// The flags of mount(2) that a mount has by statvfs(3).
-fn of_hosts(has: StatVfsMountFlags) -> MsFlags {
+/// Translates the flags of a mount from statvfs(3) to mount(2).
+fn mount_flags(has: StatVfsMountFlags) -> MsFlags {
     let kept = [
         (StatVfsMountFlags::RDONLY, MsFlags::MS_RDONLY),
         (StatVfsMountFlags::NOEXEC, MsFlags::MS_NOEXEC),
@@ -157,7 +167,7 @@ fn of_hosts(has: StatVfsMountFlags) -> MsFlags {
     let flags = kept.fold(MsFlags::empty(), |all, (_, flag)| all | flag);
     match flags.intersects(MsFlags::MS_NOATIME | MsFlags::MS_RELATIME) {
         true => flags,
-        // Nothing said is the kernel's own choice.
+        // Without a flag for access times the kernel would choose one.
         false => flags | MsFlags::MS_STRICTATIME,
     }
 }

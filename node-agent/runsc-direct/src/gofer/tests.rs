@@ -5,15 +5,16 @@ use nix::mount::MsFlags;
 use nix::sched::{CloneFlags, unshare};
 use serde_json::{Value, json};
 
-use super::plan::{Bind, Descriptors, Plan};
+use super::plan::{Bind, Descriptors, Plan, ServeArgs};
 use super::root::containers;
 use super::*;
 use crate::root::keep_mounts;
-use crate::tests::record as of_sandbox;
+use crate::tests::record as sandbox_record;
 
-/// What runsc records of a container (release-20260905.0), without what nothing is told from.
+/// Returns runsc's record of a container (release-20260905.0), without the fields that this crate
+/// does not read.
 fn record() -> Value {
-    let sandbox = of_sandbox();
+    let sandbox = sandbox_record();
     json!({
         "id": "c", "bundleDir": "/b", "status": "running", "goferPid": 8, "consoleSocket": "",
         "goferMountConfs": [{ "lower": 1, "upper": 2 }, { "lower": 1, "upper": 0 }, { "lower": 1, "upper": 0 }],
@@ -37,7 +38,7 @@ fn record() -> Value {
     })
 }
 
-/// What the container's bundle says.
+/// Returns the OCI spec of the container's bundle.
 fn spec() -> Value {
     json!({
         "root": { "path": "/rootfs" },
@@ -50,7 +51,7 @@ fn spec() -> Value {
     })
 }
 
-/// Of a record and a spec.
+/// A change of a record and a spec.
 type Change = fn(&mut Value, &mut Value);
 
 fn plan(record: &Value, spec: &Value) -> Option<Plan> {
@@ -103,8 +104,8 @@ fn how_a_gofer_begins_is_told_from_how_runsc_began_it() {
     assert_eq!(binds, expected);
 }
 
-/// Of a pause container that holds a volume on disk.
-fn of_first() -> (Value, Value) {
+/// Returns record and spec of a pause container that holds a volume on disk.
+fn of_pause_container() -> (Value, Value) {
     let (mut record, mut spec) = (record(), spec());
     record["id"] = json!("s");
     record["spec"]["annotations"] = json!({
@@ -120,17 +121,17 @@ fn of_first() -> (Value, Value) {
 
 #[test]
 fn a_volume_of_the_sandbox_is_in_a_file_and_nobody_serves_it() {
-    let (mut record, spec) = of_first();
+    let (mut record, spec) = of_pause_container();
     let args = plan(&record, &spec)
         .expect("known")
         .serve_args(Vec::new(), Path::new("/b"), "s");
     assert_eq!(args.filestores, [Path::new("/volumes/w")]);
     assert_eq!(args.mount_confs, "lisafs:none,none:self");
     assert!(args.binds.is_empty() && !args.read_only);
-    // Nothing else is said to gVisor of a first container, and nothing at all of another one.
+    // A first container may have no other gVisor annotation, and another container none at all.
     record["spec"]["annotations"]["dev.gvisor.spec.rootfs.overlay"] = json!("memory");
     assert_eq!(plan(&record, &spec), None);
-    let (mut record, spec) = of_first();
+    let (mut record, spec) = of_pause_container();
     record["id"] = json!("c");
     assert_eq!(plan(&record, &spec), None);
 }
@@ -148,7 +149,7 @@ fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
     let words = "--root=/r --log-fd=3 gofer --apply-caps=false --setup-root=false --bundle=/b \
                  --gofer-mount-confs=lisafs:self,lisafs:none,lisafs:none --io-fds=7,8,9 --mounts-fd=5 --rpc-fd=6 --spec-fd=4 \
                  --proc-mount-sync-fd=10 c";
-    assert_eq!(args().words(&descriptors).join(" "), words);
+    assert_eq!(args().to_args(&descriptors).join(" "), words);
 }
 
 #[test]
@@ -290,7 +291,8 @@ fn gvisor_takes_no_more_files_than_it_takes() {
     assert!(of(0) && of(99) && !of(100));
 }
 
-/// A container's root and a directory of the host's beside it, in a mount namespace that is the test's thread's.
+/// Runs a test with a container's root and a directory of the host beside it, in a mount namespace
+/// of the test's thread.
 fn with_root(test: impl FnOnce(&Path) + Send + 'static) {
     let thread = std::thread::spawn(move || {
         unshare(CloneFlags::CLONE_NEWNS).expect("a mount namespace");
@@ -313,8 +315,8 @@ fn with_root(test: impl FnOnce(&Path) + Send + 'static) {
     thread.join().expect("it passes");
 }
 
-/// Both mount the host's token.
-fn serve(dir: &Path, places: &[(&str, &[&str])]) -> crate::process::Step<()> {
+/// Makes the container's root at `place`, with the host's token mounted at `places`.
+fn serve(dir: &Path, places: &[(&str, &[&str])]) -> crate::steps::Step<()> {
     let binds = places.iter().map(|(destination, options)| {
         let mount = json!({
             "destination": destination, "type": "bind", "source": dir.join("token"), "options": options,
@@ -338,7 +340,7 @@ fn unmount(place: &Path) {
 fn no_link_of_the_container_leads_a_mount_anywhere() {
     with_root(|dir| {
         let (root, host, place) = (dir.join("root"), dir.join("host"), dir.join("place"));
-        // As seen from the host each leads to a directory that is there.
+        // From the host's root each link leads to an existing directory.
         for (name, to) in [
             ("absolute", host.as_path()),
             ("above", Path::new("../host")),
@@ -365,7 +367,7 @@ fn no_link_of_the_container_leads_a_mount_anywhere() {
             );
             unmount(&place);
         }
-        // Nothing is made for a place that is not there.
+        // No mount point is made where none exists.
         let error = serve(dir, &[("/inside/other", &["rbind"])]).expect_err("it is not there");
         assert_eq!(error.1.kind(), ErrorKind::NotFound, "{error:?}");
         unmount(&place);

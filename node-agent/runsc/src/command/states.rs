@@ -1,21 +1,18 @@
-//! What runsc's state files say of the sandboxes of the node and their containers.
+//! Reading of runsc's state files of the node's sandboxes and their containers.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use torpor_records::RunscRecord;
 
-use super::{NodeRunsc, Runsc};
+use super::{NodeRunsc, Runsc, SPREAD};
 use crate::control::{Control, socket_path};
 use crate::state;
 
-/// Of a sandbox' id, which is in hexadecimal: 256 root directories.
-pub(super) const SPREAD: usize = 2;
-
 impl NodeRunsc {
-    /// The runsc of each root directory that has a record of the container. It is for a container of which nothing else is known: it takes a look
-    /// at all of them.
-    pub fn that_know(&self, id: &str) -> Result<Vec<Runsc>, state::Error> {
+    /// Returns the runsc of each root directory that has a record of the container. Reads all root
+    /// directories: it is for a container of which only the id is known.
+    pub fn runscs_with_record(&self, id: &str) -> Result<Vec<Runsc>, state::Error> {
         let mut found = Vec::new();
         let mut roots = vec![self.runsc.root.clone()];
         roots.extend(state::records(&self.runsc.root, |name| {
@@ -35,20 +32,22 @@ impl NodeRunsc {
 }
 
 impl Runsc {
-    /// Whether runsc has a record of the container; reading it is left to runsc.
+    /// Reports whether runsc has a record of the container. The record is not read.
     pub fn knows(&self, id: &str, sandbox: &str) -> bool {
         state::is_known(&self.root, id, sandbox)
     }
 
-    /// runsc writes a state in its place, and reads none of which it had written only a part when it was killed: neither that of a
-    /// container that it is to delete, nor that of another one of a sandbox that it restores. Such a state goes, once gVisor has let go of
-    /// its container.
-    pub(super) fn forget_torn(&self, id: &str, limit: Duration) -> Result<(), state::Error> {
+    /// Removes the container's half-written states, after gVisor has released the container.
+    ///
+    /// runsc writes a state in place, so a killed runsc leaves a part of one. runsc fails on such a
+    /// state: when it deletes the container, and when it restores another container of the sandbox.
+    pub(super) fn remove_torn_states(&self, id: &str, limit: Duration) -> Result<(), state::Error> {
         for (path, sandbox) in state::states_of(&self.root, id)? {
             if !state::is_torn(&path)? {
                 continue;
             }
-            // Who does not answer has ended, and holds no container any more; one that gVisor does not know it has let go of.
+            // A sandbox that does not answer has ended, and holds no container any more. A
+            // container that gVisor does not know is released already.
             if sandbox != id
                 && let Ok(mut control) = Control::connect(&self.root, &sandbox)
             {
@@ -59,14 +58,16 @@ impl Runsc {
         Ok(())
     }
 
-    /// Removes what a runsc that was killed has left of a sandbox whose processes have ended: its control socket, locks, and states.
+    /// Removes the files that a killed runsc has left of an ended sandbox: its control socket,
+    /// locks and states.
     pub fn sweep(&self, sandbox: &str) -> Result<(), state::Error> {
         let mut left = state::files_of(&self.root, sandbox)?;
         left.push(socket_path(&self.root, sandbox));
         left.iter().try_for_each(|path| state::remove(path))
     }
 
-    /// What is known of how runsc began the sandbox and its other containers, for [`torpor_runsc_direct`]; none where runsc knows nothing of it.
+    /// Returns runsc's records of the sandbox and of `others`, its other containers, from which
+    /// `torpor-runsc-direct` begins them again. None: runsc has no record of the sandbox.
     pub fn kept<'a>(
         &self,
         sandbox: &str,
@@ -86,31 +87,33 @@ impl Runsc {
         }))
     }
 
-    /// Whether each of the sandbox' gofers lives, by runsc's own records. gVisor kills a container
-    /// that has lost its gofer as soon as it may run, unless the sandbox was restored.
+    /// Reports whether each of the sandbox' gofers lives, by runsc's own records. gVisor kills a
+    /// container that has lost its gofer as soon as the container may run, unless the sandbox was
+    /// restored.
     pub fn has_its_gofers(&self, sandbox: &str) -> Result<bool, state::Error> {
         state::has_all_gofers(&self.root, sandbox)
     }
 
-    /// Whether the container's gofer has certainly ended, by runsc's own record. A container that
-    /// never had one has lost none.
+    /// Reports whether the container's gofer has certainly ended, by runsc's own record. False for
+    /// a container that never had a gofer.
     pub fn has_lost_gofer(&self, container: &str, sandbox: &str) -> Result<bool, state::Error> {
         state::has_lost_gofer(&self.root, container, sandbox)
     }
 
-    /// The same of the sandbox at the other end of the connection.
+    /// Reports whether each gofer of the sandbox at the other end of `control` lives. Gofers that
+    /// [`Control::connect`] has read already are not read again.
     pub fn has_its_gofers_beside(
         &self,
         sandbox: &str,
         control: &Control,
     ) -> Result<bool, state::Error> {
         match control.gofers() {
-            Some(known) => Ok(known.all_go_on()),
+            Some(gofers) => Ok(gofers.all_go_on()),
             None => self.has_its_gofers(sandbox),
         }
     }
 
-    /// User and group that the sandbox' processes run as, from runsc's own record.
+    /// Returns the user and group ids of the sandbox' processes, from runsc's own record.
     pub fn sandbox_user(&self, sandbox: &str) -> Result<(u32, u32), state::Error> {
         state::user(&self.root, sandbox)
     }
@@ -144,24 +147,16 @@ mod tests {
     }
 
     #[test]
-    fn sandboxes_are_spread_and_one_of_before_stays_in_the_base() {
+    fn sandboxes_are_spread_over_directories() {
         let (dir, node) = node();
         let base = dir.path().join("runsc");
         let id = |beginning: &str| {
             SandboxId::new(format!("{beginning}{}", "5".repeat(60))).expect("an id")
         };
-        let [old, new, beside, other] = ["ab12", "ab34", "ab56", "cd12"].map(id);
-        for sandbox in [&old, &new, &beside, &other] {
-            node.records.create_pod_dir(sandbox).expect("made");
-        }
-        for sandbox in [&new, &beside, &other] {
-            node.records.note_spread(sandbox).expect("noted");
-        }
+        let [new, beside, other] = ["ab34", "ab56", "cd12"].map(id);
         assert_eq!(node.root_of(&new), base.join("ab"));
         assert_eq!(node.root_of(&beside), node.root_of(&new));
         assert_eq!(node.root_of(&other), base.join("cd"));
-        // It hibernates: there is nothing of it in the base, and its keepers look there all the same.
-        assert_eq!(node.root_of(&old), base);
         let socket = socket_path(&node.root_of(&new), new.as_str());
         let socket = Path::new("/run/torpor").join(socket.strip_prefix(dir.path()).expect("in it"));
         assert!(socket.as_os_str().len() <= 107, "{socket:?}");
@@ -170,7 +165,7 @@ mod tests {
     #[test]
     fn a_container_of_which_only_the_name_is_known_is_found_wherever_it_is() {
         let (dir, node) = node();
-        assert!(node.that_know("c").expect("looked").is_empty());
+        assert!(node.runscs_with_record("c").expect("looked").is_empty());
         let base = dir.path().join("runsc");
         let roots = [base.clone(), base.join("ab")];
         for root in [&roots[1], &base.join("cd")] {
@@ -179,7 +174,7 @@ mod tests {
         std::fs::write(state_path(&roots[0], "d", "s"), "{}").expect("written");
         std::fs::write(state_path(&roots[1], "c", "ab12"), "{}").expect("written");
         for (id, root) in [("d", &roots[0]), ("c", &roots[1])] {
-            let found = node.that_know(id).expect("looked");
+            let found = node.runscs_with_record(id).expect("looked");
             let found: Vec<_> = found.iter().map(Runsc::root).collect();
             assert_eq!(found, [root], "{id}");
         }
@@ -218,7 +213,7 @@ mod tests {
             std::fs::write(path(container), state).expect("written");
             std::fs::write(path(container).with_extension("lock"), "").expect("written");
         }
-        // Somebody is writing this one.
+        // Another process writes this one.
         std::fs::write(path("held"), "").expect("written");
         let held = std::fs::File::create(path("held").with_extension("lock")).expect("a lock");
         let exclusive = rustix::fs::FlockOperation::NonBlockingLockExclusive;

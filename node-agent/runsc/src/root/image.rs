@@ -1,31 +1,37 @@
-//! An EROFS image with one program and empty directories: two blocks, the second one of which is the program.
+//! An EROFS image with one program and empty directories. It has two blocks; the second block is
+//! the program.
 //!
-//! Source: Linux, `Documentation/filesystems/erofs.rst` and `fs/erofs/erofs_fs.h`; gVisor takes a program's data only as a plain run of blocks
-//! (`pkg/erofs`, `Inode.DataOffset`).
+//! Source: Linux, `Documentation/filesystems/erofs.rst` and `fs/erofs/erofs_fs.h`. gVisor reads a
+//! program's data only as a plain run of blocks (`pkg/erofs`, `Inode.DataOffset`).
 
 use torpor_snapshots::Digest;
 
-use super::fields;
+use super::fields::fields;
 
 const BLOCK_BITS: u8 = 12;
 const BLOCK: usize = 1 << BLOCK_BITS;
 const SUPER_BLOCK: usize = 1024;
 const SUPER_BLOCK_BYTES: usize = 128;
-/// Inodes are numbered by their place, in units of this.
+/// Bytes of a slot. An inode's number is the number of its slot in the image.
 const SLOT: usize = 32;
+/// Bytes of a directory entry without its name.
 const DIRENT: usize = 12;
 
+/// Data layouts of an inode: a run of blocks, and behind the inode.
 const PLAIN: u64 = 0;
 const INLINE: u64 = 2;
+/// Mode of an inode, and file type of its directory entry.
 const DIRECTORY: (u64, u8) = (0o040_555, 2);
 const PROGRAM: (u64, u8) = (0o100_555, 1);
 
-/// An image of `program` and `directories`, whose names are simple, sorted bytewise and none of them the program's. It must fit in a block.
+/// Returns an image of `program`, named `name`, and `directories`. Names of directories have no
+/// slash, are sorted bytewise and differ from the program's. The program must fit in a block, and
+/// so must the inodes.
 pub(super) fn image(name: &str, program: &[u8], directories: &[&str]) -> Vec<u8> {
     let first = nid(SUPER_BLOCK + SUPER_BLOCK_BYTES);
     let mut names: Vec<&str> = directories.iter().copied().chain([name]).collect();
     names.sort_unstable();
-    // The root directory first, then all that is in it.
+    // The root directory comes first, its entries follow.
     let root_slots = (SLOT + entries_size(&names)).div_ceil(SLOT);
     let mut next = first + root_slots;
     let mut entries = vec![(".", first, DIRECTORY.1), ("..", first, DIRECTORY.1)];
@@ -50,7 +56,8 @@ pub(super) fn image(name: &str, program: &[u8], directories: &[&str]) -> Vec<u8>
         image[nid * SLOT..][..bytes.len()].copy_from_slice(bytes);
     }
     image[BLOCK..][..program.len()].copy_from_slice(program);
-    // gVisor compares super blocks when it restores: with this none is taken for another.
+    // gVisor compares super blocks when it restores. The digest of the content makes them differ
+    // between images.
     let of_content = Digest::of(&image);
     let super_block = super_block(first, inodes.len(), of_content);
     image[SUPER_BLOCK..][..super_block.len()].copy_from_slice(&super_block);
@@ -61,13 +68,13 @@ fn nid(offset: usize) -> usize {
     offset / SLOT
 }
 
-/// Of a directory with these names, `.` and `..`.
+/// Returns the bytes of a directory's entries for these names, `.` and `..`.
 fn entries_size(names: &[&str]) -> usize {
     let all = [".", ".."].iter().chain(names);
     all.map(|name| DIRENT + name.len()).sum()
 }
 
-/// A compact inode.
+/// Returns a compact inode.
 fn inode(mode: u64, links: usize, layout: u64, size: usize, block: u64, nid: usize) -> Vec<u8> {
     fields(&[
         (layout << 1, 2),  // compact
@@ -82,7 +89,7 @@ fn inode(mode: u64, links: usize, layout: u64, size: usize, block: u64, nid: usi
     ])
 }
 
-/// With its entries behind it.
+/// Returns a directory's inode with its entries behind it.
 fn directory(links: usize, entries: &[(&str, usize, u8)], own: usize) -> Vec<u8> {
     let size = entries.iter().map(|(name, ..)| DIRENT + name.len()).sum();
     let mut bytes = inode(DIRECTORY.0, links, INLINE, size, 0, own);

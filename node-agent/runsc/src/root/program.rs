@@ -1,13 +1,16 @@
-//! The program of the pause container: it does nothing, and as the first process of a Pod whose containers share their
-//! processes (`shareProcessNamespace`) it lets those end that have lost their parents.
+//! The program of the pause container. It waits for ever. In a Pod whose containers share their
+//! processes (`shareProcessNamespace`) it is the first process: there it has the kernel reap the
+//! orphans.
 
-use super::fields;
+use super::fields::fields;
 
-/// Where it is loaded.
+/// Address at which the program is loaded.
 const BASE: u64 = 0x40_0000;
+/// Bytes of the ELF header and of one program header.
 const HEADERS: u64 = 64 + 56;
 
-/// `sigaction(SIGCHLD, SIG_IGN)`, by which the kernel reaps (POSIX, sigaction, SA_NOCLDWAIT), and `pause` for ever.
+/// Machine code of `sigaction(SIGCHLD, SIG_IGN)`, by which the kernel reaps ended children (POSIX,
+/// sigaction, SA_NOCLDWAIT), and of endless calls of `pause`.
 #[cfg(target_arch = "x86_64")]
 const CODE: Option<&[u8]> = Some(&[
     0xb8, 0x0d, 0x00, 0x00, 0x00, //       mov eax, 13 (rt_sigaction)
@@ -28,7 +31,8 @@ const CODE: Option<&[u8]> = Some(&[
 #[cfg(not(target_arch = "x86_64"))]
 const CODE: Option<&[u8]> = None;
 
-/// An ELF file with one segment, that is loaded as it stands in the file. None where nobody has written it for the processor.
+/// Returns an ELF file with one segment, which is loaded as it stands in the file. None where there
+/// is no code for the processor.
 pub(super) fn elf() -> Option<Vec<u8>> {
     const EM_X86_64: u64 = 62;
     let code = CODE?;
@@ -86,7 +90,7 @@ mod tests {
             fs::read_to_string(format!("/proc/{}/{name}", child.id())).expect("it lives")
         };
         let deadline = Instant::now() + Duration::from_secs(10);
-        // The number of the system call in which it waits.
+        // 34 is the number of the system call `pause`.
         while !of_proc("syscall").starts_with("34 ") {
             assert!(Instant::now() < deadline, "{}", of_proc("syscall"));
             std::thread::sleep(Duration::from_millis(1));

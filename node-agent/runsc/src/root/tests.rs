@@ -12,7 +12,8 @@ fn root() -> Root {
     }
 }
 
-/// As containerd's CRI makes it (`internal/cri/server/podsandbox/sandbox_run_linux.go`).
+/// Returns a pause container's spec as containerd's CRI makes it
+/// (`internal/cri/server/podsandbox/sandbox_run_linux.go`), with `more` mounts.
 fn pause(more: &[Value]) -> Spec {
     let mounts = [
         json!({ "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid"] }),
@@ -91,9 +92,9 @@ fn an_image_is_told_from_one_of_another_root_and_of_none() {
     let own = root().digest(&under);
     assert_ne!(own, crate::spec::digest(&spec));
     assert_ne!(own, other.digest(&under));
-    // gVisor would refuse it by its annotation.
+    // gVisor would refuse the image because of its annotation.
     assert_ne!(own, moved.digest(&moved.under(&spec).expect("served")));
-    // The operator's pause image may change: it is not in it.
+    // The operator's pause image may change: the digest does not depend on it.
     let mut newer = pause(&[]);
     newer.0["process"]["args"] = json!(["/pause", "-v"]);
     let newer = rewritten(newer, Vec::new());
@@ -106,12 +107,14 @@ fn a_sandbox_is_restored_with_the_root_that_it_was_saved_with() {
     let (under, digest) = root().serve(&spec, None).expect("a new one");
     assert_eq!(Some(under), root().under(&spec));
     assert!(root().serve(&spec, Some(digest)).is_some());
-    // By a version that had no root of its own, or when an emptyDir was mounted in it.
+    // Saved by a version without a root of its own, or with an emptyDir mounted in the pause
+    // container.
     let of_gofer = crate::spec::digest(&spec);
     assert_eq!(root().serve(&spec, Some(of_gofer)), None);
 }
 
-/// Images of sandboxes are restored with the very root that they were saved with: if this changes, the one of before must still be had.
+/// A saved sandbox is restored only with the root that it was saved with. If the digest changes,
+/// the previous root must still be available.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn the_image_is_the_one_that_saved_sandboxes_know() {

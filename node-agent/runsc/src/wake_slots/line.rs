@@ -1,8 +1,10 @@
-//! The line of those who wait for a turn: a file for each, named after its place, which is locked for as long as it waits.
+//! The line of the restores that wait for a turn. Each has a file that is named after its place,
+//! and locks the file while it waits.
 //!
-//! A name that is there is nobody else's, so that of two who come at once one takes the next place. A file that nobody holds is left of one
-//! that was killed; it is removed by whoever finds it before itself, who holds its lock then. Whoever finds his own file removed, because
-//! somebody came between its making and its locking, comes again.
+//! A file is created only where none of its name exists. So of two restores that come at once one
+//! takes the next place. An unlocked file is left of a killed process. A restore behind it takes
+//! its lock and removes it. Another process may do that to a new file between its creation and its
+//! locking: a restore that finds its own file removed takes another place.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind};
@@ -16,10 +18,10 @@ use torpor_core::wake_line::Place;
 
 use torpor_records::locks;
 
-/// Others come at the same moment, but not for ever.
+/// Attempts to take a place, which fail where other restores come at the same moment.
 const TRIES: u32 = 1000;
-const TRY_AGAIN: Duration = Duration::from_micros(100);
-/// Nobody waits for so long ([`super::Patience`]): who is still there stands still.
+const RETRY: Duration = Duration::from_micros(100);
+/// Age of a place whose process must be stopped: no restore waits so long ([`super::WaitLimits`]).
 const OVERDUE: Duration = Duration::from_secs(45);
 
 /// The line of this node.
@@ -28,7 +30,7 @@ pub(super) struct Line {
     pub(super) dir: PathBuf,
 }
 
-/// A place in the line, given up when dropped.
+/// A place in the line. Dropping it leaves the line.
 #[derive(Debug)]
 pub(super) struct Waiting {
     place: Place,
@@ -39,27 +41,28 @@ pub(super) struct Waiting {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        // What is left is passed over by the others.
+        // Other restores skip a file that is left.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
 impl Line {
-    /// Takes the next place; none where no line can be kept.
-    pub(super) fn join(&self, namespace: &Namespace, patient: bool) -> Option<Waiting> {
+    /// Takes the next place. `courteous`: behind the restores for waiting clients. None where no
+    /// line can be kept.
+    pub(super) fn join(&self, namespace: &Namespace, courteous: bool) -> Option<Waiting> {
         locks::make_dir(&self.dir).ok()?;
         for _ in 0..TRIES {
-            let still = |place: &Place| self.stands_still(place);
-            let place = Place::behind(&self.places(), namespace, patient, still);
+            let overdue = |place: &Place| self.is_overdue(place);
+            let place = Place::behind(&self.places(), namespace, courteous, overdue);
             if let Some(waiting) = self.take(place).ok()? {
                 return Some(waiting);
             }
-            std::thread::sleep(TRY_AGAIN);
+            std::thread::sleep(RETRY);
         }
         None
     }
 
-    /// None where somebody else was faster.
+    /// Creates and locks the file of a place. None where another process was faster.
     fn take(&self, place: Place) -> Result<Option<Waiting>, Error> {
         let path = self.dir.join(place.to_string());
         let mut options = OpenOptions::new();
@@ -76,25 +79,26 @@ impl Line {
             })),
             Ok(_) => Ok(None),
             Err(errno) => {
-                // It would be taken for one that was left, and is.
+                // An unlocked file counts as left of a killed process.
                 let _ = std::fs::remove_file(&path);
                 Err(errno.into())
             }
         }
     }
 
-    /// How many are before it, as far as that matters where there are so many turns.
+    /// Returns the number of restores ahead in the line, as far as it matters with so many turns.
     pub(super) fn ahead(&self, waiting: &Waiting, turns: usize) -> usize {
-        let waits = |place: &Place| self.is_held(place) && !self.stands_still(place);
+        let waits = |place: &Place| self.is_held(place) && !self.is_overdue(place);
         waiting.place.ahead(self.places(), turns, waits)
     }
 
-    /// Whether somebody is there for longer than anybody waits. The place stays its own.
-    fn stands_still(&self, place: &Place) -> bool {
-        let came = std::fs::metadata(self.dir.join(place.to_string()));
-        let came = came.and_then(|file| file.modified()).ok();
-        came.and_then(|came| came.elapsed().ok())
-            .is_some_and(|since| since > OVERDUE)
+    /// Reports whether the place is older than any restore waits. Its process keeps the place.
+    fn is_overdue(&self, place: &Place) -> bool {
+        let file = std::fs::metadata(self.dir.join(place.to_string()));
+        let created = file.and_then(|file| file.modified()).ok();
+        created
+            .and_then(|created| created.elapsed().ok())
+            .is_some_and(|age| age > OVERDUE)
     }
 
     pub(super) fn places(&self) -> Vec<Place> {
@@ -104,7 +108,7 @@ impl Line {
             .collect()
     }
 
-    /// Whether somebody waits there. What nobody holds is removed.
+    /// Reports whether a process holds the place's lock. Removes a file that no process holds.
     fn is_held(&self, place: &Place) -> bool {
         let path = self.dir.join(place.to_string());
         let Ok(file) = File::open(&path) else {
@@ -112,7 +116,7 @@ impl Line {
         };
         match locks::try_exclusive(file) {
             Ok(Some(left)) => {
-                // Of one that is gone the name may be another's by now.
+                // The name of a removed file may be another process' by now.
                 if is_there(&left) {
                     let _ = std::fs::remove_file(&path);
                 }
@@ -124,7 +128,7 @@ impl Line {
     }
 }
 
-/// Whether the file has a name still: only who holds its lock takes it away.
+/// Reports whether the file still has a name. Only the holder of its lock removes the file.
 fn is_there(file: &File) -> bool {
     file.metadata().is_ok_and(|metadata| metadata.nlink() > 0)
 }
@@ -166,7 +170,7 @@ mod tests {
         let first = line.join(&namespace("a"), false).expect("a place");
         let second = line.join(&namespace("b"), false).expect("a place");
         assert_eq!(line.ahead(&second, 1), 1);
-        // The kernel takes the lock of one that is killed, and leaves its file.
+        // The kernel releases the lock of a killed process, and leaves its file.
         let killed = first.place.clone();
         let copy = line.dir.join("copy");
         std::fs::rename(&first.path, &copy).expect("moved");

@@ -1,16 +1,17 @@
-//! Whether an image can be restored on this node, into this Pod.
+//! Check that an image can be restored on this node and into this Pod.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{ContainerSpecDigest, Fingerprint, Manifest, Mismatch};
 
-/// Features named in a message before it says "and n more".
+/// Most features that a message names. The message only counts the others: "and n more".
 const NAMED_FEATURES: usize = 8;
 
 impl Manifest {
-    /// Compares what the image needs with the node's runtime and the Pod's containers; the first difference is reported.
+    /// Compares the image's needs with the node's runtime and the Pod's containers. Returns the
+    /// first difference.
     ///
-    /// `specs`: all containers of the Pod, the pause container included, in any order.
+    /// `specs`: all containers of the Pod, including the pause container, in any order.
     pub fn check(&self, node: &Fingerprint, specs: &[ContainerSpecDigest]) -> Result<(), Mismatch> {
         self.fingerprint.fits(node)?;
         let saved: BTreeMap<_, _> = self
@@ -44,7 +45,8 @@ impl Manifest {
 }
 
 impl Fingerprint {
-    /// Whether an image made on `self` can be restored on `node`. Kernel and version text do not matter.
+    /// Returns an error if an image made on `self` cannot be restored on `node`. Kernel and
+    /// `runsc_version` are not compared.
     pub fn fits(&self, node: &Fingerprint) -> Result<(), Mismatch> {
         let Fingerprint {
             runsc_digest,

@@ -1,4 +1,4 @@
-//! Encoding and decoding, and the rules that a manifest keeps.
+//! Encoding, decoding and the format's rules.
 
 use std::collections::BTreeSet;
 
@@ -7,12 +7,10 @@ use torpor_core::{ImageId, Namespace};
 
 use super::{
     DecodeError, FileEntry, MAGIC, MAX_BYTES, MAX_CONTAINERS, MAX_CPU_FEATURES, MAX_FILES,
-    MAX_FLAGS, Manifest, ManifestDraft, SavedName, VERSION,
+    MAX_FLAGS, Manifest, ManifestDraft, SavedName, VERSION, is_file_name,
 };
 use crate::digest::Digest;
 
-/// Longest file name in an image, in bytes.
-const MAX_FILE_NAME: usize = 64;
 /// Longest Kubernetes object name, in bytes.
 const MAX_OBJECT_NAME: usize = 253;
 
@@ -23,7 +21,7 @@ struct Envelope {
     manifest: Manifest,
 }
 
-/// Just enough of any version to say which it is.
+/// The part of a file that every version has, to read the version.
 #[derive(Deserialize)]
 struct AnyEnvelope {
     manifest: AnyManifest,
@@ -36,7 +34,7 @@ struct AnyManifest {
 }
 
 impl Manifest {
-    /// The manifest of a finished image. The rules of the format are checked by [`Manifest::encode`].
+    /// Makes the manifest of a finished image. [`Manifest::encode`] checks the format's rules.
     pub fn new(
         namespace: Namespace,
         image_id: ImageId,
@@ -71,9 +69,9 @@ impl Manifest {
         }
     }
 
-    /// The bytes of `manifest.json`, and the digest in them.
+    /// Returns the bytes of `manifest.json` and the manifest's digest.
     pub fn encode(&self) -> Result<(Vec<u8>, Digest), DecodeError> {
-        self.keeps_rules()?;
+        self.check_rules()?;
         let body = self.body();
         let digest = Digest::of(&body);
         let mut bytes = format!("{{\"digest\":\"{digest}\",\"manifest\":").into_bytes();
@@ -87,7 +85,8 @@ impl Manifest {
         }
     }
 
-    /// Reads `manifest.json`. Everything that can be wrong with it is found here, except what concerns the other files.
+    /// Decodes the bytes of `manifest.json`; returns the manifest and its digest. Checks all of the
+    /// manifest, but not the image's other files.
     pub fn decode(bytes: &[u8]) -> Result<(Self, Digest), DecodeError> {
         if bytes.len() > MAX_BYTES {
             return Err(DecodeError::TooLarge {
@@ -122,7 +121,7 @@ impl Manifest {
         }
     }
 
-    /// The sizes of all files together, in bytes.
+    /// Returns the sum of the files' sizes, in bytes.
     pub fn size(&self) -> u64 {
         self.files
             .iter()
@@ -133,7 +132,7 @@ impl Manifest {
         serde_json::to_vec(self).expect("a manifest holds only strings, numbers and lists")
     }
 
-    fn keeps_rules(&self) -> Result<(), DecodeError> {
+    fn check_rules(&self) -> Result<(), DecodeError> {
         let rule = |kept: bool, text: &str| match kept {
             true => Ok(()),
             false => Err(DecodeError::Rule(text.to_owned())),
@@ -191,14 +190,4 @@ impl Manifest {
 fn is_object_name(name: &str) -> bool {
     let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-' || b == b'.';
     (1..=MAX_OBJECT_NAME).contains(&name.len()) && name.bytes().all(plain)
-}
-
-/// Whether a file of this name may be part of an image.
-pub(crate) fn is_file_name(name: &str) -> bool {
-    let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"._-".contains(&b);
-    let reserved = matches!(name, crate::store::MANIFEST | crate::store::CONSUMED);
-    (1..=MAX_FILE_NAME).contains(&name.len())
-        && name.bytes().all(plain)
-        && !name.starts_with(['.', '-', '_'])
-        && !reserved
 }

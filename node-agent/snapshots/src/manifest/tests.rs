@@ -1,6 +1,7 @@
 use super::*;
 
-/// A manifest as version 1 wrote it. Never edited: a program that cannot read it cannot read what is on people's disks.
+/// A manifest as version 1 wrote it. Do not edit it: a program that cannot read this file cannot
+/// read the images on users' disks.
 const GOLDEN: &[u8] = include_bytes!("../../tests/golden/manifest-v1.json");
 
 fn fingerprint() -> Fingerprint {

@@ -1,4 +1,4 @@
-//! Using an image: open, check, verify, hand its files out, mark it as consumed.
+//! Use of an image: open it, check and verify it, open its files, mark it as consumed.
 
 use std::fs::File;
 use std::io::Write;
@@ -10,18 +10,19 @@ use rustix::fs::{AtFlags, OFlags};
 use rustix::io::Errno;
 use torpor_core::{ImageId, Namespace, PodUid};
 
-use super::dirs::{self, OpenError, PathError};
-use super::{CONSUMED, ImageError, MANIFEST, Removed, Store};
+use super::error::ImageError;
+use super::marker::read_marker;
+use super::root::Store;
 use crate::digest::Digest;
+use crate::dirs::{self, OpenError, PathError, Removed};
 use crate::failpoint;
 use crate::manifest::{
-    ContainerSpecDigest, DecodeError, FileEntry, Fingerprint, MAX_BYTES, Manifest,
+    CONSUMED, ContainerSpecDigest, DecodeError, FileEntry, Fingerprint, MANIFEST, MAX_BYTES,
+    Manifest,
 };
 
-/// Longest marker: a UID and a newline.
-const MAX_MARKER: usize = 64;
-
-/// A committed image, held open: what happens to its name from now on does not change what is read.
+/// A committed image with an open directory. A rename of the directory does not change which files
+/// are read.
 #[derive(Debug)]
 pub struct Image {
     id: ImageId,
@@ -31,30 +32,30 @@ pub struct Image {
     digest: Digest,
 }
 
-/// What marking an image as consumed found.
+/// Result of marking an image as consumed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Consumption {
-    /// It was free and is now the Pod's.
+    /// The image had no marker and now has one with the Pod's UID.
     Marked,
-    /// It was the Pod's before: the Pod may have run from it.
+    /// The image's marker named the Pod already: the Pod may have run from the image.
     Already,
 }
 
 impl Store {
-    /// Opens a committed image and reads its manifest. The other files are not looked at: see [`Image::verify`].
+    /// Opens a committed image and reads its manifest. [`Image::verify`] reads the other files.
     pub fn image(&self, namespace: &Namespace, image: &ImageId) -> Result<Image, ImageError> {
         let missing = || ImageError::Missing {
             image: image.clone(),
         };
-        let found = |error: OpenError| match error.is_not_found() {
+        let open_failed = |error: OpenError| match error.is_not_found() {
             true => missing(),
             false => error.into(),
         };
         let parent_path = self.namespace_path(namespace);
-        let parent =
-            dirs::open_dir(self.images.as_fd(), namespace.as_str(), &parent_path).map_err(found)?;
+        let parent = dirs::open_dir(self.images.as_fd(), namespace.as_str(), &parent_path)
+            .map_err(open_failed)?;
         let path = self.image_path(namespace, image);
-        let dir = dirs::open_dir(parent.as_fd(), &image.to_string(), &path).map_err(found)?;
+        let dir = dirs::open_dir(parent.as_fd(), &image.to_string(), &path).map_err(open_failed)?;
         let (manifest, digest) = read_manifest(dir.as_fd(), &path, image)?;
         if manifest.image_id != *image || manifest.namespace != *namespace {
             return Err(ImageError::WrongPlace {
@@ -98,50 +99,29 @@ fn read_manifest(
     }
 }
 
-/// The Pod in the marker of an image directory, if there is a marker.
-pub(super) fn read_marker(
-    dir: BorrowedFd<'_>,
-    path: &Path,
-    image: &ImageId,
-) -> Result<Option<PodUid>, ImageError> {
-    let path = path.join(CONSUMED);
-    let file = match dirs::open_plain(dir, CONSUMED, &path) {
-        Err(error) if error.is_not_found() => return Ok(None),
-        other => other?,
-    };
-    let unreadable = || ImageError::MarkerUnreadable {
-        image: image.clone(),
-    };
-    let bytes = dirs::read_limited(file.as_fd(), MAX_MARKER, &path)?.map_err(|_| unreadable())?;
-    let text = std::str::from_utf8(&bytes)
-        .ok()
-        .and_then(|text| text.strip_suffix('\n'));
-    let pod = text.and_then(|text| PodUid::new(text).ok());
-    pod.map(Some).ok_or_else(unreadable)
-}
-
 impl Image {
-    /// Its name.
+    /// Returns the image's id.
     pub fn id(&self) -> &ImageId {
         &self.id
     }
 
-    /// Its directory, for a runtime that is told a path.
+    /// Returns the image's directory, for a runtime that takes a path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What it is.
+    /// Returns the image's manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// The digest of its manifest.
+    /// Returns the digest of the manifest.
     pub fn digest(&self) -> Digest {
         self.digest
     }
 
-    /// Whether it fits this node and these containers; see [`Manifest::check`].
+    /// Returns an error if the image cannot be restored on this node or for these containers; see
+    /// [`Manifest::check`].
     pub fn check(
         &self,
         node: &Fingerprint,
@@ -150,11 +130,11 @@ impl Image {
         Ok(self.manifest.check(node, specs)?)
     }
 
-    /// Compares names and sizes of all files with the manifest, in microseconds.
+    /// Compares names and sizes of all files with the manifest. Takes microseconds.
     pub fn verify_sizes(&self) -> Result<(), ImageError> {
         for name in dirs::names(self.dir.as_fd(), &self.path)? {
             let known = self.manifest.files.iter().any(|file| file.name == name);
-            // Names with a dot in front are ours: a marker that was never finished.
+            // A name that begins with a dot is an unfinished marker of mark_consumed.
             if !known && name != MANIFEST && name != CONSUMED && !name.starts_with('.') {
                 return Err(ImageError::FileUnexpected {
                     image: self.id.clone(),
@@ -168,7 +148,8 @@ impl Image {
             .try_for_each(|file| self.open_entry(file).map(drop))
     }
 
-    /// Compares every byte with the manifest: names and sizes first, then digests, on all processors.
+    /// Compares the whole image with the manifest: first names and sizes, then digests, on all
+    /// processors.
     pub fn verify(&self) -> Result<(), ImageError> {
         self.verify_sizes()?;
         let threads = thread::available_parallelism().map_or(1, usize::from);
@@ -189,7 +170,7 @@ impl Image {
         Ok(())
     }
 
-    /// Opens one of the files in the manifest for reading; its size is compared.
+    /// Opens a file of the manifest for reading and compares its size with the manifest.
     pub fn open_file(&self, name: &str) -> Result<OwnedFd, ImageError> {
         let entry = self.manifest.files.iter().find(|file| file.name == name);
         let entry = entry.ok_or_else(|| ImageError::FileMissing {
@@ -232,18 +213,19 @@ impl Image {
         }
     }
 
-    /// The Pod that was restored from it, if any.
+    /// Returns the Pod that was restored from the image; none without a marker.
     pub fn consumed_by(&self) -> Result<Option<PodUid>, ImageError> {
         read_marker(self.dir.as_fd(), &self.path, &self.id)
     }
 
-    /// Takes the image for `pod`, durably, before the restore begins. Of several Pods exactly one gets it; the others get
-    /// [`ImageError::Stale`].
+    /// Marks the image as consumed by `pod`, durably. The caller does this before the restore. If
+    /// several Pods try, exactly one succeeds; the others get [`ImageError::Stale`].
     pub fn mark_consumed(&self, pod: &PodUid) -> Result<Consumption, ImageError> {
         let marker = format!(".{CONSUMED}-{pod}");
         let path = self.path.join(&marker);
         if self.consumed_by()?.as_ref() == Some(pod) {
-            // Of a crash, this may be the marker itself under its first name. Written again it would be empty for a moment, and on a full disk for good.
+            // After a crash the temporary file may be another link to the marker. A second write
+            // would leave the marker empty for a moment, and on a full disk forever.
             match rustix::fs::unlinkat(&self.dir, &marker, AtFlags::empty()) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(errno) => return Err(PathError::new("remove", &path, errno).into()),
@@ -258,21 +240,22 @@ impl Image {
         file.sync_all()
             .map_err(|e| PathError::new("make durable", &path, e))?;
         failpoint::hit("consume:written");
-        // A link, not a rename: it never replaces the marker of another Pod.
+        // A link, unlike a rename, never replaces the marker of another Pod.
         let linked = rustix::fs::linkat(&self.dir, &marker, &self.dir, CONSUMED, AtFlags::empty());
         failpoint::hit("consume:linked");
         let swept = rustix::fs::unlinkat(&self.dir, &marker, AtFlags::empty());
         dirs::sync_dir(self.dir.as_fd(), &self.path)?;
         match linked {
             Ok(()) => {}
-            Err(Errno::EXIST) => return self.taken_by(pod),
+            Err(Errno::EXIST) => return self.check_consumer(pod),
             Err(errno) => return Err(PathError::new("mark", &path, errno).into()),
         }
         swept.map_err(|e| PathError::new("remove", &path, e))?;
         Ok(Consumption::Marked)
     }
 
-    /// Gives the image back, durably, if `pod` has it: nothing of that Pod has run. Whoever calls knows that nothing of it will.
+    /// Removes the marker, durably, if the marker names `pod`. The caller ensures that no program
+    /// of the Pod has run from the image or will run.
     pub fn release(&self, pod: &PodUid) -> Result<Removed, ImageError> {
         if self.consumed_by()?.as_ref() != Some(pod) {
             return Ok(Removed::Already);
@@ -287,7 +270,7 @@ impl Image {
         Ok(Removed::Done)
     }
 
-    fn taken_by(&self, pod: &PodUid) -> Result<Consumption, ImageError> {
+    fn check_consumer(&self, pod: &PodUid) -> Result<Consumption, ImageError> {
         match self.consumed_by()? {
             Some(other) if other == *pod => Ok(Consumption::Already),
             Some(consumed_by) => Err(ImageError::Stale {

@@ -1,4 +1,4 @@
-//! Making an image: begin, write its files, commit.
+//! Makes an image: begin it, write its files, commit it.
 
 use std::fs::File;
 use std::io::Write;
@@ -10,13 +10,16 @@ use rustix::fs::RenameFlags;
 use rustix::io::Errno;
 use torpor_core::{ImageId, Namespace};
 
-use super::dirs::{self, PathError};
-use super::{MANIFEST, Removed, SaveError, Store, TMP_PREFIX};
+use super::error::SaveError;
+use super::remove::to_trash;
+use super::root::{Store, TMP_PREFIX};
 use crate::digest::Digest;
+use crate::dirs::{self, PathError, Removed};
 use crate::failpoint;
-use crate::manifest::{FileEntry, Manifest, ManifestDraft, is_file_name};
+use crate::manifest::{FileEntry, MANIFEST, Manifest, ManifestDraft, is_file_name};
 
-/// An image that is being written. Dropped, it stays as it is, as after a crash: [`Store::remove_partial`] removes it.
+/// An image that is being written. Its files stay when this value is dropped, as after a crash;
+/// [`Store::remove_partial`] removes them.
 #[derive(Debug)]
 pub struct Partial {
     namespace: Namespace,
@@ -28,23 +31,23 @@ pub struct Partial {
     path: PathBuf,
 }
 
-/// An image that was committed.
+/// Result of a commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Committed {
     pub manifest: Manifest,
-    /// Of the manifest, for `SandboxSnapshot.status.digest`.
+    /// Digest of the manifest, for `SandboxSnapshot.status.digest`.
     pub digest: Digest,
-    /// Bytes of all files but the manifest.
+    /// Size of all files but the manifest, in bytes.
     pub size: u64,
 }
 
 impl Store {
-    /// Makes the directory for a new image. Fails if the image exists, whole or partial.
+    /// Makes the directory for a new image. Fails if the image exists, committed or partial.
     pub fn begin(&self, namespace: &Namespace, image: &ImageId) -> Result<Partial, SaveError> {
         let parent_path = self.namespace_path(namespace);
         let name = format!("{TMP_PREFIX}{image}");
         let path = parent_path.join(&name);
-        // Twice: the removal of the namespace's last image may take the directory away in between.
+        // Two attempts: a removal of the namespace's last image may remove the directory meanwhile.
         for attempt in 1..=2 {
             dirs::make_dir(self.images.as_fd(), namespace.as_str(), &parent_path)?;
             let opened = dirs::open_dir(self.images.as_fd(), namespace.as_str(), &parent_path);
@@ -84,7 +87,8 @@ impl Store {
         Err(PathError::new("create", &path, error).into())
     }
 
-    /// For an image that was moved to its place before a crash: verifies it and makes the move durable.
+    /// Finishes the commit of an image that was moved into its place before a crash: verifies the
+    /// image and makes the move durable.
     pub fn recommit(&self, namespace: &Namespace, image: &ImageId) -> Result<Committed, SaveError> {
         let not_good = |source| SaveError::NotGood {
             image: image.clone(),
@@ -105,17 +109,18 @@ impl Store {
 }
 
 impl Partial {
-    /// The image to be.
+    /// Returns the id of the image that is being written.
     pub fn image(&self) -> &ImageId {
         &self.image
     }
 
-    /// The directory, for a runtime that is told a path.
+    /// Returns the image's directory, for a runtime that takes a path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Makes one of the image's files, for a runtime that is handed a descriptor. For the rule for names see [`FileEntry`].
+    /// Makes a file of the image, for a runtime that takes a descriptor. [`FileEntry`] has the rule
+    /// for names.
     pub fn open_file(&self, name: &str) -> Result<OwnedFd, SaveError> {
         if !is_file_name(name) {
             return Err(self.not_a_file(name));
@@ -127,7 +132,7 @@ impl Partial {
         )?)
     }
 
-    /// Bytes of the files that were made, as they are now.
+    /// Returns the current size of the image's files, in bytes.
     pub fn size(&self) -> Result<u64, SaveError> {
         match self.open_files() {
             Ok(files) => Ok(files.iter().map(|file| file.size).sum()),
@@ -136,9 +141,11 @@ impl Partial {
         }
     }
 
-    /// Makes the image whole: every file in the directory durable and hashed, manifest written, moved to its place.
+    /// Commits the image: makes every file in the directory durable and hashes it, writes the
+    /// manifest, and moves the directory into its place.
     ///
-    /// After an error the image may or may not be in its place (the last thing that can fail is making the move durable).
+    /// After an error the image may be in its place or not: the last step that can fail makes the
+    /// move durable.
     pub fn commit(self, draft: ManifestDraft) -> Result<Committed, SaveError> {
         let files = self.seal_files()?;
         failpoint::hit("commit:synced");
@@ -162,9 +169,9 @@ impl Partial {
         })
     }
 
-    /// Removes what was written.
+    /// Removes the image's files and its directory.
     pub fn abort(self) -> Result<Removed, SaveError> {
-        super::remove::to_trash(
+        to_trash(
             &self.parent,
             &self.parent_path,
             &format!("{TMP_PREFIX}{}", self.image),
@@ -172,7 +179,8 @@ impl Partial {
         )
     }
 
-    /// Files are written back by one thread while others hash them: the disk and the processors work at the same time.
+    /// Makes the files durable and returns their digests. One thread writes the files back while
+    /// others hash them, so that the disk and the processors work at the same time.
     fn seal_files(&self) -> Result<Vec<FileEntry>, SaveError> {
         let files = self.open_files()?;
         let threads = thread::available_parallelism().map_or(1, usize::from);
@@ -270,7 +278,7 @@ impl Partial {
     }
 }
 
-/// One file of a partial image, open.
+/// An open file of a partial image.
 struct Written {
     name: String,
     path: PathBuf,

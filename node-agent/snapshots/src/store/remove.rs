@@ -1,4 +1,4 @@
-//! Removing images. Each call may be repeated; what an earlier one left half done is finished.
+//! Removes images. Each call may be repeated, and finishes the removal of an interrupted call.
 
 use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
@@ -8,17 +8,10 @@ use rustix::fs::AtFlags;
 use rustix::io::Errno;
 use torpor_core::{ImageId, Namespace};
 
-use super::dirs::{self, PathError};
-use super::{SaveError, Store, TMP_PREFIX, TRASH_PREFIX};
+use super::error::SaveError;
+use super::root::{Store, TMP_PREFIX, TRASH_PREFIX};
+use crate::dirs::{self, PathError, Removed};
 use crate::failpoint;
-
-/// What a removal found.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Removed {
-    Done,
-    /// There was nothing.
-    Already,
-}
 
 impl Store {
     /// Removes a committed image.
@@ -30,7 +23,7 @@ impl Store {
         self.remove(namespace, image, &image.to_string())
     }
 
-    /// Removes what an unfinished save or an unfinished removal left of an image.
+    /// Removes a partial image: the files of an interrupted save or an interrupted removal.
     pub fn remove_partial(
         &self,
         namespace: &Namespace,
@@ -51,7 +44,7 @@ impl Store {
             other => other?,
         };
         let removed = to_trash(&parent, &path, name, image)?;
-        // An empty namespace directory is of no use; one that is not empty refuses to go.
+        // The call removes only an empty directory; the kernel refuses one with other images.
         match rustix::fs::unlinkat(&self.images, namespace.as_str(), AtFlags::REMOVEDIR) {
             Ok(()) | Err(Errno::NOTEMPTY | Errno::NOENT) => Ok(removed),
             Err(errno) => Err(PathError::new("remove", &path, errno).into()),
@@ -59,7 +52,8 @@ impl Store {
     }
 }
 
-/// Renames `name` so that nobody takes it for an image, then removes it and whatever was renamed so before.
+/// Removes the image in `name`. First renames it, so that it is no image any more; then removes it
+/// with the leftover of an earlier removal.
 pub(super) fn to_trash(
     parent: &OwnedFd,
     path: &Path,

@@ -1,4 +1,4 @@
-//! The agent that comes after a death: it plans over what the store holds, and does what it planned.
+//! An agent after a crash: it plans from the store's contents and executes the plan.
 
 use std::collections::BTreeSet;
 
@@ -13,28 +13,29 @@ use torpor_snapshots::Store;
 
 use crate::common::{POD, namespace};
 
-/// More plans than any death needs.
+/// Limit of plans; no crash needs so many.
 const MOST_PLANS: usize = 10;
 
 pub(crate) fn pod() -> PodUid {
     PodUid::new(POD).unwrap()
 }
 
-/// The snapshot that adopts the image.
+/// Returns the id of the snapshot that adopts the image.
 pub(crate) fn snapshot() -> SnapshotUid {
     SnapshotUid::new("snapshot-a").unwrap()
 }
 
-/// One Pod's, and what there is of the Pod besides the store.
+/// The agent's view of one Pod: the store, and the Pod's state outside the store.
 pub(crate) struct Agent<'a> {
     store: &'a Store,
     live: Live,
-    /// The note under /run that it sleeps in this image.
+    /// Note under /run that the sandbox is hibernated in this image.
     note: Option<ImageId>,
 }
 
 impl<'a> Agent<'a> {
-    /// Nothing but the agent died: the sandbox is as the last entry found it.
+    /// Makes the agent after a crash of the agent alone: the sandbox has the state of the last
+    /// entry.
     pub(crate) fn new(store: &'a Store) -> Self {
         let state = read(store);
         let (live, note) = match state.memory {
@@ -47,13 +48,14 @@ impl<'a> Agent<'a> {
         Self { store, live, note }
     }
 
-    /// The machine came back with nothing but its disk.
+    /// Makes the agent after a reboot: only the disk's contents are left.
     pub(crate) fn rebooted(store: &'a Store) -> Self {
         let (live, note) = (Live::None, None);
         Self { store, live, note }
     }
 
-    /// Whatever is asked for, the image that is the memory of a sandbox without processes stays, and so does a snapshot's.
+    /// Asserts that no plan removes the image of a sandbox without processes or the image of a
+    /// snapshot.
     pub(crate) fn assert_keeps_what_is_needed(&self, point: &str) {
         let state = read(self.store);
         let memory = state.memory.image().filter(|_| self.live == Live::None);
@@ -68,7 +70,7 @@ impl<'a> Agent<'a> {
         }
     }
 
-    /// Lets the sandbox run and does what is planned for that, until nothing is.
+    /// Requests a running sandbox and executes plans until a plan is empty.
     pub(crate) fn settle(&mut self, point: &str) {
         for _ in 0..MOST_PLANS {
             let plan = self.plan(Power::Awake, &[]);
@@ -148,7 +150,7 @@ fn read(store: &Store) -> LedgerState {
     store.ledger(&pod()).unwrap().read().unwrap()
 }
 
-/// The whole images that a plan removes.
+/// Returns the committed images that a plan removes.
 fn discarded(plan: Plan) -> BTreeSet<ImageId> {
     let images = plan.steps.into_iter().filter_map(|step| match step.action {
         Action::DiscardImage { image } => Some(image),
@@ -169,13 +171,13 @@ fn desired(power: Power, snapshots: &[SnapshotIntent]) -> Desired {
         keep_last_image: false,
         wake_up: BTreeSet::new(),
         snapshots: snapshots.to_vec(),
-        told: false,
+        has_sleep_condition: false,
         containers: BTreeSet::new(),
         ready: true,
     }
 }
 
-/// Its status does not say yet what the ledger knows.
+/// Makes a snapshot whose status does not name its image yet, although the ledger does.
 fn wish() -> SnapshotIntent {
     SnapshotIntent {
         uid: snapshot(),

@@ -74,7 +74,8 @@ pub(crate) fn content(name: &str, size: usize) -> Vec<u8> {
     name.bytes().cycle().take(size).collect()
 }
 
-/// Writes one file of a partial image. `ENOSPC` and the like come back as the error that they are.
+/// Writes one file of a partial image. Errors of the system, such as `ENOSPC`, are returned
+/// unchanged.
 pub(crate) fn write(partial: &Partial, name: &str, size: usize) -> std::io::Result<()> {
     let mut file = File::from(partial.open_file(name).map_err(std::io::Error::other)?);
     file.write_all(&content(name, size))

@@ -12,14 +12,14 @@ use tempfile::TempDir;
 use super::*;
 use crate::args::{ContainerdRestart, RunscArgs};
 
-/// The paths of a host that are not Torpor's.
+/// Paths of the host's own files.
 const MAIN: &str = "etc/containerd/config.toml";
 const PIDFILE: &str = "run/containerd.pid";
 
 const RUNSC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/runsc-released");
 const NEW_RUNSC: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/runsc-of-july");
 
-/// A host: a directory as its root, a payload, and a containerd that comes back when it is ended.
+/// A host: a directory as its root, a payload, and a containerd that a supervisor starts again.
 struct Host {
     dir: TempDir,
     stop: Arc<AtomicBool>,
@@ -37,7 +37,7 @@ impl Host {
         }
         fs::write(root.join(MAIN), main).expect("main file");
         fs::create_dir(dir.path().join("payload")).expect("directory");
-        // A process is known by its name.
+        // The installer recognizes containerd by the process's name.
         fs::copy("/bin/sleep", dir.path().join("containerd")).expect("sleep");
         let _socket =
             UnixListener::bind(root.join("run/containerd/containerd.sock")).expect("socket");
@@ -90,8 +90,8 @@ impl Host {
         fs::write(self.dir.path().join("payload").join(name), content).expect("payload");
     }
 
-    /// A link: a program that was just written may still be open in another test's child, and is
-    /// not executed then (ETXTBSY).
+    /// Puts a link to the program into the payload. A copy could still be open for writing in a
+    /// child process of another test, and its execution would fail (ETXTBSY).
     fn ship_runsc(&self, program: &str) {
         let place = self.dir.path().join("payload/runsc");
         let _ = fs::remove_file(&place);
@@ -156,7 +156,7 @@ impl Host {
         Config::read(&self.root().join("opt/torpor/bin/torpor-oci.json")).expect("configuration")
     }
 
-    /// Every path with its mode and content, but for what the supervisor writes.
+    /// Returns every path with its mode and content, except the pidfile of the supervisor.
     fn tree(&self) -> BTreeMap<PathBuf, (u32, Vec<u8>)> {
         let mut tree = BTreeMap::new();
         let mut left = vec![self.root()];
@@ -181,7 +181,7 @@ impl Host {
     }
 }
 
-/// Waits for the end of the process, and ends it when the test does.
+/// Waits for the end of the process, and kills it when `stop` is set.
 fn wait_or_stop(child: &mut Child, stop: &AtomicBool) {
     while child.try_wait().expect("wait").is_none() {
         if stop.load(Ordering::SeqCst) {
@@ -258,7 +258,7 @@ fn a_second_installation_leaves_every_file_and_containerd_alone() {
 
 #[test]
 fn a_device_that_cannot_become_swap_is_removed_and_forgotten() {
-    // No host has so many.
+    // No host has so many devices.
     const DEVICE: &str = "40711";
     let host = Host::new("version = 3\n");
     let (control, block) = (
@@ -280,7 +280,7 @@ fn a_device_that_cannot_become_swap_is_removed_and_forgotten() {
         doze_swap: ShareOfMemory::percent(50),
         ..host.install_args()
     };
-    // It has no file in /dev to write a header to.
+    // The device has no file in /dev, so the write of its header fails.
     let error = install(&args).expect_err("not swap");
     assert!(error.to_string().contains("dev/zram40711"), "{error}");
     let removed = fs::read_to_string(control.join("hot_remove")).expect("control");

@@ -23,7 +23,7 @@ fn holding(main: &str) -> Current {
     }
 }
 
-/// What the files hold after the plan was carried out, but for the mark of a pending restart.
+/// Returns the content of the files after the plan, without the mark of a pending restart.
 fn carried_out(plan: &Plan, current: &Current) -> Current {
     let after = |change: &Change, before: &Option<String>| match change {
         Change::Keep => before.clone(),
@@ -43,7 +43,7 @@ fn installed(current: &Current) -> Current {
     carried_out(&plan, current)
 }
 
-/// The runtime that containerd finds in this text below `plugin`.
+/// Returns the runtime's BinaryName in the section of `plugin` of this text.
 fn runtime(text: &str, plugin: &str) -> Option<String> {
     let document: toml_edit::DocumentMut = text.parse().expect("TOML");
     let found = document.get("plugins")?.get(plugin)?.get("containerd")?;
@@ -74,7 +74,8 @@ fn imports(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Main files of many kinds, and where the handler must be found afterwards.
+/// Main files of many kinds: name of the case, text, and plugin whose section must have the handler
+/// afterwards.
 const MAINS: &[(&str, &str, &str)] = &[
     (
         "version 3 alone",
@@ -159,7 +160,7 @@ fn containerd_finds_the_handler_where_its_version_looks() {
     }
 }
 
-/// The period at which containerd is told to measure its containers, by our own file.
+/// Returns the period of containerd's figures in Torpor's own file.
 fn stats_period(wanted: &Wanted, main: &str) -> Option<String> {
     let plan = install(wanted, &holding(main)).expect("a plan");
     let Change::Write(text) = plan.drop_in else {

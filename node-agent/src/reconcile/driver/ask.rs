@@ -1,4 +1,5 @@
-//! Asking the apiserver itself about a Pod that the watch shows no more: the watch of its snapshots may be behind.
+//! Questions to the apiserver about Pods that the watch of Pods has no more. The watch of snapshots
+//! may be behind, so the apiserver itself lists them.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, PoisonError};
@@ -9,24 +10,23 @@ use kube::{Client, ResourceExt};
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 use torpor_api::snapshot::SandboxSnapshot;
-use torpor_core::ids::{Namespace, PodUid, SnapshotUid};
+use torpor_core::ids::{PodUid, SnapshotUid};
 use torpor_core::state::Answer;
 
 use k8s_openapi::api::core::v1::Pod;
 
-use super::{Driver, RETRY, Remembered, Turn};
-use crate::reconcile::about::named_pod;
-use crate::reconcile::shown::may_be_of_node;
+use crate::reconcile::references::named_pod;
+use crate::reconcile::snapshot_index::may_be_of_node;
 use crate::report::publish::API_LIMIT;
 
-/// How long an answer about a namespace is kept for those that wait for it.
+/// How long the listing of a namespace is kept for the tasks that wait for it.
 const KEPT_FOR: Duration = Duration::from_secs(60);
-/// How many objects are read at once. Tenants make them, each may have more than a megabyte.
+/// SandboxSnapshots per page of a list. Tenants make them, and each may have more than a megabyte.
 const PAGE: u32 = 10;
-/// Of Pods only the metadata are read.
+/// Pods per page of a list, which has only their metadata.
 const PODS_PAGE: u32 = 100;
 
-/// Why there is no answer.
+/// The reason why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("cannot list {what} of namespace {namespace}")]
@@ -45,21 +45,23 @@ pub(super) enum Error {
     },
 }
 
-/// Answers of the apiserver, by namespace. One question at a time about each: a namespace of many
-/// snapshots delays no other.
+/// The listings of namespaces that the apiserver has returned. One request at a time runs for each
+/// namespace, so that a namespace with many snapshots delays no other.
 #[derive(Debug, Default)]
-pub(crate) struct Asked(std::sync::Mutex<HashMap<String, Arc<Mutex<Option<Told>>>>>);
+pub(crate) struct Asked(std::sync::Mutex<HashMap<String, Arc<Mutex<Option<Listing>>>>>);
 
-/// What one namespace has.
+/// The Pods and snapshots of one namespace that belong to this node.
 #[derive(Debug)]
-struct Told {
+struct Listing {
+    /// When the request began. The listing is at least as new.
     at: Instant,
+    /// UIDs.
     pods: BTreeSet<String>,
-    /// Snapshots of this node, by the Pod that they name.
+    /// By the UID of the Pod that they name.
     snapshots: HashMap<PodUid, OfPod>,
 }
 
-/// Snapshots that name one Pod.
+/// The snapshots that name one Pod.
 #[derive(Debug, Clone, Default)]
 struct OfPod {
     kept: BTreeSet<SnapshotUid>,
@@ -67,7 +69,8 @@ struct OfPod {
 }
 
 impl Asked {
-    async fn about(
+    /// Returns what the apiserver has of the Pod, no older than this call.
+    pub(super) async fn about(
         &self,
         client: &Client,
         node: &str,
@@ -76,33 +79,35 @@ impl Asked {
     ) -> Result<Answer, Error> {
         let asked_at = Instant::now();
         let of_namespace = self.of_namespace(namespace);
-        let mut told = of_namespace.lock().await;
-        // Pods that go together wait together: an answer to a question that was put later is as good for all of them.
-        let answered = match told.take().filter(|told| told.at >= asked_at) {
-            Some(answered) => answered,
-            None => Told::ask(client, node, namespace).await?,
+        let mut place = of_namespace.lock().await;
+        // When many Pods go at once, their tasks wait here together. A listing that was requested
+        // after this call began serves them all.
+        let listing = match place.take().filter(|listing| listing.at >= asked_at) {
+            Some(listing) => listing,
+            None => Listing::read(client, node, namespace).await?,
         };
-        Ok(told.insert(answered).answer(pod))
+        Ok(place.insert(listing).answer(pod))
     }
 
-    /// The namespace's place; places that nobody uses are dropped after [`KEPT_FOR`].
-    fn of_namespace(&self, namespace: &str) -> Arc<Mutex<Option<Told>>> {
+    /// Returns the place of the namespace's listing. Drops the places that no task has used for
+    /// [`KEPT_FOR`].
+    fn of_namespace(&self, namespace: &str) -> Arc<Mutex<Option<Listing>>> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|_, place| {
-            Arc::strong_count(place) > 1 || place.try_lock().is_ok_and(|told| is_kept(&told))
+            Arc::strong_count(place) > 1 || place.try_lock().is_ok_and(|listing| is_kept(&listing))
         });
         all.entry(namespace.to_owned()).or_default().clone()
     }
 }
 
-fn is_kept(told: &Option<Told>) -> bool {
-    told.as_ref()
-        .is_some_and(|told| told.at.elapsed() < KEPT_FOR)
+fn is_kept(listing: &Option<Listing>) -> bool {
+    listing
+        .as_ref()
+        .is_some_and(|listing| listing.at.elapsed() < KEPT_FOR)
 }
 
-impl Told {
-    async fn ask(client: &Client, node: &str, namespace: &str) -> Result<Self, Error> {
-        // Before the first answer: what it says is at least as new.
+impl Listing {
+    async fn read(client: &Client, node: &str, namespace: &str) -> Result<Self, Error> {
         let at = Instant::now();
         let mut pods = BTreeSet::new();
         let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
@@ -152,12 +157,14 @@ impl Told {
     }
 }
 
-/// The Pod that a snapshot of this node names, and the snapshot's UID.
+/// Returns the Pod that a snapshot names and the snapshot's UID. None if the snapshot names another
+/// node.
 fn names(snapshot: &SandboxSnapshot, node: &str) -> Option<(PodUid, SnapshotUid)> {
     let pod = named_pod(snapshot).filter(|_| may_be_of_node(snapshot, node))?;
     Some((pod, SnapshotUid::new(snapshot.uid()?).ok()?))
 }
 
+/// Waits for the answer at most [`API_LIMIT`].
 async fn within<T>(
     what: &'static str,
     namespace: &str,
@@ -172,42 +179,6 @@ async fn within<T>(
             source,
         }),
         Err(_) => Err(Error::Timeout { what, namespace }),
-    }
-}
-
-impl Driver {
-    /// Asks for the next plan, which is made at once.
-    pub(super) async fn ask(
-        &self,
-        pod: &PodUid,
-        namespace: Option<&Namespace>,
-        remembered: &mut Remembered,
-    ) -> Turn {
-        let Some(namespace) = namespace else {
-            // An image lies in a directory of its namespace; where that is not known there is nothing to be asked about.
-            remembered.going.answer = Some(Answer::default());
-            return Turn::Again;
-        };
-        let shared = &self.shared;
-        let publisher = &shared.publisher;
-        let node = publisher.node_name();
-        let asked = &shared.asked;
-        let answer = asked.about(publisher.client(), node, namespace.as_str(), pod);
-        let answer = tokio::select! {
-            answer = answer => answer,
-            () = self.stop.cancelled() => return Turn::Wait(RETRY),
-        };
-        match answer {
-            Ok(answer) => {
-                remembered.going.answer = Some(answer);
-                Turn::Again
-            }
-            Err(error) => {
-                let error = crate::reconcile::observe::words(&error);
-                tracing::warn!(%pod, error, "cannot determine whether the images of a deleted Pod are still needed: they are kept");
-                Turn::Wait(RETRY)
-            }
-        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Ending containers whose gofer has ended.
+//! The end of containers whose gofer has ended.
 
 use nix::sys::signal::Signal;
 use torpor_core::state::{Live, Observed};
@@ -8,12 +8,12 @@ use torpor_runsc::control::{ContainerState, Error, SignalScope};
 use crate::reconcile::node::{CALL_LIMIT, Node};
 use crate::reconcile::observe::words;
 
-/// Ends the containers of a sandbox that runs whose gofer (the process that serves their files) has
-/// ended, so that the kubelet starts them anew.
+/// Ends each container of a running sandbox whose gofer, the process that serves its files, has
+/// ended. The kubelet then starts the container anew.
 ///
-/// gVisor does so by itself, but not in a sandbox that was restored: it watches the gofer of a
-/// container whose program it has begun (`runsc/boot/loader.go`, `startGoferMonitor`). Such a
-/// container would run on without its files and could not be saved. The caller holds the sandbox'
+/// gVisor itself ends such a container only if gVisor has started the container's program: then it
+/// watches the gofer (`runsc/boot/loader.go`, `startGoferMonitor`). In a restored sandbox the
+/// container would run on without its files and could not be saved. The caller holds the sandbox's
 /// lock.
 pub(super) fn end_containers_without(node: &Node, record: &PodRecord, observed: &Observed) {
     if observed.live != Live::Running {
@@ -21,7 +21,7 @@ pub(super) fn end_containers_without(node: &Node, record: &PodRecord, observed: 
     }
     let runsc = node.runsc.of(&record.sandbox);
     let has_lost_gofer = |container: &ContainerRecord| {
-        // What runsc has no record of any more is about to go.
+        // A container without a record of runsc is about to go.
         (runsc.has_lost_gofer(container.id.as_str(), record.sandbox.as_str())).unwrap_or(false)
     };
     let containers = node.records.containers_of(&record.sandbox);
@@ -33,7 +33,7 @@ pub(super) fn end_containers_without(node: &Node, record: &PodRecord, observed: 
             Ok(true) => {
                 tracing::warn!(pod_uid = %record.pod_uid, container = container.name, "ended a container, because its gofer has ended");
             }
-            // Until containerd deletes it, an ended container is still on record.
+            // An ended container stays on record until containerd deletes it.
             Ok(false) => {}
             Err(error) => {
                 tracing::warn!(pod_uid = %record.pod_uid, error = words(&error), "cannot end a container whose gofer has ended");
@@ -42,7 +42,7 @@ pub(super) fn end_containers_without(node: &Node, record: &PodRecord, observed: 
     }
 }
 
-/// Whether the container ran.
+/// Ends the container. Returns whether it ran.
 fn end(node: &Node, container: &ContainerRecord) -> Result<bool, Error> {
     let mut control = node.runsc.connect(&container.sandbox)?;
     let id = container.id.as_str();

@@ -1,4 +1,4 @@
-//! Telling a sandbox that runs what its Pod may use.
+//! Writing the Pod's resource limits into its running sandbox.
 
 use std::time::Duration;
 
@@ -12,33 +12,34 @@ use torpor_runsc::limits::{self, Machine};
 use crate::reconcile::node::Node;
 use crate::reconcile::observe::words;
 
-/// The sandbox' lock is held meanwhile, and the next look tries again.
-const TELL_LIMIT: Duration = Duration::from_secs(2);
+/// The sandbox's lock is held meanwhile, and the next turn tries again.
+const SEND_LIMIT: Duration = Duration::from_secs(2);
 
-/// The limits that this agent told a sandbox last.
-pub(super) type ToldLimits = (SandboxId, Limits);
+/// The limits that this agent wrote into a sandbox last.
+pub(super) type SentLimits = (SandboxId, Limits);
 
-/// Tells a sandbox its Pod's limits: when it was restored, which brings those of its image, and
-/// when the Pod was resized. Answers what it was told. The caller holds the sandbox' lock.
-pub(super) fn tell(
+/// Writes the Pod's limits into its sandbox. They differ after a restore, which brings the limits
+/// of the image, and after a resize of the Pod. Returns the limits that the sandbox has got. The
+/// caller holds the sandbox's lock.
+pub(super) fn send(
     node: &Node,
     record: &PodRecord,
     observed: &Observed,
-    told: Option<ToldLimits>,
-) -> Option<ToldLimits> {
+    sent: Option<SentLimits>,
+) -> Option<SentLimits> {
     match observed.live {
         Live::Running => {}
-        // Where it stands still it goes on as it is.
-        Live::Paused | Live::Unknown => return told,
+        // A sandbox that does not run keeps its limits.
+        Live::Paused | Live::Unknown => return sent,
         Live::None => return None,
     }
     let now = (record.sandbox.clone(), limits_of(node, record)?);
-    if told.as_ref() == Some(&now) {
-        return told;
+    if sent.as_ref() == Some(&now) {
+        return sent;
     }
     if let Err(error) = write(node, &now) {
         tracing::warn!(pod_uid = %record.pod_uid, error, "the Pod's programs see its old limits until the agent can update them");
-        return told;
+        return sent;
     }
     Some(now)
 }
@@ -48,14 +49,14 @@ fn limits_of(node: &Node, record: &PodRecord) -> Option<Limits> {
     limits::of_pod(&node.records, cgroups, record).ok()?
 }
 
-fn write(node: &Node, (sandbox, limits): &ToldLimits) -> Result<(), String> {
+fn write(node: &Node, (sandbox, limits): &SentLimits) -> Result<(), String> {
     let parts = node.records.containers_of(sandbox);
     let parts = parts.map_err(|error| words(&error))?;
     let with_programs = parts.iter().filter(|part| part.role == Role::Container);
     let containers: Vec<&str> = with_programs.map(|part| part.id.as_str()).collect();
     let machine = Machine::read().map_err(|error| error.to_string())?;
     let mut control = node.runsc.connect(sandbox).map_err(|error| words(&error))?;
-    match limits::tell(&mut control, &containers, limits, machine, TELL_LIMIT) {
+    match limits::tell(&mut control, &containers, limits, machine, SEND_LIMIT) {
         Err(error) if error.is_refusal() => {
             tracing::warn!(
                 error = words(&error),
@@ -63,6 +64,6 @@ fn write(node: &Node, (sandbox, limits): &ToldLimits) -> Result<(), String> {
             );
             Ok(())
         }
-        told => told.map_err(|error| words(&error)),
+        result => result.map_err(|error| words(&error)),
     }
 }

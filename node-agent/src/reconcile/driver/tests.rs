@@ -1,20 +1,26 @@
-//! The task of a Pod against an apiserver and a store: a Pod that is gone and has left its memory.
+//! Tests of a Pod's task with an apiserver and a store: a Pod that is gone and has left its memory.
 
 use serde_json::{Value, json};
 use torpor_core::Entry;
 use torpor_core::ids::ImageId;
+use torpor_core::state::Policy;
 use torpor_test_apiserver::Apiserver;
 
 use super::*;
 use crate::policy::pressure::NodePressure;
+use crate::policy::saves::Saves;
 use crate::reconcile::execute::tests::node_in;
+use crate::reconcile::snapshot_index::SnapshotIndex;
+use crate::report::metrics::Metrics;
+use crate::report::publish::Publisher;
 use crate::report::sandboxes::tests::image_in;
+use crate::report::spans::Spans;
 
 const NODE: &str = "node";
 const POD: &str = "pod-1";
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A node whose only Pod is gone and sleeps in an image, and its driver.
+/// A driver on a node whose only Pod is gone and has left its memory in an image.
 struct Bench {
     _dir: tempfile::TempDir,
     server: Apiserver,
@@ -46,7 +52,7 @@ impl Bench {
         let metrics = Arc::new(Metrics::new());
         let shared = Arc::new(Shared {
             pods: kube::runtime::reflector::store().0,
-            snapshots: Arc::new(ShownSnapshots::new(NODE.to_owned())),
+            snapshots: Arc::new(SnapshotIndex::new(NODE.to_owned())),
             classes: kube::runtime::reflector::store().0,
             publisher: Publisher::new(server.client(), NODE.to_owned()),
             policy: Policy {
@@ -85,18 +91,20 @@ impl Bench {
         )
     }
 
-    fn told(&self) -> Option<Value> {
+    fn in_api(&self) -> Option<Value> {
         self.server.get("sandboxsnapshots", "n", "late")
     }
 
-    /// The watch catches up.
+    /// Delivers the snapshot as the watch does.
     fn show(&self) {
-        let shown = self.told().and_then(|one| serde_json::from_value(one).ok());
+        let shown = self
+            .in_api()
+            .and_then(|one| serde_json::from_value(one).ok());
         if let Some(snapshot) = shown {
             let event = kube::runtime::watcher::Event::Apply(snapshot);
             self.shared.snapshots.take(event);
         }
-        self.driver.poke_if_kept(&self.pod);
+        self.driver.wake_task(&self.pod);
     }
 
     fn has_image(&self) -> bool {
@@ -111,7 +119,7 @@ impl Bench {
             }
         };
         let came = tokio::time::timeout(LIMIT, waits).await;
-        came.unwrap_or_else(|_| panic!("not seen: {words}; {:?}", self.told()));
+        came.unwrap_or_else(|_| panic!("not seen: {words}; {:?}", self.in_api()));
     }
 }
 
@@ -124,14 +132,14 @@ async fn a_snapshot_that_comes_late_gets_the_image_of_a_pod_that_is_gone() {
     bench.snapshot();
     let committed = || {
         bench.show();
-        let told = bench.told().expect("the snapshot");
-        told["status"]["imageID"] == json!(bench.image.to_string())
-            && told["status"]["conditions"][0]["status"] == "True"
+        let snapshot = bench.in_api().expect("the snapshot");
+        snapshot["status"]["imageID"] == json!(bench.image.to_string())
+            && snapshot["status"]["conditions"][0]["status"] == "True"
     };
     bench.until("it is committed", committed).await;
-    let told = bench.told().expect("the snapshot");
-    assert_eq!(told["status"]["nodeName"], NODE);
-    assert_eq!(told["status"]["podUID"], POD);
+    let snapshot = bench.in_api().expect("the snapshot");
+    assert_eq!(snapshot["status"]["nodeName"], NODE);
+    assert_eq!(snapshot["status"]["podUID"], POD);
     assert!(bench.has_image());
 }
 
@@ -148,16 +156,16 @@ async fn an_image_that_a_snapshot_names_which_no_watch_shows_stays_and_else_is_g
             .any(|(kind, _)| kind == "sandboxsnapshots")
     };
     bench.until("the apiserver is asked", asked).await;
-    bench.driver.poke_if_kept(&bench.pod);
+    bench.driver.wake_task(&bench.pod);
     bench.until("it is asked again", asked).await;
     assert!(bench.has_image(), "the API has a snapshot of it");
     bench.server.remove("sandboxsnapshots", "n", "late");
     let given_up = || {
-        bench.driver.poke_if_kept(&bench.pod);
+        bench.driver.wake_task(&bench.pod);
         !bench.has_image()
     };
     bench.until("the image goes", given_up).await;
-    let said = || {
+    let has_event = || {
         let events = bench.server.list("events");
         events.iter().any(|event| {
             event["reason"] == "MemoryGivenUp"
@@ -167,7 +175,7 @@ async fn an_image_that_a_snapshot_names_which_no_watch_shows_stays_and_else_is_g
                     .is_some_and(|note| note.contains("pod-1.1"))
         })
     };
-    bench.until("it is said on the Sandbox", said).await;
+    bench.until("it is said on the Sandbox", has_event).await;
 }
 
 #[tokio::test]
@@ -185,26 +193,26 @@ async fn a_snapshot_of_a_pod_that_nobody_knows_is_answered_once_and_keeps_no_tas
     let unknown = PodUid::new("unknown").expect("a UID");
     let answered = || {
         bench.show();
-        bench.driver.poke_if_kept(&unknown);
-        let told = bench.told().expect("the snapshot");
-        told["status"]["conditions"][0]["reason"] == "SandboxNotFound"
+        bench.driver.wake_task(&unknown);
+        let snapshot = bench.in_api().expect("the snapshot");
+        snapshot["status"]["conditions"][0]["reason"] == "SandboxNotFound"
     };
     bench.until("it is answered", answered).await;
     let ended = || {
         bench.show();
-        !bench.driver.poke_if_kept(&unknown)
+        !bench.driver.wake_task(&unknown)
     };
     bench.until("its task has ended", ended).await;
     let sweeps = bench.driver.clone();
     let swept = tokio::task::spawn_blocking(move || sweeps.take_up());
     swept.await.expect("it sweeps");
-    assert!(!bench.driver.poke_if_kept(&unknown), "a sweep begins none");
-    // Its finalizer goes with it.
+    assert!(!bench.driver.wake_task(&unknown), "a sweep begins none");
+    // A deletion removes the finalizer too.
     bench.server.delete("sandboxsnapshots", "n", "late");
     let released = || {
         bench.show();
-        bench.driver.poke_if_kept(&unknown);
-        bench.told().is_none()
+        bench.driver.wake_task(&unknown);
+        bench.in_api().is_none()
     };
     bench.until("it is released", released).await;
 }

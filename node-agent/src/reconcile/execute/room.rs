@@ -1,4 +1,4 @@
-//! Room and time for a save: what refuses it before it begins, and what stops it while it is under way.
+//! Room and time for a save: the checks before it begins, and the limits while it is under way.
 
 use std::time::Duration;
 
@@ -8,23 +8,25 @@ use torpor_core::store_limit::{self, OverLimit};
 use torpor_records::{PodLock, PodRecord};
 use torpor_runsc::keeper::Verb;
 
-use super::{Context, WAKE_LIMIT, failed};
+use super::context::{Context, VERB_LIMIT, failed};
 use crate::policy::saves;
 use crate::reconcile::node::Node;
 use crate::reconcile::observe::words;
 
-/// How long a save may take, whatever the size of the sandbox.
+/// Time limit of a save, without the addition for its size.
 pub(super) const SAVE_LIMIT: Duration = Duration::from_secs(300);
-/// For each so many bytes of memory it may take a second more: a slow disk that others use too takes them in less.
+/// Bytes of memory for each of which a save may take one second more. A slow disk that
+/// other programs use too writes them in less than a second.
 const SLOWEST_SAVE: u64 = 20 << 20;
 
-/// How long a save of so many bytes may take: a sandbox that is written without end stands still without end.
+/// Returns the time limit of a save of so many bytes. Without a limit, a save without an end
+/// would pause the sandbox without an end.
 pub(super) fn save_limit(expected: Option<u64>) -> Duration {
     let seconds = expected.unwrap_or(0) / SLOWEST_SAVE;
     SAVE_LIMIT.saturating_add(Duration::from_secs(seconds))
 }
 
-/// How a save fails for which there is no room, if there is none.
+/// Returns the failure of a save if there is no room for it.
 pub(crate) fn no_room(context: &Context<'_>) -> Option<Outcome> {
     let (record, lock) = context.sandbox?;
     no_room_for(
@@ -33,7 +35,8 @@ pub(crate) fn no_room(context: &Context<'_>) -> Option<Outcome> {
     )
 }
 
-/// Of a sandbox whose size is not known, it is only asked that something is left.
+/// Returns the failure of a save of `expected` bytes if there is no room for it. If the size is
+/// not known, the limits only must not be reached yet.
 pub(super) fn no_room_for(context: &Context<'_>, expected: Option<u64>) -> Option<Outcome> {
     let (node, wanted) = (context.node, expected.unwrap_or(0));
     if let Err(refused) = node.store.check_room(wanted, node.limits.reserve) {
@@ -48,8 +51,10 @@ pub(super) fn no_room_for(context: &Context<'_>, expected: Option<u64>) -> Optio
     Some(failed(OverLimit::REASON, &refused))
 }
 
-/// When a save of the sandbox is stopped. Its memory is counted again before it is stopped for its size: what a wake still reads was not
-/// in memory yet.
+/// Returns a function that decides, by the bytes written so far, whether a save is stopped.
+///
+/// Before a stop for the size, the memory is counted again: pages that a wake was still reading
+/// at the first count were not in memory yet.
 pub(super) fn stop_of(
     node: &Node,
     record: &PodRecord,
@@ -68,7 +73,8 @@ pub(super) fn stop_of(
     }
 }
 
-/// The sandbox cannot be trusted any more; its end frees what it has written.
+/// Ends a sandbox that continues a stopped save. It cannot be trusted any more, and its end
+/// frees the bytes that it has written.
 pub(super) fn force_end(context: &Context<'_>) {
     let Some((record, lock)) = context.sandbox else {
         return;
@@ -76,7 +82,7 @@ pub(super) fn force_end(context: &Context<'_>) {
     let sandbox = &record.sandbox;
     let asked = context
         .node
-        .ask_keeper(sandbox, lock, Verb::ForceEnd, None, None, WAKE_LIMIT);
+        .ask_keeper(sandbox, lock, Verb::ForceEnd, None, None, VERB_LIMIT);
     match asked {
         Ok(_) => {
             tracing::error!(pod = %context.pod, "ended the sandbox, because it continued to write an image after the save was stopped");

@@ -1,19 +1,25 @@
+use std::cell::{Cell, RefCell};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
+use jiff::Timestamp;
+use torpor_core::ids::{Namespace, PodUid};
 use torpor_core::steps::{Fence, StepKind};
+use torpor_core::store_limit::PerNamespace;
+use torpor_records::WakeCause;
 use torpor_records::config::Config;
+use torpor_runsc::keeper::Rules;
+use torpor_snapshots::ManifestDraft;
 
 use super::room::SAVE_LIMIT;
 use super::*;
-use torpor_core::store_limit::PerNamespace;
 
 use crate::args::SwapArgs;
 use crate::policy::swap::SwapRoom;
 use crate::reconcile::node::StoreLimits;
 
-/// A step that was planned when the ledger had come so far.
+/// Returns a step that was planned for the ledger at this number.
 pub(crate) fn step(ledger_seq: u64, action: Action) -> Step {
     Step {
         fence: Fence {
@@ -27,7 +33,7 @@ pub(crate) fn step(ledger_seq: u64, action: Action) -> Step {
     }
 }
 
-/// A node with nothing on it, in this directory.
+/// Returns an empty node in this directory.
 pub(crate) fn node_in(dir: &Path) -> Node {
     let config = Config {
         runsc: dir.join("runsc"),
@@ -97,7 +103,7 @@ fn a_ledger_that_cannot_be_trusted_stops_what_needs_it_and_nothing_else() {
     };
     assert_eq!(refused(&noted), "LedgerCorrupt");
     assert_eq!(refused(&step(1, Action::Resume)), "LedgerCorrupt");
-    // It is tried: there is none to be resumed.
+    // The step is tried and finds no sandbox to resume.
     assert_eq!(refused(&step(0, Action::Resume)), "SandboxGone");
     let discard = step(0, Action::DiscardImage { image });
     assert_eq!(execute(&context, &discard), Outcome::Already);
@@ -140,22 +146,22 @@ fn a_sandbox_is_not_stopped_for_an_image_that_there_is_no_room_for() {
     };
     let refused = vec![(StepKind::Checkpoint, full())];
     let all = [StepKind::Pause, StepKind::Checkpoint].map(|kind| (kind, Outcome::Done));
-    for (stops_for, refusal, acts, tells) in [
+    for (stops_for, refusal, acts, reports) in [
         (Some(&steps[1]), Some(full()), &[][..], refused),
         (Some(&steps[1]), None, &steps[..], all.to_vec()),
-        // It stands still already.
+        // The sandbox is paused already.
         (None, Some(full()), &steps[..], all.to_vec()),
     ] {
-        let (mut acted, mut told) = (Vec::new(), Vec::new());
+        let (mut acted, mut reported) = (Vec::new(), Vec::new());
         let act = |step: &Step| {
             acted.push(step.clone());
             Outcome::Done
         };
-        let tell = |step: &Step, outcome: &Outcome, _took| {
-            told.push((step.action.kind(), outcome.clone()));
+        let report = |step: &Step, outcome: &Outcome, _took| {
+            reported.push((step.action.kind(), outcome.clone()));
         };
-        run(&steps, stops_for, || refusal, act, tell);
-        assert_eq!((acted.as_slice(), told), (acts, tells));
+        run(&steps, stops_for, || refusal, act, report);
+        assert_eq!((acted.as_slice(), reported), (acts, reports));
     }
 }
 
@@ -227,10 +233,10 @@ fn what_comes_after_a_step_that_did_not_succeed_is_left() {
             _ => Outcome::Already,
         }
     };
-    let mut told = 0;
-    run(&steps, None, || None, act, |_, _, _| told += 1);
+    let mut reported = 0;
+    run(&steps, None, || None, act, |_, _, _| reported += 1);
     assert_eq!(acted, [StepKind::Pause, StepKind::Resume]);
-    assert_eq!(told, 2);
+    assert_eq!(reported, 2);
 }
 
 #[test]

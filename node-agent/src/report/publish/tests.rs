@@ -26,7 +26,7 @@ fn a_doze_and_its_end_are_events_and_of_a_doze_only_what_is_true_of_each_is_said
 #[test]
 fn an_image_that_was_given_back_names_no_pod_any_more() {
     let image = torpor_core::ImageId::parse("pod-a.1").expect("an id");
-    let told = |current: &SandboxSnapshotStatus, consumed_by: Option<&str>| {
+    let next = |current: &SandboxSnapshotStatus, consumed_by: Option<&str>| {
         let consumed_by = consumed_by.map(|uid| torpor_core::PodUid::new(uid).expect("a UID"));
         let draft = SnapshotDraft {
             uid: torpor_core::SnapshotUid::new("s-1").expect("a UID"),
@@ -39,9 +39,9 @@ fn an_image_that_was_given_back_names_no_pod_any_more() {
         };
         snapshot_status(current, &draft, None, "node", None, Timestamp::UNIX_EPOCH)
     };
-    let taken = told(&SandboxSnapshotStatus::default(), Some("pod-b"));
+    let taken = next(&SandboxSnapshotStatus::default(), Some("pod-b"));
     assert!(conditions::is_true(&taken.conditions, conditions::CONSUMED));
-    let back = told(&taken, None);
+    let back = next(&taken, None);
     assert!(conditions::find(&back.conditions, conditions::CONSUMED).is_none());
     let patch = replacing(&taken, &back);
     assert_eq!(
@@ -72,7 +72,7 @@ async fn a_late_status_takes_away_nothing_that_was_written_since() {
         "sandboxsnapshots",
         json!({ "metadata": { "name": "x", "namespace": "n" }, "spec": { "sandboxName": "s" } }),
     ));
-    // The controller lets the sandbox go on without the image.
+    // The controller writes that the sandbox continues without the image.
     let left_behind = json!({ "status": { "conditions": [{
         "type": "Consumed", "status": "True", "reason": "Superseded", "message": "",
         "lastTransitionTime": "2026-01-01T00:00:00Z",
@@ -122,25 +122,23 @@ async fn a_restored_pod_is_told_everything_by_one_write_that_leaves_the_kubelets
     server.take_writes();
     publisher.pod(&read(pod), &status).await.expect("told");
     assert_eq!(server.take_writes().len(), 1);
-    let told = read(server.get("pods", "n", "p").expect("the Pod"));
+    let written = read(server.get("pods", "n", "p").expect("the Pod"));
     for kind in [
         "ContainersReady",
         "torpor.dev/Restored",
         "PodRestored",
         "torpor.dev/RestoreSettled",
     ] {
-        let said = condition(&told, kind);
-        assert_eq!(
-            said.map(|said| said.status.as_str()),
-            Some("True"),
-            "{kind}"
-        );
+        let condition = condition(&written, kind);
+        let status = condition.map(|condition| condition.status.as_str());
+        assert_eq!(status, Some("True"), "{kind}");
     }
-    publisher.pod(&told, &status).await.expect("told");
+    publisher.pod(&written, &status).await.expect("told");
     assert!(server.take_writes().is_empty(), "it is said already");
 }
 
-/// The planner knows nothing of Kubernetes and so has words of its own; they must be the API's.
+/// The planner is independent of Kubernetes and defines reasons of its own. Each of them must be a
+/// reason of the API.
 #[test]
 fn every_reason_of_the_planner_is_one_of_the_api() {
     let known: BTreeSet<&str> = api::hibernated::ALL

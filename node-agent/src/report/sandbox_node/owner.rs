@@ -1,4 +1,4 @@
-//! The Node as the owner of its SandboxNode: Kubernetes takes the one away with the other.
+//! The Node as the owner of its SandboxNode: Kubernetes deletes the SandboxNode with its Node.
 
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -7,7 +7,8 @@ use kube::api::{Api, Patch, PatchParams};
 use serde_json::json;
 use torpor_api::node::SandboxNode;
 
-/// The Node as an owner; none where it is not there, or may not be read.
+/// Returns an owner reference to the Node; None if the Node does not exist or the agent may not
+/// read the Node.
 pub(super) async fn find(
     client: &Client,
     name: &str,
@@ -20,8 +21,8 @@ pub(super) async fn find(
     }
 }
 
-/// Corrects the owners of a SandboxNode that was there before: it may be older than this agent, or than its Node. An apiserver may forbid it: then it
-/// stays without.
+/// Corrects the owners of an existing SandboxNode, which may be older than this agent or than its
+/// Node. If the apiserver forbids the correction, the SandboxNode stays without this owner.
 pub(super) async fn correct(client: &Client, found: &SandboxNode) -> Result<(), kube::Error> {
     let name = found.metadata.name.as_deref().unwrap_or_default();
     let Some(node) = find(client, name).await? else {
@@ -32,7 +33,7 @@ pub(super) async fn correct(client: &Client, found: &SandboxNode) -> Result<(), 
     let Some(owners) = corrected(owners.unwrap_or_default(), &node) else {
         return Ok(());
     };
-    // A merge patch replaces the whole list, so it holds for what was seen only.
+    // A merge patch replaces the whole list, so it applies only to the version that was read.
     let patch = json!({"metadata": {
         "ownerReferences": owners,
         "resourceVersion": found.metadata.resource_version,
@@ -62,7 +63,8 @@ fn reference(node: Node) -> Option<OwnerReference> {
     })
 }
 
-/// The owners as they should be, without a Node that had the name before; none where the Node is among them.
+/// Returns the correct owners, without an earlier Node of this name; None if the Node is among the
+/// owners already.
 fn corrected(owners: &[OwnerReference], node: &OwnerReference) -> Option<Vec<OwnerReference>> {
     if owners.iter().any(|owner| owner.uid == node.uid) {
         return None;
@@ -81,7 +83,7 @@ mod tests {
     use super::super::write;
     use super::*;
 
-    /// What the agent does when it starts.
+    /// Writes and corrects the SandboxNode as the agent does at its start. Returns its owners.
     async fn start(server: &Apiserver) -> Value {
         let client = server.client();
         let written = write(&client, "n", &SandboxNodeStatus::default()).await;

@@ -1,4 +1,4 @@
-//! The latest of each Pod: the drivers' tasks write, the report reads.
+//! The latest plan of each Pod: the driver's tasks write it, the report reads it.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,38 +9,40 @@ use torpor_api::node::PlanReason;
 use torpor_core::ids::{ImageId, PodUid};
 use torpor_core::steps::{Plan, Reason};
 
-/// The latest of each Pod.
+/// The entries of all Pods.
 #[derive(Debug, Default)]
 pub(crate) struct Board {
     pods: Mutex<HashMap<PodUid, Latest>>,
-    news: Notify,
+    /// Notified when a left image changes.
+    left_changed: Notify,
 }
 
-/// What a Pod's task has planned.
+/// The entry of a Pod, from the latest plan of its task.
 #[derive(Debug)]
 pub(crate) struct Latest {
     reasons: Vec<PlanReason>,
-    /// Whether it is watched for idleness.
+    /// The agent watches the Pod's sandbox for idleness.
     watched: bool,
-    /// Name of its Sandbox, where the Pod was seen.
+    /// Name of the Pod's Sandbox; None if the task has not read the Pod.
     sandbox: Option<String>,
-    /// Whether the API has the Pod no more.
+    /// The API no longer has the Pod.
     is_gone: bool,
     left: Option<Left>,
 }
 
-/// Memory that a Pod left which is gone.
+/// The image that a Pod left when it was deleted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Left {
     pub(super) image: ImageId,
-    /// When the Pod was found gone.
+    /// Time at which the task found that the API no longer has the Pod.
     pub(super) since: Timestamp,
-    /// It waits for a snapshot that claims it.
+    /// The image is kept until a SandboxSnapshot names the Pod.
     is_unclaimed: bool,
 }
 
 impl Latest {
-    /// `gone_since`: when the Pod was found gone, if it is.
+    /// Makes the entry from a plan. `gone_since` is the time at which the task found that the API
+    /// no longer has the Pod, or None.
     pub(crate) fn of(
         plan: &Plan,
         watched: bool,
@@ -50,7 +52,7 @@ impl Latest {
         let waits = |reason: &Reason| matches!(reason, Reason::Unclaimed { .. });
         let left = plan.status.left.clone().zip(gone_since);
         Self {
-            reasons: plan.why.iter().map(told).collect(),
+            reasons: plan.why.iter().map(plan_reason).collect(),
             watched,
             sandbox: sandbox.map(str::to_owned),
             is_gone: gone_since.is_some(),
@@ -68,23 +70,24 @@ impl Board {
         let left = latest.left.clone();
         let before = self.lock().insert(pod.clone(), latest);
         if before.and_then(|before| before.left) != left {
-            self.news.notify_one();
+            self.left_changed.notify_one();
         }
     }
 
     pub(crate) fn forget(&self, pod: &PodUid) {
         let before = self.lock().remove(pod);
         if before.is_some_and(|before| before.left.is_some()) {
-            self.news.notify_one();
+            self.left_changed.notify_one();
         }
     }
 
-    /// Waits until a Pod that is gone has left something else than before.
-    pub(crate) async fn news(&self) {
-        self.news.notified().await;
+    /// Waits until the image that a deleted Pod has left changes, appears or disappears.
+    pub(crate) async fn left_changed(&self) {
+        self.left_changed.notified().await;
     }
 
-    /// Whether of all images that wait for a snapshot this Pod's has waited for longest.
+    /// Reports whether this Pod's image has waited longest among all images that wait for a
+    /// SandboxSnapshot.
     pub(crate) fn is_oldest_unclaimed(&self, pod: &PodUid) -> bool {
         let pods = self.lock();
         let unclaimed = pods.iter().filter_map(|(pod, latest)| {
@@ -94,7 +97,7 @@ impl Board {
         unclaimed.min().is_some_and(|(_, oldest)| oldest == pod)
     }
 
-    /// What Pods left that are gone.
+    /// Returns the images that deleted Pods have left.
     pub(super) fn left(&self) -> Vec<(PodUid, Left)> {
         let pods = self.lock();
         let left = pods.iter().filter_map(|(pod, latest)| {
@@ -104,13 +107,15 @@ impl Board {
         left.collect()
     }
 
-    pub(super) fn of(&self, pod: &PodUid) -> Vec<PlanReason> {
+    /// Returns the planner's reasons about a Pod.
+    pub(super) fn reasons(&self, pod: &PodUid) -> Vec<PlanReason> {
         let pods = self.lock();
         pods.get(pod)
             .map_or_else(Vec::new, |latest| latest.reasons.clone())
     }
 
-    /// Whether it was planned what becomes of the Pod's images now that the API has it no more.
+    /// Reports whether the API no longer has the Pod and the Pod's task has planned for its images
+    /// since.
     pub(super) fn is_gone(&self, pod: &PodUid) -> bool {
         self.lock().get(pod).is_some_and(|latest| latest.is_gone)
     }
@@ -119,7 +124,7 @@ impl Board {
         self.lock().get(pod)?.sandbox.clone()
     }
 
-    /// How many are watched for idleness.
+    /// Returns the number of sandboxes that the agent watches for idleness.
     pub(super) fn watched(&self) -> usize {
         self.lock().values().filter(|latest| latest.watched).count()
     }
@@ -129,8 +134,8 @@ impl Board {
     }
 }
 
-/// A reason in the API's words: its name, and what it carries as `key=value`.
-pub(super) fn told(reason: &Reason) -> PlanReason {
+/// Converts a reason to its form in the API: its name, and its fields as `key=value`.
+pub(super) fn plan_reason(reason: &Reason) -> PlanReason {
     use serde_json::Value;
     match serde_json::to_value(reason) {
         Ok(Value::String(reason)) => PlanReason {
@@ -147,22 +152,18 @@ pub(super) fn told(reason: &Reason) -> PlanReason {
             let detail = pairs.collect::<Vec<_>>().join(" ");
             PlanReason { reason, detail }
         }
-        // A reason is a name, or a name with fields: serde writes nothing else of it.
+        // serde serializes a reason as a name or as a name with fields, and as nothing else.
         _ => PlanReason::default(),
     }
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use futures::FutureExt;
 
     use super::*;
 
-    pub(in crate::report::sandboxes) fn left(
-        image: &str,
-        since: i64,
-        is_unclaimed: bool,
-    ) -> Latest {
+    pub(crate) fn left(image: &str, since: i64, is_unclaimed: bool) -> Latest {
         Latest {
             reasons: Vec::new(),
             watched: false,
@@ -194,14 +195,14 @@ pub(super) mod tests {
     fn what_a_pod_left_is_news_once() {
         let pod = PodUid::new("pod-a").expect("a UID");
         let board = Board::default();
-        let is_news = || board.news().now_or_never().is_some();
+        let changed = || board.left_changed().now_or_never().is_some();
         board.note(&pod, left("pod-a.1", 1, true));
-        assert_eq!([is_news(), is_news()], [true, false]);
+        assert_eq!([changed(), changed()], [true, false]);
         board.note(&pod, left("pod-a.1", 1, true));
-        assert!(!is_news());
+        assert!(!changed());
         board.note(&pod, left("pod-a.1", 1, false));
-        assert!(is_news());
+        assert!(changed());
         board.forget(&pod);
-        assert!(is_news());
+        assert!(changed());
     }
 }

@@ -1,4 +1,5 @@
-//! What SandboxNode says of memory whose Pod is gone: by this the controller finds it when it did not see the Pod go.
+//! The entries of SandboxNode about images whose Pods are gone. With these entries the controller
+//! finds the memory of a Pod whose deletion it has missed.
 
 use std::collections::HashMap;
 
@@ -7,18 +8,19 @@ use torpor_api::node::SandboxReport;
 use torpor_core::ids::ImageId;
 use torpor_snapshots::Listed;
 
-use super::{Sandboxes, signed};
+use super::board::Board;
 use crate::reconcile::node::Node;
+use crate::report::bytes::signed;
 
-/// What an image's manifest says of its Pod.
+/// Names in an image's manifest.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Names {
+struct Names {
     pod: String,
     sandbox: String,
 }
 
 impl Names {
-    /// Of an image that cannot be read only its own name is told.
+    /// Reads the manifest of an image. The names of an unreadable image are empty.
     fn read(node: &Node, image: &Listed) -> Self {
         let found = node.store.image(&image.namespace, &image.id).ok();
         found
@@ -30,23 +32,31 @@ impl Names {
     }
 }
 
-impl Sandboxes {
-    /// One entry for each Pod that is gone and left its memory, those first that went first. One of whose sandbox the node has still a record is among the `reports`: that entry is taken
-    /// out of them.
-    pub(super) fn report_left(
+/// Images whose Pods are gone, with the names of their manifests, which are read once.
+#[derive(Debug, Default)]
+pub(super) struct LeftImages {
+    names: HashMap<ImageId, Names>,
+}
+
+impl LeftImages {
+    /// Returns one entry for each Pod that is gone and has left its memory; the Pod that went first
+    /// comes first. If the node still has a record of the Pod's sandbox, `reports` has an entry of
+    /// the Pod; that entry is moved from `reports` into the result.
+    pub(super) fn report(
         &mut self,
+        board: &Board,
         node: &Node,
         images: &[Listed],
         reports: &mut Vec<SandboxReport>,
     ) -> Vec<SandboxReport> {
-        let mut left = self.board.left();
-        left.sort_by(|(a, of_a), (b, of_b)| (of_a.since, a).cmp(&(of_b.since, b)));
+        let mut left = board.left();
+        left.sort_by(|(a, left_a), (b, left_b)| (left_a.since, a).cmp(&(left_b.since, b)));
         let by_id: HashMap<&ImageId, &Listed> = images.iter().map(|i| (&i.id, i)).collect();
         self.names
             .retain(|id, _| left.iter().any(|(_, left)| left.image == *id));
         let mut all = Vec::new();
         for (pod, left) in left {
-            // What was removed meanwhile is not told.
+            // An image that was removed meanwhile is not reported.
             let Some(image) = by_id.get(&left.image) else {
                 continue;
             };
@@ -61,7 +71,7 @@ impl Sandboxes {
                 pod_gone_since: Some(Time(left.since)),
                 pod_name: names.pod,
                 pod_uid: pod.to_string(),
-                reasons: self.board.of(&pod),
+                reasons: board.reasons(&pod),
                 sandbox_name: names.sandbox,
                 ..recorded
             });
@@ -84,12 +94,12 @@ pub(crate) mod tests {
     use super::super::board::tests::left;
     use super::*;
     use crate::reconcile::execute::tests::node_in;
-    use crate::reconcile::known::tests::make;
+    use crate::reconcile::sandbox_index::tests::make;
     use crate::report::metrics::Metrics;
-    use crate::report::sandboxes::Board;
+    use crate::report::sandboxes::Sandboxes;
     use crate::report::spans::Spans;
 
-    /// A whole image of a Pod of Sandbox `s` in namespace `n`.
+    /// Makes a committed image of a Pod of Sandbox `s` in namespace `n`.
     pub(crate) fn image_in(node: &Node, id: &str) -> ImageId {
         let id = ImageId::parse(id).expect("an image's name");
         let namespace = Namespace::new("n").expect("a name");
@@ -139,15 +149,15 @@ pub(crate) mod tests {
         for (id, since) in ids.iter().zip([30, 10, 20]) {
             board.note(id.pod(), left(&id.to_string(), since, true));
         }
-        // One that was removed a moment ago.
+        // The store no longer has this image.
         board.note(&pod("removed"), left("removed.1", 1, true));
-        // The agent has just begun: it has not looked at the Pod of an image yet.
+        // The agent has just started, and no task has planned for the Pod of this image yet.
         let unseen = image_in(&node, "unseen.1");
         let with_unseen = node.store.list().expect("listed");
         assert!(sandboxes.is_complete(&node, &images));
         assert!(!sandboxes.is_complete(&node, &with_unseen), "{unseen}");
         let reports = sandboxes.report(&node, &images);
-        let told: Vec<_> = reports
+        let entries: Vec<_> = reports
             .iter()
             .map(|r| (&*r.pod_uid, r.image_id.as_deref()))
             .collect();
@@ -157,7 +167,7 @@ pub(crate) mod tests {
             ("new", Some("new.1")),
             ("here", None),
         ];
-        assert_eq!(told, expected);
+        assert_eq!(entries, expected);
         let old = &reports[0];
         assert_eq!(
             (&*old.namespace, &*old.pod_name, &*old.sandbox_name),
@@ -170,7 +180,7 @@ pub(crate) mod tests {
         board.forget(&pod("old"));
         node.records.remove_pod(&record.sandbox).expect("removed");
         let reports = sandboxes.report(&node, &images);
-        let told: Vec<_> = reports.iter().map(|r| &*r.pod_uid).collect();
-        assert_eq!(told, ["going", "new"]);
+        let pods: Vec<_> = reports.iter().map(|r| &*r.pod_uid).collect();
+        assert_eq!(pods, ["going", "new"]);
     }
 }

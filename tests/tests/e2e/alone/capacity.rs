@@ -14,7 +14,7 @@ use torpor_api::node::SandboxNode;
 use torpor_api::reasons::{event, plan};
 use torpor_core::ids::Namespace;
 use torpor_records::WakeCause;
-use torpor_runsc::wake_slots::Turns;
+use torpor_runsc::wake_slots::WakeSlots;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{Case, case_alone, condition, uid};
 use torpor_tests::pods::{COUNT, WORK, annotated, pod, python, shell_pod, with};
@@ -25,8 +25,8 @@ use torpor_tests::wait;
 /// Shell line of an idle program.
 const IDLE: &str = "sleep 1000000";
 
-fn turns(case: &Case) -> Turns {
-    Turns::new(&case.node.config.state_dir, case.node.config.wakes_at_once)
+fn turns(case: &Case) -> WakeSlots {
+    WakeSlots::new(&case.node.config.state_dir, case.node.config.wakes_at_once)
 }
 
 /// Returns the planner's reasons from the SandboxNode.
@@ -54,7 +54,7 @@ async fn an_idle_timer_waits_for_a_pending_wake_and_a_requested_sleep_does_not()
     case_alone("courtesy", async |case| {
         case.start(shell_pod("asked", IDLE)).await?;
         let namespace = Namespace::new(case.namespace.clone())?;
-        let called = turns(case).take(WakeCause::Called, &namespace);
+        let called = turns(case).take(WakeCause::Exec, &namespace);
         let sleepy = annotated(shell_pod("idle", IDLE), HIBERNATE_AFTER, "3s");
         let pod = case.start(sleepy).await?;
         wait::until("it waits for its turn", SLEEP_LIMIT, async || {

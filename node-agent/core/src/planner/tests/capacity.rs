@@ -1,4 +1,4 @@
-//! Turns to save, sleep for the node's sake, and images that are kept for a crash.
+//! Turns to save, sleep for the node's sake, and last images.
 
 use std::time::Duration;
 
@@ -27,23 +27,28 @@ fn a_save_waits_for_its_turn_and_nothing_stands_still_meanwhile() {
     for (desired, observed, steps, urgency) in [
         (desired(Power::Asleep), running(), &[][..], asked),
         (manual, running(), &[], asked),
-        (sleepy(), idle.clone(), &[], Some(Urgency::ByItself)),
-        (dozy(), idle, &[], Some(Urgency::ByItself)),
-        // A save that a dead agent began: it runs until it is its turn again.
+        (
+            idle_hibernates(),
+            idle.clone(),
+            &[],
+            Some(Urgency::ByItself),
+        ),
+        (idle_dozes(), idle, &[], Some(Urgency::ByItself)),
+        // An agent that died began a save: the sandbox runs until it has its turn again.
         (
             desired(Power::Asleep),
             waiting(observed(Live::Paused, &[], &[])),
             &[Resume],
             asked,
         ),
-        // Whoever needs one that dozes resumes it.
+        // A dozing sandbox waits: a caller that needs it resumes it.
         (
-            dozy(),
+            idle_dozes(),
             waiting(dozing(false, observed(Live::Paused, &[], &[]))),
             &[],
             Some(Urgency::ByItself),
         ),
-        // What remains costs nothing.
+        // The remaining step needs no turn.
         (
             desired(Power::Asleep),
             waiting(observed(Live::Paused, &committed(), &[1])),
@@ -75,19 +80,19 @@ fn what_a_sandbox_is_about_to_stop_for_is_known_before_it_stops() {
     for (desired, observed, step) in [
         (desired(Power::Asleep), running(), Some(Checkpoint)),
         (manual, running(), Some(Checkpoint)),
-        // Its image is made when it dozes.
-        (dozy(), running(), Some(Doze)),
-        (dozy(), unsaved, None),
+        // Its image is made while it dozes.
+        (idle_dozes(), running(), Some(Doze)),
+        (idle_dozes(), unsaved, None),
         (desired(Power::Frozen), running(), None),
         (desired(Power::Awake), running(), None),
-        // It stands still already, or has its image.
+        // The sandbox is paused already, or has its image.
         (
             desired(Power::Asleep),
             observed(Live::Paused, &[], &[]),
             None,
         ),
         (
-            dozy(),
+            idle_dozes(),
             idle(observed(Live::Paused, &committed(), &[1])),
             None,
         ),
@@ -101,7 +106,7 @@ fn what_a_sandbox_is_about_to_stop_for_is_known_before_it_stops() {
 #[test]
 fn a_sandbox_that_there_is_no_room_for_runs_on_and_is_told_of() {
     let running = idle_since(990, observed(Live::Running, &[], &[]));
-    for wish in [desired(Power::Asleep), dozy()] {
+    for wish in [desired(Power::Asleep), idle_dozes()] {
         let plan = planned(&wish, &running);
         let step = plan.stops_for(&running).expect("it would stop");
         let full = Outcome::Failed {
@@ -114,9 +119,13 @@ fn a_sandbox_that_there_is_no_room_for_runs_on_and_is_told_of() {
         assert_eq!(kinds(&plan), [], "it is not even paused");
         let backoff = |reason: &Reason| matches!(reason, Reason::Backoff { .. });
         assert!(plan.why.iter().any(backoff), "{:?}", plan.why);
-        let told = plan.status.hibernated.expect("told");
-        assert_eq!(told.reason, "SaveFailed");
-        assert!(told.message.contains("DiskFull"), "{}", told.message);
+        let condition = plan.status.hibernated.expect("told");
+        assert_eq!(condition.reason, "SaveFailed");
+        assert!(
+            condition.message.contains("DiskFull"),
+            "{}",
+            condition.message
+        );
     }
 }
 
@@ -127,11 +136,11 @@ fn who_waits_for_bandwidth_says_so_unless_it_is_wanted_at_once() {
         ..waiting(observed)
     };
     let idle = held_back(idle_since(900, observed(Live::Running, &[], &[])));
-    let plan = planned(&sleepy(), &idle);
+    let plan = planned(&idle_hibernates(), &idle);
     assert!(plan.why.contains(&Reason::AwaitingBandwidth), "{plan:?}");
     assert_eq!(plan.awaits_turn(), Some(Urgency::ByItself));
-    let pressed = asked(&patient(), &idle).unwrap();
-    let pressed = pressed.shorten(patient(), LIMITS.idle);
+    let pressed = asked(&pressable(), &idle).unwrap();
+    let pressed = pressed.shorten(pressable(), LIMITS.idle);
     for (desired, urgency) in [
         (desired(Power::Asleep), Urgency::Asked),
         (pressed, Urgency::Pressed),
@@ -151,8 +160,8 @@ const LIMITS: Limits = Limits {
     answer: Duration::from_secs(20),
 };
 
-/// May sleep for the node's sake; by itself only after a day.
-fn patient() -> Desired {
+/// A sandbox that may sleep for the node's sake, and by itself only after a day.
+fn pressable() -> Desired {
     Desired {
         sleep: SleepAfter {
             doze: None,
@@ -182,20 +191,20 @@ fn asked(desired: &Desired, observed: &Observed) -> Option<Ask> {
 #[test]
 fn who_is_asked_for_the_nodes_sake_sleeps_as_if_its_time_had_come_and_says_why() {
     let idle = idle_since(900, observed(Live::Running, &[], &[]));
-    assert_steps(&patient(), &idle, &[]);
+    assert_steps(&pressable(), &idle, &[]);
     let unready = Desired {
         ready: false,
-        ..patient()
+        ..pressable()
     };
     assert_eq!(asked(&unready, &idle), None);
-    let ask = asked(&patient(), &idle).unwrap();
+    let ask = asked(&pressable(), &idle).unwrap();
     assert_steps(&ask.shorten(unready, LIMITS.idle), &idle, &[]);
-    let pressed = ask.shorten(patient(), LIMITS.idle);
+    let pressed = ask.shorten(pressable(), LIMITS.idle);
     let plan = planned(&pressed, &idle);
     assert_eq!(kinds(&plan).last(), Some(&StepKind::End));
     let short_of = Resource::Memory;
     assert!(plan.why.contains(&Reason::Pressure { short_of }));
-    // A packet that was seen only when it was looked for.
+    // An inquiry has found a later packet.
     let used = idle_since(990, observed(Live::Running, &[], &[]));
     assert_steps(&pressed, &used, &[]);
 }
@@ -203,31 +212,34 @@ fn who_is_asked_for_the_nodes_sake_sleeps_as_if_its_time_had_come_and_says_why()
 #[test]
 fn nobody_is_asked_who_must_not_sleep_or_is_in_use() {
     let idle = || idle_since(900, observed(Live::Running, &[], &[]));
-    assert!(asked(&patient(), &idle()).is_some());
+    assert!(asked(&pressable(), &idle()).is_some());
     let never = Desired {
         pressure: Pressure::default(),
-        ..patient()
+        ..pressable()
     };
     assert_eq!(asked(&never, &idle()), None);
     for power in [Power::Asleep, Power::Frozen] {
-        let wanted = Desired { power, ..patient() };
+        let wanted = Desired {
+            power,
+            ..pressable()
+        };
         assert_eq!(asked(&wanted, &idle()), None, "{power:?}");
     }
     let mut in_use = idle();
     in_use.sessions = 1;
-    assert_eq!(asked(&patient(), &in_use), None);
+    assert_eq!(asked(&pressable(), &in_use), None);
     let unknown = observed(Live::Running, &[], &[]);
-    assert_eq!(asked(&patient(), &unknown), None);
+    assert_eq!(asked(&pressable(), &unknown), None);
 }
 
-/// May doze for the node's sake; that it does not hibernate is said.
+/// A sandbox that may doze for the node's sake and whose annotation switches hibernation off.
 fn never_hibernates() -> Desired {
     let mut dozes = Desired {
         pressure: Pressure {
             never_hibernates: true,
-            ..patient().pressure
+            ..pressable().pressure
         },
-        ..dozy()
+        ..idle_dozes()
     };
     dozes.sleep.hibernate = None;
     dozes
@@ -248,11 +260,11 @@ fn who_is_said_not_to_hibernate_only_dozes_for_the_nodes_sake() {
     may.pressure.never_hibernates = false;
     let ask = asked(&may, &dozes).unwrap();
     assert!(!ask.doze);
-    // Said since it was asked.
+    // The annotation was set after the request.
     let pressed = ask.shorten(never_hibernates(), LIMITS.idle);
     assert_eq!(pressed.sleep, never_hibernates().sleep);
     assert_steps(&pressed, &dozes, &[]);
-    // One that sleeps so since before is woken.
+    // A sandbox that hibernates since before the annotation is woken.
     let mut asleep = observed(Live::None, &asleep_entries(true), &[1]);
     asleep.record = Some(Record { image: image(1) });
     assert_steps(&never_hibernates(), &asleep, &[StepKind::Wake]);
@@ -260,7 +272,7 @@ fn who_is_said_not_to_hibernate_only_dozes_for_the_nodes_sake() {
 
 #[test]
 fn who_is_said_not_to_doze_is_not_asked_to() {
-    let mut hibernates = patient();
+    let mut hibernates = pressable();
     hibernates.pressure.never_dozes = true;
     let mut unsaved = idle_since(900, observed(Live::Running, &[], &[]));
     (unsaved.capable, unsaved.dozes_unsaved) = (Err("no images".into()), true);
@@ -268,7 +280,7 @@ fn who_is_said_not_to_doze_is_not_asked_to() {
         let ask = asked(&hibernates, &idle).unwrap();
         assert!(!ask.doze);
         let may_doze = Desired {
-            pressure: patient().pressure,
+            pressure: pressable().pressure,
             ..hibernates.clone()
         };
         let ask_to_doze = asked(&may_doze, &idle).unwrap();
@@ -283,14 +295,14 @@ fn who_sleeps_for_the_nodes_sake_sleeps_on_when_the_node_has_enough_again() {
     let mut asleep = observed(Live::None, &asleep_entries(true), &[1]);
     asleep.record = Some(Record { image: image(1) });
     let dozes_only = Desired {
-        pressure: patient().pressure,
-        ..dozy()
+        pressure: pressable().pressure,
+        ..idle_dozes()
     };
     let unannotated = Desired {
         sleep: SleepAfter::default(),
-        ..patient()
+        ..pressable()
     };
-    for desired in [patient(), dozes_only, unannotated] {
+    for desired in [pressable(), dozes_only, unannotated] {
         assert_steps(&desired, &asleep, &[]);
     }
     assert_steps(&desired(Power::Awake), &asleep, &[StepKind::Wake]);
@@ -349,7 +361,7 @@ fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_a_snapshot() {
         };
         planned(&desired, &live)
     };
-    // While its keepers are there, and when the kubelet has ended them.
+    // Once while its keepers are there, and once after the kubelet has ended them.
     for left in [hibernated(), observed(Live::None, &asleep(), &[1])] {
         let plan = evicted(PodPresence::Terminating, left);
         assert_eq!(kinds(&plan), [StepKind::Record], "why: {:?}", plan.why);
@@ -371,7 +383,8 @@ fn a_sleeping_pod_that_is_evicted_leaves_its_image_to_a_snapshot() {
     }
 }
 
-/// The kubelet writes that it has ended a Pod (its node shuts down, or is short of memory) after the keepers have gone: the controller goes by what is said of its sleep then.
+/// The kubelet writes that it has ended a Pod (its node shuts down, or is short of memory) after
+/// the keepers have gone. The controller then reads the Pod's condition about its sleep.
 #[test]
 fn a_sandbox_whose_keepers_were_ended_in_its_sleep_sleeps_on() {
     let left = observed(Live::None, &asleep(), &[1]);
@@ -387,36 +400,36 @@ fn a_sandbox_whose_keepers_were_ended_in_its_sleep_sleeps_on() {
             };
             let plan = planned(&desired, seen);
             assert_eq!(kinds(&plan), []);
-            let told = plan.status.hibernated.expect("told");
-            assert_eq!(told.status, Truth::True, "{told:?}");
+            let condition = plan.status.hibernated.expect("told");
+            assert_eq!(condition.status, Truth::True, "{condition:?}");
         }
     }
     for awake in [
         observed(Live::None, &[asleep(), vec![Entry::Awake]].concat(), &[1]),
         observed(Live::None, &asleep(), &[]),
     ] {
-        let told = planned(&desired(Power::Awake), &awake).status.hibernated;
-        assert_eq!(told.expect("told").status, Truth::False);
+        let condition = planned(&desired(Power::Awake), &awake).status.hibernated;
+        assert_eq!(condition.expect("told").status, Truth::False);
     }
 }
 
-/// Whoever is told so gives the memory up.
+/// A reader of that status gives the memory up.
 #[test]
 fn that_an_ended_pod_left_no_memory_is_said_when_it_is_certain() {
-    let said = |seen: &Observed| {
+    let reports_no_memory = |seen: &Observed| {
         let desired = Desired {
             pod: PodPresence::Terminating,
             snapshots: vec![snapshot("s", SnapshotReason::Suspend)],
             ..desired(Power::Awake)
         };
-        let told = planned(&desired, seen).status.snapshots.remove(0);
-        matches!(told.state, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound")
+        let snapshot = planned(&desired, seen).status.snapshots.remove(0);
+        matches!(snapshot.state, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound")
     };
     let none = |entries: &[Entry], held: &[u32]| observed(Live::None, entries, held);
     let woken = [asleep(), vec![Entry::Awake]].concat();
-    assert!(said(&none(&[], &[])));
-    assert!(said(&none(&woken, &[1])));
-    assert!(said(&none(&[saving(1)], &[])), "cut off");
+    assert!(reports_no_memory(&none(&[], &[])));
+    assert!(reports_no_memory(&none(&woken, &[1])));
+    assert!(reports_no_memory(&none(&[saving(1)], &[])), "cut off");
     let busy = Observed {
         busy: true,
         ..none(&asleep(), &[1])
@@ -430,7 +443,7 @@ fn that_an_ended_pod_left_no_memory_is_said_when_it_is_certain() {
     };
     not_now.failures.note(&Action::Record, &failed, at(1000));
     for seen in [busy, unknown, not_found, not_now] {
-        assert!(!said(&seen), "{seen:?}");
+        assert!(!reports_no_memory(&seen), "{seen:?}");
     }
 }
 
@@ -448,16 +461,16 @@ fn a_sandbox_that_went_back_to_its_last_image_says_so() {
             age: Duration::from_secs(60),
         }),
     };
-    let told = planned(&desired(Power::Awake), &back)
+    let condition = planned(&desired(Power::Awake), &back)
         .status
         .restored
         .unwrap();
     assert_eq!(
-        (told.status, told.reason.as_str()),
+        (condition.status, condition.reason.as_str()),
         (Truth::True, "RolledBack")
     );
     assert_eq!(
-        told.message,
+        condition.message,
         "The sandbox ended while it was awake and was rolled back to its last image pod-a.1, made 1970-01-01T00:01:40Z, 60 s before: \
          its work since then is lost."
     );

@@ -1,4 +1,4 @@
-//! What one failure has to do with other work.
+//! The effect of one failure on other work.
 
 use super::*;
 
@@ -24,7 +24,7 @@ fn what_cannot_be_removed_keeps_no_sandbox_standing_still() {
     observed.failures.note(&checkpoint, &failed(), at(999));
     let plan = planned(&desired(Power::Asleep), &observed);
     assert_eq!(kinds(&plan), [StepKind::Resume], "why: {:?}", plan.why);
-    // And the other way round: what is left is removed, however long a resume has to wait.
+    // The reverse holds, too: leftovers are removed, however long a resume has to wait.
     observed.failures = Failures::default();
     for _ in 0..8 {
         observed.failures.note(&Action::Resume, &failed(), at(999));

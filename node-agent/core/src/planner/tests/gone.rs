@@ -12,7 +12,7 @@ fn discards(plan: &Plan) -> bool {
     kinds(plan).contains(&StepKind::DiscardImage)
 }
 
-/// Whether it is given up before its grace time is over, if it is given up.
+/// Returns whether the image is given up before its grace time ends; `None`: the image is kept.
 fn given_up(plan: &Plan) -> Option<bool> {
     plan.why.iter().find_map(|reason| match reason {
         Reason::GivenUp { disk_short, .. } => Some(*disk_short),
@@ -62,7 +62,7 @@ fn there_is_no_grace_time_where_somebody_wanted_the_memory_gone_or_the_disk_is_s
     assert!(discards(&short));
     assert_eq!(given_up(&short), Some(true));
     assert!(!discards(&now(|_| {})));
-    // A snapshot that had the image is deleted: so are its bytes.
+    // A snapshot that had the image is deleted, so its bytes go, too.
     let mut deleted = departed(|departure| departure.since = at(999));
     deleted.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
     deleted.snapshots[0].image = Some(image(1));
@@ -97,12 +97,12 @@ fn the_apiserver_itself_is_asked_before_an_image_of_a_pod_goes_that_the_watch_sh
         }
         assert!(discards(&planned(&with(answered(false, &[])), &there)));
     }
-    // The watch shows it now, and the image is another's.
+    // The watch shows the snapshot now, and its image is another one.
     let mut shown = with(answered(false, &["s"]));
     shown.snapshots = vec![snapshot("s", SnapshotReason::Manual)];
     shown.snapshots[0].image = Some(image(2));
     assert!(discards(&planned(&shown, &left(&awake, &[1, 2]))));
-    // Without a word of how it went nothing goes.
+    // Without a departure nothing goes.
     let mut unknown = gone();
     unknown.departure = None;
     let plan = planned(&unknown, &left(&asleep(), &[1]));
@@ -135,12 +135,12 @@ fn a_snapshot_that_comes_after_its_pod_has_gone_claims_the_memory() {
     let plan = planned(&late, &claimed);
     assert_eq!((kinds(&plan), plan.asks), (vec![], false));
     assert_eq!(plan.status.left, None, "the controller has it");
-    let told = &plan.status.snapshots[0].state;
+    let state = &plan.status.snapshots[0].state;
     assert!(
-        matches!(told, SnapshotState::Committed { stale: false, .. }),
-        "{told:?}"
+        matches!(state, SnapshotState::Committed { stale: false, .. }),
+        "{state:?}"
     );
-    // One that cannot be written down yet is waited for, whatever the time.
+    // A claim that cannot be recorded yet is waited for, whatever the time.
     let mut full = left(&asleep(), &[1]);
     let mut failures = Failures::default();
     let failed = Outcome::Failed {
@@ -151,18 +151,18 @@ fn a_snapshot_that_comes_after_its_pod_has_gone_claims_the_memory() {
     full.failures = failures;
     let plan = planned(&departed_with(&late, answered(false, &["s"])), &full);
     assert_eq!(kinds(&plan), [], "{:?}", plan.why);
-    let told = &plan.status.snapshots[0].state;
-    assert!(matches!(told, SnapshotState::Pending { .. }), "{told:?}");
+    let state = &plan.status.snapshots[0].state;
+    assert!(matches!(state, SnapshotState::Pending { .. }), "{state:?}");
     // A sandbox that ran on has left no memory to claim.
     let awake = [
         asleep(),
         vec![Entry::Waking { image: image(1) }, Entry::Awake],
     ]
     .concat();
-    let told = &planned(&late, &left(&awake, &[1])).status.snapshots[0].state;
+    let state = &planned(&late, &left(&awake, &[1])).status.snapshots[0].state;
     assert!(
-        matches!(told, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound"),
-        "{told:?}"
+        matches!(state, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound"),
+        "{state:?}"
     );
 }
 
@@ -187,4 +187,30 @@ fn a_ledger_whose_image_cannot_be_found_at_the_moment_stays_as_long_as_its_image
     let hidden = left(&asleep(), &[]);
     assert_eq!(kinds(&planned(&since(900), &hidden)), []);
     assert_steps(&since(400), &hidden, &[StepKind::DiscardLedger]);
+}
+
+/// The Pod's Suspend snapshot has an older image, and the save of the newest memory was cut off
+/// before the ledger recorded that it was whole.
+#[test]
+fn a_suspend_snapshot_of_an_older_image_gets_the_memory_of_a_pod_that_is_gone() {
+    let mut claimed = departed(|departure| departure.since = at(1));
+    let mut suspend = snapshot("s-1", SnapshotReason::Suspend);
+    suspend.image = Some(image(1));
+    claimed.snapshots = vec![suspend];
+    let entries = [
+        vec![Entry::Saving {
+            image: image(1),
+            snapshots: [SnapshotUid::new("s-1").unwrap()].into(),
+        }],
+        vec![Entry::Committed { image: image(1) }, Entry::Awake],
+        vec![saving(2)],
+    ]
+    .concat();
+    let plan = planned(&claimed, &left(&entries, &[1, 2]));
+    assert_eq!(kinds(&plan), [StepKind::Commit, StepKind::Record]);
+    let adopted = Entry::Adopted {
+        image: image(2),
+        snapshots: [SnapshotUid::new("s-1").unwrap()].into(),
+    };
+    assert_eq!(plan.steps[1].before, Some(adopted));
 }

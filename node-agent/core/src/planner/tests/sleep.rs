@@ -1,4 +1,4 @@
-//! Sleep that nobody asks for, and what ends it.
+//! Sleep by idleness, and its end.
 
 use super::*;
 use crate::state::{CONTAINER_NOT_RUNNING, NOT_WATCHED};
@@ -7,7 +7,7 @@ use crate::state::{CONTAINER_NOT_RUNNING, NOT_WATCHED};
 fn an_idle_sandbox_falls_asleep_by_itself_when_its_time_has_come() {
     use StepKind::*;
     let running = |since| idle_since(since, observed(Live::Running, &[], &[]));
-    let plan = planned(&sleepy(), &running(900));
+    let plan = planned(&idle_hibernates(), &running(900));
     assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, End]);
     assert_eq!(
         plan.steps[3].before,
@@ -16,16 +16,16 @@ fn an_idle_sandbox_falls_asleep_by_itself_when_its_time_has_come() {
             by_itself: true
         })
     );
-    let early = planned(&sleepy(), &running(901));
+    let early = planned(&idle_hibernates(), &running(901));
     assert_eq!((kinds(&early), early.wake_at), (vec![], Some(at(1001))));
-    // Nobody asked for it, or it is not known since when it is idle.
+    // Sleep by idleness is off, or the begin of the idle time is not known.
     assert_steps(&desired(Power::Awake), &running(0), &[]);
-    assert_steps(&sleepy(), &observed(Live::Running, &[], &[]), &[]);
-    // Somebody works in it since the last look.
+    assert_steps(&idle_hibernates(), &observed(Live::Running, &[], &[]), &[]);
+    // A session has begun since the last look.
     let mut used = running(0);
     used.sessions = 1;
-    assert_steps(&sleepy(), &used, &[]);
-    let mut going = sleepy();
+    assert_steps(&idle_hibernates(), &used, &[]);
+    let mut going = idle_hibernates();
     going.pod = PodPresence::Terminating;
     assert_steps(&going, &running(0), &[]);
 }
@@ -47,7 +47,7 @@ fn one_that_was_woken_a_moment_ago_does_not_fall_asleep_by_itself_however_short_
     }
 }
 
-/// While it sleeps, the kubelet's probes are answered for it.
+/// While a sandbox sleeps, the kubelet's probes are answered for it.
 #[test]
 fn one_that_is_not_ready_does_not_fall_asleep_by_itself_and_says_so() {
     use StepKind::*;
@@ -56,28 +56,32 @@ fn one_that_is_not_ready_does_not_fall_asleep_by_itself_and_says_so() {
         ..desired
     };
     let running = idle_since(0, observed(Live::Running, &[], &[]));
-    for wish in [sleepy(), dozy()] {
+    for wish in [idle_hibernates(), idle_dozes()] {
         assert!(!planned(&wish, &running).steps.is_empty());
         let plan = planned(&unready(wish), &running);
         assert_eq!((kinds(&plan), plan.why), (vec![], vec![Reason::NotReady]));
-        let told = plan.status.hibernated.expect("told");
-        assert!(told.message.contains("before it is ready"), "{told:?}");
+        let condition = plan.status.hibernated.expect("told");
+        assert!(
+            condition.message.contains("before it is ready"),
+            "{condition:?}"
+        );
     }
-    // Nor for the node's sake: that is only a shorter time. What somebody asks for is done.
+    // Neither does it sleep for the node's sake: such a request only shortens its time. A request
+    // of the API is executed.
     let all = [Pause, Checkpoint, Commit, End];
     assert_steps(&unready(desired(Power::Asleep)), &running, &all);
-    let mut kept = unready(sleepy());
+    let mut kept = unready(idle_hibernates());
     kept.snapshots = vec![snapshot("s", SnapshotReason::Manual)];
     assert_steps(&kept, &running, &[Pause, Checkpoint, Commit, Resume]);
-    // What sleeps already was ready when it fell asleep, and sleeps on.
+    // A sandbox that sleeps already was ready when it fell asleep, and sleeps on.
     let dozes = dozing(true, observed(Live::Paused, &committed(), &[1]));
-    assert_steps(&unready(dozy()), &dozes, &[]);
+    assert_steps(&unready(idle_dozes()), &dozes, &[]);
     let hibernates = Observed {
         ledger: Ok(LedgerState::fold(&asleep_entries(true))),
         ..hibernated()
     };
-    assert_steps(&unready(sleepy()), &hibernates, &[]);
-    // Nothing would come of its sleep, had it no time to fall asleep at.
+    assert_steps(&unready(idle_hibernates()), &hibernates, &[]);
+    // Without an idle time the reason is another one: the sandbox would not fall asleep anyway.
     let settled = planned(&unready(desired(Power::Awake)), &running);
     assert_eq!(settled.why, [Reason::Settled]);
 }
@@ -87,11 +91,11 @@ fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
     use StepKind::*;
     let idle = |observed| idle_since(990, observed);
     let running = idle(observed(Live::Running, &[], &[]));
-    assert_steps(&dozy(), &running, &[Doze]);
+    assert_steps(&idle_dozes(), &running, &[Doze]);
     let noted = dozing(false, idle(observed(Live::Paused, &[], &[])));
-    assert_steps(&dozy(), &noted, &[Checkpoint, Commit]);
+    assert_steps(&idle_dozes(), &noted, &[Checkpoint, Commit]);
     let saved = dozing(false, idle(observed(Live::Paused, &committed(), &[1])));
-    let plan = planned(&dozy(), &saved);
+    let plan = planned(&idle_dozes(), &saved);
     assert_eq!(
         plan.steps[0].action,
         Action::Reclaim {
@@ -99,7 +103,7 @@ fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
         }
     );
     let reclaimed = dozing(true, saved);
-    let plan = planned(&dozy(), &reclaimed);
+    let plan = planned(&idle_dozes(), &reclaimed);
     assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1090))));
     assert_eq!(
         plan.status.phase,
@@ -108,16 +112,16 @@ fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
         }
     );
     assert_eq!(plan.status.hibernated.unwrap().reason, "Dozing");
-    // Deeper: the image is there already.
+    // The deeper sleep needs no new image.
     let deeper = idle_since(900, reclaimed.clone());
-    assert_steps(&dozy(), &deeper, &[End]);
-    // An agent that was started again does not know since when it is idle, and lets it doze.
+    assert_steps(&idle_dozes(), &deeper, &[End]);
+    // An agent that was restarted has no begin of the idle time, and leaves the sandbox dozing.
     let forgotten = Observed {
         idle_since: None,
         ..reclaimed.clone()
     };
-    assert_steps(&dozy(), &forgotten, &[]);
-    // It may not doze any more, or shall stand still, or sleep.
+    assert_steps(&idle_dozes(), &forgotten, &[]);
+    // Dozing is not allowed any more, or a freeze or sleep is requested.
     let woken = planned(&desired(Power::Awake), &reclaimed);
     assert_eq!(kinds(&woken), [Resume]);
     assert_eq!(
@@ -134,17 +138,17 @@ fn a_doze_that_cannot_be_saved_ends_and_one_without_swap_does_not_begin() {
     use StepKind::*;
     let mut noted = idle_since(0, dozing(false, observed(Live::Paused, &[], &[])));
     save_failure(&mut noted, 999);
-    let mut only_doze = dozy();
+    let mut only_doze = idle_dozes();
     only_doze.sleep.hibernate = None;
     assert_steps(&only_doze, &noted, &[Resume]);
     let mut running = idle_since(0, observed(Live::Running, &[], &[]));
     running.can_doze = Err("no swap".into());
     let plan = planned(&only_doze, &running);
     assert_eq!(kinds(&plan), []);
-    let told = plan.status.hibernated.unwrap().message;
-    assert_eq!(told, "The sandbox is awake and does not doze: no swap");
-    // Where it cannot doze it hibernates when its time has come.
-    assert_steps(&dozy(), &running, &[Pause, Checkpoint, Commit, End]);
+    let message = plan.status.hibernated.unwrap().message;
+    assert_eq!(message, "The sandbox is awake and does not doze: no swap");
+    // A sandbox that cannot doze hibernates when that time has come.
+    assert_steps(&idle_dozes(), &running, &[Pause, Checkpoint, Commit, End]);
 }
 
 #[test]
@@ -154,24 +158,28 @@ fn what_fell_asleep_by_itself_sleeps_on_until_it_may_not_and_what_was_asked_to_s
         ledger: Ok(LedgerState::fold(&asleep_entries(by_itself))),
         ..hibernated()
     };
-    assert_steps(&sleepy(), &asleep(true), &[]);
-    assert_steps(&sleepy(), &asleep(false), &[Wake]);
+    assert_steps(&idle_hibernates(), &asleep(true), &[]);
+    assert_steps(&idle_hibernates(), &asleep(false), &[Wake]);
     assert_steps(&desired(Power::Awake), &asleep(true), &[Wake]);
-    let told = planned(&sleepy(), &asleep(true)).status.hibernated.unwrap();
+    let condition = planned(&idle_hibernates(), &asleep(true))
+        .status
+        .hibernated
+        .unwrap();
     assert_eq!(
-        told.message,
+        condition.message,
         "The sandbox was idle and sleeps in image pod-a.1 until it is needed."
     );
-    // Who asks now for what it did before by itself, and then no longer, wakes it.
+    // The API requests the sleep that the sandbox began by itself. The end of that request then
+    // wakes the sandbox.
     let asked = Desired {
         power: Power::Asleep,
-        ..sleepy()
+        ..idle_hibernates()
     };
     let plan = planned(&asked, &asleep(true));
     assert_eq!(kinds(&plan), [Record]);
     assert_eq!(plan.steps[0].before, asleep_entries(false).pop());
     assert_steps(&asked, &asleep(false), &[]);
-    // A wake that somebody began is brought to its end.
+    // A wake that another process began is completed.
     let mut begun = asleep(true);
     let entries = [
         asleep_entries(true),
@@ -179,7 +187,7 @@ fn what_fell_asleep_by_itself_sleeps_on_until_it_may_not_and_what_was_asked_to_s
     ]
     .concat();
     begun.ledger = Ok(LedgerState::fold(&entries));
-    assert_steps(&sleepy(), &begun, &[Wake]);
+    assert_steps(&idle_hibernates(), &begun, &[Wake]);
 }
 
 #[test]
@@ -197,8 +205,8 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
     let dozes = || dozing(true, observed(Live::Paused, &committed(), &[1]));
     for (name, desired, sleeping, step) in [
         ("asked to sleep", desired(Power::Asleep), hibernated(), Wake),
-        ("idle", sleepy(), by_itself(), Wake),
-        ("dozing", dozy(), dozes(), Resume),
+        ("idle", idle_hibernates(), by_itself(), Wake),
+        ("dozing", idle_dozes(), dozes(), Resume),
     ] {
         let at = |wake_up: Option<Timestamp>| Desired {
             wake_up: wake_up.into_iter().collect(),
@@ -206,7 +214,7 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
         };
         let sleeping = asleep_since(900, sleeping);
         assert_steps(&at(wake_at(1000)), &sleeping, &[step]);
-        // It was awake then, or it is not yet to be.
+        // The sandbox was awake at that time, or the time has not come yet.
         for second in [900, 1001] {
             let plan = planned(&at(wake_at(second)), &sleeping);
             assert_eq!(kinds(&plan), [], "{name}, to be awake at {second}");
@@ -217,7 +225,8 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
             "{name}"
         );
     }
-    // Then it is in use: asked to sleep, for a moment, and if it falls asleep by itself, for as long as after any use.
+    // The sandbox then counts as in use: for a moment if sleep is requested, and for as long as
+    // after any use if it falls asleep by itself.
     let asked = Desired {
         wake_up: [at(990)].into(),
         ..desired(Power::Asleep)
@@ -229,7 +238,7 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
     assert_eq!(kinds(&planned(&asked, &woken))[0], Pause);
     let idle = Desired {
         wake_up: [at(950)].into(),
-        ..sleepy()
+        ..idle_hibernates()
     };
     let since = idle_since(100, observed(Live::Running, &[], &[]));
     assert_steps(&idle, &since, &[]);
@@ -243,19 +252,19 @@ fn of_several_times_each_is_kept() {
         asleep_since: Some(at(second)),
         ..hibernated()
     };
-    // One has come, and a later one is set.
+    // One time has come, and a later one is set.
     let both = Desired {
         wake_up: [at(1000), at(1500)].into(),
-        ..sleepy()
+        ..idle_hibernates()
     };
     assert_steps(&both, &asleep_since(900), &[StepKind::Wake]);
-    // It was awake at the first and sleeps again: the other is still to come.
+    // The sandbox was awake at the first time and sleeps again; the other time is still to come.
     let again = planned(&both, &asleep_since(1000));
     assert_eq!((kinds(&again), again.wake_at), (vec![], Some(at(1500))));
-    // Of those that have come the last one counts, wherever it was written.
+    // The last of the times that have come counts, wherever it was written.
     let over = Desired {
         wake_up: [at(800), at(990)].into(),
-        ..sleepy()
+        ..idle_hibernates()
     };
     assert_steps(&over, &asleep_since(900), &[StepKind::Wake]);
     assert_steps(&over, &asleep_since(995), &[]);
@@ -282,20 +291,27 @@ fn the_clock_wakes_nobody_who_is_frozen_or_being_suspended() {
 fn a_sandbox_that_cannot_be_saved_is_left_running_and_told_of_and_seldom_tried_again() {
     let mut running = idle_since(0, observed(Live::Running, &[], &[]));
     save_failure(&mut running, 999);
-    let plan = planned(&sleepy(), &running);
+    let plan = planned(&idle_hibernates(), &running);
     assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1299))));
-    let told = plan.status.hibernated.unwrap();
-    assert_eq!(told.reason, "SaveFailed");
-    assert!(told.message.contains("DiskFull"), "{}", told.message);
+    let condition = plan.status.hibernated.unwrap();
+    assert_eq!(condition.reason, "SaveFailed");
     assert!(
-        told.message.contains("from 1970-01-01T00:21:39Z"),
+        condition.message.contains("DiskFull"),
         "{}",
-        told.message
+        condition.message
     );
-    // Also while it is not idle: whoever wonders why it never sleeps is told.
+    assert!(
+        condition.message.contains("from 1970-01-01T00:21:39Z"),
+        "{}",
+        condition.message
+    );
+    // The failure stays in the status while the sandbox is not idle.
     running.idle_since = Some(at(1000));
-    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
-    assert_eq!(told.reason, "SaveFailed");
+    let condition = planned(&idle_hibernates(), &running)
+        .status
+        .hibernated
+        .unwrap();
+    assert_eq!(condition.reason, "SaveFailed");
 }
 
 #[test]
@@ -309,21 +325,25 @@ fn a_sandbox_that_nothing_would_wake_stays_awake_and_is_saved_for_who_asks() {
         observed
     };
     let running = || observed(Live::Running, &[], &[]);
-    let plan = planned(&sleepy(), &unwatched(990, running()));
+    let plan = planned(&idle_hibernates(), &unwatched(990, running()));
     let until = at(1290);
     assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(until)));
     assert_eq!(plan.why, [Reason::Backoff { until }]);
-    let told = plan.status.hibernated.unwrap();
-    assert_eq!(told.reason, "SaveFailed");
-    assert!(told.message.contains(NOT_WATCHED), "{}", told.message);
-    // What the failure left standing runs on, whether there is an image of it already or not.
+    let condition = plan.status.hibernated.unwrap();
+    assert_eq!(condition.reason, "SaveFailed");
+    assert!(
+        condition.message.contains(NOT_WATCHED),
+        "{}",
+        condition.message
+    );
+    // A sandbox that the failure left paused is resumed, whether it has an image already or not.
     let doze = |entries: &[Entry], held: &[u32]| {
         unwatched(990, dozing(false, observed(Live::Paused, entries, held)))
     };
-    assert_steps(&dozy(), &doze(&[], &[]), &[Resume]);
-    assert_steps(&dozy(), &doze(&committed(), &[1]), &[Resume]);
-    // Somebody asks for an image, or for its sleep, and does not wait for as long.
-    let mut kept = sleepy();
+    assert_steps(&idle_dozes(), &doze(&[], &[]), &[Resume]);
+    assert_steps(&idle_dozes(), &doze(&committed(), &[1]), &[Resume]);
+    // A request for an image, or for sleep, does not wait for as long.
+    let mut kept = idle_hibernates();
     kept.snapshots = vec![snapshot("s", SnapshotReason::Manual)];
     let plan = planned(&kept, &unwatched(990, running()));
     assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, Resume]);
@@ -331,13 +351,13 @@ fn a_sandbox_that_nothing_would_wake_stays_awake_and_is_saved_for_who_asks() {
     let plan = planned(&desired(Power::Asleep), &unwatched(990, running()));
     assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, End]);
     assert!(!plan.sleeps_by_itself());
-    // When the wait is over it is tried again.
-    let plan = planned(&sleepy(), &unwatched(700, running()));
+    // After the wait the sleep is tried again.
+    let plan = planned(&idle_hibernates(), &unwatched(700, running()));
     assert_eq!(kinds(&plan), [Pause, Checkpoint, Commit, End]);
     assert!(plan.sleeps_by_itself());
     let half = idle_since(990, dozing(false, observed(Live::Paused, &[], &[])));
     for observed in [idle_since(990, running()), half] {
-        let plan = planned(&dozy(), &observed);
+        let plan = planned(&idle_dozes(), &observed);
         assert!(plan.sleeps_by_itself(), "to doze, and to be saved then");
     }
 }
@@ -348,9 +368,9 @@ fn one_that_was_asked_to_sleep_and_that_no_packet_wakes_says_so() {
         not_watched: Some("no veth pair".into()),
         ..hibernated()
     };
-    let told = planned(&desired(Power::Asleep), &asleep).status.hibernated;
+    let condition = planned(&desired(Power::Asleep), &asleep).status.hibernated;
     assert_eq!(
-        told.unwrap().message,
+        condition.unwrap().message,
         "The sandbox sleeps in image pod-a.1. Only the API or an exec wakes the sandbox: no veth pair."
     );
 }
@@ -362,7 +382,7 @@ fn a_save_that_missed_a_container_is_tried_again_in_a_moment_also_of_an_idle_san
     if let Some(failure) = &mut running.failures.save {
         failure.reason = CONTAINER_NOT_RUNNING.to_owned();
     }
-    let plan = planned(&sleepy(), &running);
+    let plan = planned(&idle_hibernates(), &running);
     assert_eq!((kinds(&plan), plan.wake_at), (vec![], Some(at(1004))));
 }
 
@@ -370,19 +390,25 @@ fn a_save_that_missed_a_container_is_tried_again_in_a_moment_also_of_an_idle_san
 fn whoever_cannot_see_packets_does_not_fall_asleep_and_says_so() {
     let mut running = observed(Live::Running, &[], &[]);
     running.idle_known = Err("no BPF".into());
-    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
-    assert_eq!(told.reason, "Awake");
+    let condition = planned(&idle_hibernates(), &running)
+        .status
+        .hibernated
+        .unwrap();
+    assert_eq!(condition.reason, "Awake");
     assert!(
-        told.message.ends_with("whether it is idle: no BPF"),
+        condition.message.ends_with("whether it is idle: no BPF"),
         "{}",
-        told.message
+        condition.message
     );
     running.capable = Err("no runsc".into());
-    let told = planned(&sleepy(), &running).status.hibernated.unwrap();
-    assert_eq!(told.reason, "RuntimeNotCapable");
+    let condition = planned(&idle_hibernates(), &running)
+        .status
+        .hibernated
+        .unwrap();
+    assert_eq!(condition.reason, "RuntimeNotCapable");
 }
 
-/// A restore ends what exec has left behind, and a doze does not.
+/// A restore ends the processes that exec left behind, a doze does not.
 #[test]
 fn what_exec_has_left_behind_keeps_a_sandbox_from_hibernating_by_itself_but_not_from_dozing() {
     let left = |mut observed: Observed| {
@@ -392,27 +418,28 @@ fn what_exec_has_left_behind_keeps_a_sandbox_from_hibernating_by_itself_but_not_
         observed
     };
     let idle = left(idle_since(0, observed(Live::Running, &[], &[])));
-    let plan = planned(&sleepy(), &idle);
+    let plan = planned(&idle_hibernates(), &idle);
     assert_eq!(kinds(&plan), []);
-    let told = plan.status.hibernated.unwrap();
-    assert_eq!(told.reason, "Awake");
+    let condition = plan.status.hibernated.unwrap();
+    assert_eq!(condition.reason, "Awake");
     assert!(
-        told.message
+        condition
+            .message
             .ends_with("would end (server, a, b, c, d and 1 more)."),
         "{}",
-        told.message
+        condition.message
     );
-    let mut dozing = sleepy();
+    let mut dozing = idle_hibernates();
     dozing.sleep.doze = dozing.sleep.hibernate;
     assert_ne!(kinds(&planned(&dozing, &idle)), []);
-    // One that is asked for says what ends.
+    // The status of a requested hibernation names the processes that end.
     assert_ne!(kinds(&planned(&desired(Power::Asleep), &idle)), []);
-    let told = planned(&desired(Power::Asleep), &left(hibernated()))
+    let condition = planned(&desired(Power::Asleep), &left(hibernated()))
         .status
         .hibernated
         .unwrap();
     assert_eq!(
-        told.message,
+        condition.message,
         "The sandbox sleeps in image pod-a.1. Hibernation ends the processes that kubectl exec left behind: server, a, b, c, d and 1 more."
     );
 }

@@ -20,7 +20,7 @@ fn a_manual_snapshot_leaves_the_sandbox_as_it_was() {
     );
     let frozen = observed(Live::Paused, &[], &[]);
     assert_steps(&with(Power::Frozen), &frozen, &[Checkpoint, Commit]);
-    // Nothing of what arrives from now on may reach it: its image would not know of it.
+    // No packet that arrives from now on may reach the sandbox: its image would not contain it.
     assert_steps(&with(Power::Frozen), &running, &[Pause, Checkpoint, Commit]);
     let plan = planned(&with(Power::Asleep), &hibernated());
     let adopted = Entry::Adopted {
@@ -63,14 +63,19 @@ fn a_suspend_snapshot_is_committed_only_once_the_sandbox_sleeps_in_it() {
         planned(&suspend, &asleep).status.snapshots[0].state,
         expected
     );
-    // Whoever holds the lock may be restoring it: then its Pod must not be deleted for the image.
+    // The process that holds the lock may be restoring the sandbox. The Pod must not be deleted
+    // then because of the image.
     let busy = Observed {
         busy: true,
         ..asleep
     };
-    let told = &planned(&suspend, &busy).status.snapshots[0].state;
-    assert!(!matches!(told, SnapshotState::Committed { .. }), "{told:?}");
-    // Woken by somebody before the Pod was deleted: the image is old, there must be a new one.
+    let state = &planned(&suspend, &busy).status.snapshots[0].state;
+    assert!(
+        !matches!(state, SnapshotState::Committed { .. }),
+        "{state:?}"
+    );
+    // A caller woke the sandbox before the Pod was deleted: the image is stale, and a new one is
+    // needed.
     entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
     suspend.snapshots[0].image = Some(image(1));
     let plan = planned(&suspend, &observed(Live::Running, &entries, &[1]));
@@ -101,7 +106,7 @@ fn a_deleted_snapshot_wakes_its_sandbox_before_its_image_goes() {
     );
     let gone = planned(&desired, &observed(Live::Running, &awake, &[]));
     assert_eq!(gone.status.snapshots[0].state, SnapshotState::Released);
-    // While sleep is what is wanted the bytes stay, as the sandbox's own; the snapshot may go.
+    // While sleep is wanted, the bytes stay as the sandbox's own; the snapshot may go.
     desired.power = Power::Asleep;
     let plan = planned(&desired, &hibernated());
     assert_eq!(
@@ -119,16 +124,19 @@ fn an_image_that_cannot_be_found_for_a_while_is_its_snapshots_when_it_is_there_a
         let hidden = left(&asleep(), &[]);
         let plan = planned(&desired, &hidden);
         assert_eq!(kinds(&plan), [], "the ledger knows whose image it is");
-        let said = &plan.status.snapshots[0].state;
+        let state = &plan.status.snapshots[0].state;
         assert!(
-            matches!(said, SnapshotState::Failed { reason, .. } if reason == "ImageMissing"),
-            "{said:?}"
+            matches!(state, SnapshotState::Failed { reason, .. } if reason == "ImageMissing"),
+            "{state:?}"
         );
         let found = observed(Live::None, &asleep(), &[1]);
         let plan = planned(&desired, &found);
         assert_eq!(kinds(&plan), []);
-        let said = &plan.status.snapshots[0].state;
-        assert!(matches!(said, SnapshotState::Committed { .. }), "{said:?}");
+        let state = &plan.status.snapshots[0].state;
+        assert!(
+            matches!(state, SnapshotState::Committed { .. }),
+            "{state:?}"
+        );
     }
 }
 
@@ -139,10 +147,10 @@ fn of_a_pod_that_went_while_it_was_saved_it_is_said_that_nothing_is_left_to_save
         .snapshots
         .push(snapshot("s-1", SnapshotReason::Suspend));
     let cut_off = left(&[saving(1)], &[]);
-    let said = &planned(&suspended, &cut_off).status.snapshots[0].state;
+    let state = &planned(&suspended, &cut_off).status.snapshots[0].state;
     assert!(
-        matches!(said, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound"),
-        "{said:?}"
+        matches!(state, SnapshotState::Failed { reason, .. } if reason == "SandboxNotFound"),
+        "{state:?}"
     );
 }
 
@@ -176,7 +184,7 @@ fn an_image_that_a_pod_took_and_never_ran_is_given_back_when_that_pod_is_gone() 
         let image = theirs.clone();
         assert_eq!(plan.steps[0].action, Action::ReleaseImage { image });
     }
-    // It has run: nobody else may.
+    // The Pod has run: no other Pod may be restored from the image.
     let ran = [waking.clone(), Entry::Awake];
     assert_steps(&desired, &left(&ran), &[StepKind::DiscardLedger]);
     // A sandbox that is being removed may still be restoring.
@@ -197,6 +205,35 @@ fn of_a_pod_that_is_gone_only_what_snapshots_refer_to_stays() {
         .push(snapshot("s-1", SnapshotReason::Manual));
     desired.snapshots[0].image = Some(image(2));
     assert_steps(&desired, &two, &[DiscardImage]);
-    // Not while its sandbox is still being ended.
+    // Nothing is removed while the sandbox is still being ended.
     assert_steps(&desired, &observed(Live::Running, &asleep(), &[1]), &[]);
+}
+
+/// The only snapshot of a frozen sandbox is deleted.
+fn frozen_with_deleted_snapshot() -> Desired {
+    let mut deleted = snapshot("s-1", SnapshotReason::Manual);
+    deleted.wish = SnapshotWish::Delete;
+    deleted.image = Some(image(1));
+    Desired {
+        snapshots: vec![deleted],
+        ..desired(Power::Frozen)
+    }
+}
+
+#[test]
+fn the_ledger_leaves_a_frozen_sandboxs_image_before_the_image_goes() {
+    let frozen = observed(Live::Paused, &committed(), &[1]);
+    let plan = planned(&frozen_with_deleted_snapshot(), &frozen);
+    assert_eq!(kinds(&plan), [StepKind::Record, StepKind::DiscardImage]);
+    assert_eq!(plan.steps[0].before, Some(Entry::Awake));
+}
+
+#[test]
+fn the_image_of_a_sandbox_whose_end_has_begun_stays() {
+    let ending = Observed {
+        record: Some(Record { image: image(1) }),
+        ..observed(Live::Paused, &asleep(), &[1])
+    };
+    let plan = planned(&frozen_with_deleted_snapshot(), &ending);
+    assert_eq!(kinds(&plan), [StepKind::End]);
 }

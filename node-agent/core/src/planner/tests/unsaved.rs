@@ -1,4 +1,5 @@
-//! A runtime that makes no images: its sandboxes doze without, and nobody is told otherwise.
+//! A runtime that makes no images: its sandboxes doze without an image, and the status is clear
+//! about that.
 
 use super::*;
 
@@ -27,7 +28,7 @@ fn begun(reclaimed: bool) -> Option<Doze> {
     Some(Doze { reclaimed })
 }
 
-fn told(plan: &Plan) -> (String, String) {
+fn condition(plan: &Plan) -> (String, String) {
     let hibernated = plan.status.hibernated.clone().expect("a condition");
     assert_eq!(hibernated.status, Truth::False);
     (hibernated.reason, hibernated.message)
@@ -37,9 +38,14 @@ fn told(plan: &Plan) -> (String, String) {
 fn it_dozes_in_two_plans_and_never_saves() {
     use StepKind::*;
     let idle = |observed| idle_since(900, observed);
-    let mut only_doze = dozy();
+    let mut only_doze = idle_dozes();
     only_doze.sleep.hibernate = None;
-    for wish in [only_doze, dozy(), sleepy(), desired(Power::Asleep)] {
+    for wish in [
+        only_doze,
+        idle_dozes(),
+        idle_hibernates(),
+        desired(Power::Asleep),
+    ] {
         assert_steps(&wish, &idle(running()), &[Doze]);
         let plan = planned(&wish, &idle(paused(begun(false))));
         assert_eq!(kinds(&plan), [Reclaim], "{wish:?}");
@@ -47,7 +53,7 @@ fn it_dozes_in_two_plans_and_never_saves() {
         let plan = planned(&wish, &idle(paused(begun(true))));
         assert_eq!(kinds(&plan), []);
         assert_eq!(plan.status.phase, Phase::Dozing { image: None });
-        assert!(told(&plan).1.contains("no image"), "{:?}", plan.status);
+        assert!(condition(&plan).1.contains("no image"), "{:?}", plan.status);
     }
 }
 
@@ -56,18 +62,18 @@ fn who_asks_for_hibernation_is_told_that_there_is_none() {
     let asked = desired(Power::Asleep);
     for observed in [running(), paused(begun(false)), paused(begun(true))] {
         let plan = planned(&asked, &observed);
-        let (reason, message) = told(&plan);
+        let (reason, message) = condition(&plan);
         assert_eq!(reason, "RuntimeNotCapable", "{message}");
         assert!(message.contains(WHY), "{message}");
         assert!(plan.why.contains(&Reason::NotCapable));
     }
-    // One that is only to doze is not troubled with what nobody asked for.
-    let mut only_doze = dozy();
+    // A sandbox that is only to doze has no warning about hibernation.
+    let mut only_doze = idle_dozes();
     only_doze.sleep.hibernate = None;
     let awake = planned(&only_doze, &idle_since(999, running()));
-    assert_eq!(told(&awake).0, "Awake");
+    assert_eq!(condition(&awake).0, "Awake");
     let dozes = planned(&only_doze, &idle_since(0, paused(begun(true))));
-    assert_eq!(told(&dozes).0, "Dozing");
+    assert_eq!(condition(&dozes).0, "Dozing");
     assert!(!dozes.why.contains(&Reason::NotCapable));
 }
 
@@ -75,11 +81,11 @@ fn who_asks_for_hibernation_is_told_that_there_is_none() {
 fn without_a_way_to_push_memory_out_it_stays_awake_and_says_why() {
     let mut observed = idle_since(0, running());
     observed.can_doze = Err("no swap".into());
-    for wish in [dozy(), desired(Power::Asleep)] {
+    for wish in [idle_dozes(), desired(Power::Asleep)] {
         let plan = planned(&wish, &observed);
         assert_eq!(kinds(&plan), []);
         assert_eq!(plan.why, [Reason::NotCapable]);
-        assert!(told(&plan).1.contains("no swap"), "{:?}", plan.status);
+        assert!(condition(&plan).1.contains("no swap"), "{:?}", plan.status);
     }
 }
 
@@ -87,7 +93,7 @@ fn without_a_way_to_push_memory_out_it_stays_awake_and_says_why() {
 fn what_dozes_for_the_nodes_sake_sleeps_on_when_it_is_not_asked_any_more() {
     let mut pressed = desired(Power::Awake);
     pressed.pressure.may = true;
-    let mut sleeps_later = sleepy();
+    let mut sleeps_later = idle_hibernates();
     sleeps_later.pressure.may = true;
     sleeps_later.sleep.hibernate = Some(std::time::Duration::from_secs(86_400));
     for wish in [pressed, sleeps_later] {
@@ -101,7 +107,7 @@ fn what_dozes_for_the_nodes_sake_sleeps_on_when_it_is_not_asked_any_more() {
             crate::pressure::candidate(&wish, &idle_since(900, paused(begun(true)))),
             None
         );
-        // Nobody has begun to doze who is awake, or was paused by an agent that is gone.
+        // A sandbox that is awake, or was paused by an agent that died, has not begun to doze.
         assert_steps(&wish, &idle_since(900, running()), &[]);
         assert_steps(&wish, &idle_since(900, paused(None)), &[StepKind::Resume]);
         let never = Desired {
@@ -121,10 +127,11 @@ fn whoever_needs_it_has_it_resumed() {
     use StepKind::*;
     for doze in [None, begun(false), begun(true)] {
         assert_steps(&desired(Power::Awake), &paused(doze), &[Resume]);
-        // An agent that was started again hears no packet of those that dozed before: it wakes them.
-        assert_steps(&dozy(), &paused(None), &[Resume]);
-        // A program that stands still hears no SIGTERM.
-        for wish in [dozy(), desired(Power::Asleep)] {
+        // An agent that was restarted receives no packets of the sandboxes that dozed before, and
+        // wakes these.
+        assert_steps(&idle_dozes(), &paused(None), &[Resume]);
+        // A paused program does not receive SIGTERM.
+        for wish in [idle_dozes(), desired(Power::Asleep)] {
             let going = Desired {
                 pod: PodPresence::Terminating,
                 ..wish
@@ -133,13 +140,13 @@ fn whoever_needs_it_has_it_resumed() {
             assert_steps(&going, &idle_since(0, running()), &[]);
         }
     }
-    // The time has come at which it is to be awake.
-    let mut called = desired(Power::Asleep);
-    called.wake_up = [at(990)].into();
+    // A time of `wake_up` has come.
+    let mut wake_due = desired(Power::Asleep);
+    wake_due.wake_up = [at(990)].into();
     let mut dozes = paused(begun(true));
     dozes.asleep_since = Some(at(900));
-    assert_steps(&called, &dozes, &[Resume]);
-    // One that was woken a moment ago is left to who woke it.
+    assert_steps(&wake_due, &dozes, &[Resume]);
+    // A sandbox that was woken a moment ago stays awake for its caller.
     let mut woken = running();
     woken.awake_since = Some(at(995));
     let plan = planned(&desired(Power::Asleep), &woken);
@@ -150,7 +157,7 @@ fn whoever_needs_it_has_it_resumed() {
 fn a_doze_that_was_cut_off_is_taken_up_and_ended_while_it_waits_after_a_failure() {
     use StepKind::*;
     let half = || idle_since(900, paused(None));
-    assert_steps(&dozy(), &half(), &[Doze]);
+    assert_steps(&idle_dozes(), &half(), &[Doze]);
     let failed = |observed: Observed, action: &Action| {
         let mut observed = observed;
         let outcome = Outcome::Unknown {
@@ -159,13 +166,13 @@ fn a_doze_that_was_cut_off_is_taken_up_and_ended_while_it_waits_after_a_failure(
         observed.failures.note(action, &outcome, at(999));
         observed
     };
-    assert_steps(&dozy(), &failed(half(), &Action::Doze), &[Resume]);
-    // What could not be pushed out is paused all the same, and tried again later.
+    assert_steps(&idle_dozes(), &failed(half(), &Action::Doze), &[Resume]);
+    // Memory that could not be pushed out: the sandbox stays paused, and the next attempt is later.
     let refused = idle_since(900, paused(begun(false)));
     let refused = failed(refused, &Action::Reclaim { image: None });
-    let plan = planned(&dozy(), &refused);
+    let plan = planned(&idle_dozes(), &refused);
     assert_eq!(kinds(&plan), []);
-    assert_eq!(told(&plan).0, "SaveFailed");
+    assert_eq!(condition(&plan).0, "SaveFailed");
 }
 
 #[test]
@@ -180,7 +187,7 @@ fn it_freezes_as_any_other_and_is_let_go() {
 
 #[test]
 fn a_snapshot_of_it_fails_and_does_not_keep_it_from_dozing() {
-    let mut wish = dozy();
+    let mut wish = idle_dozes();
     wish.snapshots = vec![snapshot("m", SnapshotReason::Manual)];
     let plan = planned(&wish, &idle_since(900, running()));
     assert_eq!(kinds(&plan), [StepKind::Doze]);
@@ -188,14 +195,15 @@ fn a_snapshot_of_it_fails_and_does_not_keep_it_from_dozing() {
         &plan.status.snapshots[0].state,
         SnapshotState::Failed { reason, .. } if reason == "RuntimeNotCapable"
     ));
-    // A Suspend wants the image, and the Pod is going to be deleted: it is not put to sleep for that.
+    // A Suspend needs the image, and the Pod is going to be deleted: the sandbox is not put to
+    // sleep for it.
     wish.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
     assert_steps(&wish, &running(), &[]);
 }
 
 #[test]
 fn pressure_asks_one_that_runs_and_not_one_that_dozes_already() {
-    let mut wish = dozy();
+    let mut wish = idle_dozes();
     wish.pressure.may = true;
     let candidate = |observed| crate::pressure::candidate(&wish, &idle_since(0, observed));
     assert!(candidate(running()).is_some_and(|candidate| candidate.may_doze));
@@ -203,7 +211,8 @@ fn pressure_asks_one_that_runs_and_not_one_that_dozes_already() {
 }
 
 proptest! {
-    /// Whatever is wished and seen: what needs an image is never planned, and what stands still without a reason is resumed.
+    /// For any request and observation, no step is planned that needs an image, and a sandbox that
+    /// is paused without a reason is resumed.
     #[test]
     fn only_what_the_runtime_can_do_is_planned(
         power in prop_oneof![Just(Power::Awake), Just(Power::Asleep), Just(Power::Frozen)],

@@ -4,7 +4,8 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
-/// The one who dialled, the connection as the keeper accepted it, our side of the helper's stream, and the helper's.
+/// Returns the client's connection, the same connection as the keeper accepted it, our end of the
+/// helper's stream, and the helper's end.
 fn connections() -> (TcpStream, TcpStream, UnixStream, UnixStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a listener");
     let dialled = TcpStream::connect(listener.local_addr().expect("an address"));
@@ -44,7 +45,7 @@ fn five_megabytes_go_both_ways_at_once_and_arrive_whole() {
         assert!(got == bytes(), "to the client");
         assert!(server.join().expect("no panic") == bytes(), "to the server");
         let ended = carried.join().expect("no panic").expect("carried");
-        assert_eq!(ended, Ended::ByFar);
+        assert_eq!(ended, Ended::Far);
     });
 }
 
@@ -58,21 +59,21 @@ fn what_the_far_side_sent_before_it_closed_is_delivered() {
         dialled.read_to_end(&mut got).expect("read to the end");
         assert!(got == bytes());
         let ended = carried.join().expect("no panic").expect("carried");
-        assert_eq!(ended, Ended::ByFar);
+        assert_eq!(ended, Ended::Far);
     });
 }
 
 #[test]
 fn it_is_delivered_to_a_client_that_is_still_sending() {
     let (mut dialled, accepted, ours, mut theirs) = connections();
-    // More than all buffers take: there is always something that the far side has not taken.
+    // All buffers are full: there are always bytes that the far side has not read.
     dialled.set_nonblocking(true).expect("set");
     while dialled.write(&[0; 1 << 16]).is_ok() {}
     dialled.set_nonblocking(false).expect("set");
     theirs.write_all(b"enough").expect("written");
     theirs.shutdown(std::net::Shutdown::Both).expect("shut");
     let ended = carry(accepted.as_fd(), ours.as_fd(), None, None).expect("carried");
-    assert_eq!(ended, Ended::ByFar);
+    assert_eq!(ended, Ended::Far);
     let mut got = [0; 6];
     dialled.read_exact(&mut got).expect("read");
     assert_eq!(&got, b"enough");
@@ -83,9 +84,9 @@ fn an_answer_reaches_a_client_that_sends_nothing_more_but_not_for_ever() {
     let (mut dialled, accepted, ours, mut theirs) = connections();
     dialled.write_all(b"question").expect("written");
     dialled.shutdown(std::net::Shutdown::Write).expect("shut");
-    let patience = Some(Duration::from_millis(300));
+    let limit = Some(Duration::from_millis(300));
     std::thread::scope(|scope| {
-        let carried = scope.spawn(|| carry(accepted.as_fd(), ours.as_fd(), None, patience));
+        let carried = scope.spawn(|| carry(accepted.as_fd(), ours.as_fd(), None, limit));
         let mut question = Vec::new();
         theirs
             .read_to_end(&mut question)
@@ -98,7 +99,7 @@ fn an_answer_reaches_a_client_that_sends_nothing_more_but_not_for_ever() {
             (&b"question"[..], b"answer")
         );
         let ended = carried.join().expect("no panic").expect("carried");
-        assert_eq!(ended, Ended::ByNear);
+        assert_eq!(ended, Ended::Near);
     });
 }
 
@@ -108,19 +109,19 @@ fn a_client_that_resets_ends_it() {
     rustix::net::sockopt::set_socket_linger(&dialled, Some(Duration::ZERO)).expect("set");
     drop(dialled);
     let ended = carry(accepted.as_fd(), ours.as_fd(), None, None).expect("carried");
-    assert_eq!(ended, Ended::ByNear);
+    assert_eq!(ended, Ended::Near);
 }
 
 #[test]
 fn it_ends_when_asked_although_nobody_takes_what_is_under_way() {
     let (mut dialled, accepted, ours, _theirs) = connections();
-    let (asked, mut asker) = std::io::pipe().expect("a pipe");
+    let (stop, mut stopper) = std::io::pipe().expect("a pipe");
     std::thread::scope(|scope| {
         let carried =
-            scope.spawn(|| carry(accepted.as_fd(), ours.as_fd(), Some(asked.as_fd()), None));
+            scope.spawn(|| carry(accepted.as_fd(), ours.as_fd(), Some(stop.as_fd()), None));
         dialled.write_all(&[0; 1 << 16]).expect("written");
-        asker.write_all(&[0]).expect("asked");
+        stopper.write_all(&[0]).expect("asked");
         let ended = carried.join().expect("no panic").expect("carried");
-        assert_eq!(ended, Ended::Asked);
+        assert_eq!(ended, Ended::Stopped);
     });
 }

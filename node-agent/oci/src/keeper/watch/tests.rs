@@ -6,7 +6,7 @@ use torpor_core::wake_on::WakeOn;
 use torpor_link::unacknowledged;
 
 use super::*;
-use crate::keeper::egress_hold::tests::{Pair, ip, listener, said};
+use crate::keeper::egress_hold::tests::{PodAndHost, ip, receive, receiver};
 use crate::node::tests::record;
 
 fn pod_in(network: &Path) -> PodRecord {
@@ -19,101 +19,104 @@ fn pod_in(network: &Path) -> PodRecord {
 
 #[test]
 fn what_is_frozen_is_reached_by_others_until_its_memory_is_written() {
-    let pair = Pair::new("frozen");
-    let network = Pair::path(&pair.pod);
-    let hears = pair.in_pod(|| listener("10.204.0.1:7"));
-    let says = pair.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
-    let say = |word: &str| says.send_to(word.as_bytes(), "10.204.0.1:7").expect("sent");
-    say("before");
-    assert_eq!(said(&hears).as_deref(), Some("before"));
+    let both = PodAndHost::new("frozen");
+    let network = PodAndHost::path(&both.pod);
+    let receiver = both.in_pod(|| receiver("10.204.0.1:7"));
+    let socket = both.at_host(|| UdpSocket::bind("10.204.0.2:0").expect("bound"));
+    let send = |datagram: &str| {
+        let sent = socket.send_to(datagram.as_bytes(), "10.204.0.1:7");
+        sent.expect("sent")
+    };
+    send("before");
+    assert_eq!(receive(&receiver).as_deref(), Some("before"));
 
     let pod = pod_in(&network);
     let rules = Rules {
         wake_on: WakeOn::NOTHING,
         ..Rules::default()
     };
-    pair.at_host(|| {
+    both.at_host(|| {
         let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
-        say("held");
-        assert_eq!(watch.turn(), Next::Nothing);
-        assert_eq!(said(&hears), None);
+        send("held");
+        assert_eq!(watch.handle_frames(), Next::Nothing);
+        assert_eq!(receive(&receiver), None);
         assert_eq!(watch.frozen(), Next::Nothing);
         assert!(watch.is_asleep(), "nobody has to look");
-        say("frozen");
-        assert_eq!(watch.turn(), Next::Nothing);
-        assert_eq!(said(&hears).as_deref(), Some("frozen"));
+        send("frozen");
+        assert_eq!(watch.handle_frames(), Next::Nothing);
+        assert_eq!(receive(&receiver).as_deref(), Some("frozen"));
         watch.hold();
-        say("saved");
-        assert_eq!(watch.turn(), Next::Nothing);
-        assert_eq!(said(&hears), None, "no image knows of it");
+        send("saved");
+        assert_eq!(watch.handle_frames(), Next::Nothing);
+        assert_eq!(receive(&receiver), None, "no image knows of it");
         watch.release();
     });
-    say("after");
-    let heard: Vec<_> = std::iter::from_fn(|| said(&hears)).collect();
-    // While it sleeps, what does not wake it is as if it had been lost on its way.
-    assert_eq!(heard, ["held", "after"]);
+    send("after");
+    let received: Vec<_> = std::iter::from_fn(|| receive(&receiver)).collect();
+    // A packet that does not wake the sleeping sandbox counts as lost on its way.
+    assert_eq!(received, ["held", "after"]);
 }
 
-/// The segments to the peer that have left the pod since this was last asked.
-fn left(tap: &mut Tap) -> Vec<Segment> {
+/// Returns the segments to the peer that have left the pod since the last call.
+fn sent_segments(tap: &mut Tap) -> Vec<Segment> {
     let peer = [IpAddr::from([10, 204, 0, 2])];
-    let mut left = Vec::new();
+    let mut sent = Vec::new();
     while let Ok(Some(frame)) = tap.receive() {
-        left.extend(segment(ethernet(frame), &peer));
+        sent.extend(segment(ethernet(frame), &peer));
     }
-    left
+    sent
 }
 
 #[test]
 fn who_has_not_acknowledged_what_was_said_is_asked_after_a_restore_alone() {
-    let pair = Pair::new("asked");
-    let network = Pair::path(&pair.pod);
+    let both = PodAndHost::new("asked");
+    let network = PodAndHost::path(&both.pod);
     let pod = pod_in(&network);
-    let noted = unacknowledged::begin(&network).expect("noted");
-    let pairs = pair.at_host(|| net::pairs(&network)).expect("pairs");
-    let tap = pair.in_pod(|| Tap::open(pairs[0].pod));
+    let map = unacknowledged::begin(&network).expect("noted");
+    let pairs = both.at_host(|| net::pairs(&network)).expect("pairs");
+    let tap = both.in_pod(|| Tap::open(pairs[0].pod));
     let mut tap = tap.expect("a tap");
-    let (_listener, _peer, mut program) = connected(&pair);
-    // From now on it hears nothing.
-    pair.at_host(|| ip("addr flush dev eth0"));
+    let (_listener, _peer, mut program) = connected(&both);
+    // From now on the peer receives nothing.
+    both.at_host(|| ip("addr flush dev eth0"));
     program.write_all(b"lost").expect("said");
-    let said = left(&mut tap);
-    let lost = said.iter().find(|segment| segment.length == 4);
+    let sent = sent_segments(&mut tap);
+    let lost = sent.iter().find(|segment| segment.length == 4);
     let lost = lost.expect("what is lost");
-    let asks = |segment: &Segment| {
+    let is_keepalive = |segment: &Segment| {
         let number = segment.sequence == lost.sequence.wrapping_sub(1);
         let same = segment.acknowledgment == lost.acknowledgment;
-        number && same && segment.says_nothing()
+        number && same && segment.has_no_data()
     };
     for restored in [false, true] {
-        pair.at_host(|| {
+        both.at_host(|| {
             let rules = Rules::default();
-            let noted = Some(noted);
-            let watch = Watch::begin(&pod, &rules, 10250, None, noted);
+            let watch = Watch::begin(&pod, &rules, 10250, None, Some(map));
             let mut watch = watch.expect("watched");
             if restored {
-                assert_eq!(watch.asleep(), Next::Nothing);
+                assert_eq!(watch.hibernated(), Next::Nothing);
             }
             watch.release();
         });
-        let said = left(&mut tap);
-        let asked = said.iter().filter(|segment| asks(segment)).count();
-        assert_eq!(asked, usize::from(restored), "{said:?}");
+        let sent = sent_segments(&mut tap);
+        let keepalives = sent.iter().filter(|segment| is_keepalive(segment)).count();
+        assert_eq!(keepalives, usize::from(restored), "{sent:?}");
     }
 }
 
-/// A connection from the host's end to the pod's: who listens, the client, and the server.
-fn connected(pair: &Pair) -> (TcpListener, TcpStream, TcpStream) {
-    let listener = pair
+/// Makes a connection from the host to the pod. Returns the listener and the connection's ends at
+/// the host and in the pod.
+fn connected(both: &PodAndHost) -> (TcpListener, TcpStream, TcpStream) {
+    let listener = both
         .in_pod(|| TcpListener::bind("10.204.0.1:7"))
         .expect("bound");
-    let peer = pair.at_host(|| TcpStream::connect("10.204.0.1:7"));
+    let peer = both.at_host(|| TcpStream::connect("10.204.0.1:7"));
     let (program, _) = listener.accept().expect("accepted");
     (listener, peer.expect("connected"), program)
 }
 
-/// Keepalives.
-fn asks_each_second(peer: &TcpStream) {
+/// Makes the peer send keepalives.
+fn send_keepalives_each_second(peer: &TcpStream) {
     use rustix::net::sockopt;
     let second = Duration::from_secs(1);
     sockopt::set_socket_keepalive(peer, true).expect("set");
@@ -121,68 +124,71 @@ fn asks_each_second(peer: &TcpStream) {
     sockopt::set_tcp_keepintvl(peer, second).expect("set");
 }
 
-/// What reaches the pod's kernel by TCP.
-fn heard_in(pair: &Pair) -> UdpSocket {
-    let raw = pair.in_pod(|| {
+/// Returns a raw socket that receives the TCP segments that reach the pod's kernel.
+fn tcp_receiver(both: &PodAndHost) -> UdpSocket {
+    let raw = both.in_pod(|| {
         let close = SockFlag::SOCK_CLOEXEC;
         socket(AddressFamily::Inet, SockType::Raw, close, SockProtocol::Tcp)
     });
-    // The same calls read it.
-    let heard = UdpSocket::from(raw.expect("a raw socket"));
+    // A raw socket is read by the same calls as a UDP socket.
+    let receiver = UdpSocket::from(raw.expect("a raw socket"));
     let limit = Some(Duration::from_millis(300));
-    heard.set_read_timeout(limit).expect("set");
-    heard
+    receiver.set_read_timeout(limit).expect("set");
+    receiver
 }
 
-/// The TCP segments that have reached the pod's kernel, once nothing more has come for a while.
-fn segments(heard: &UdpSocket) -> Vec<Segment> {
+/// Returns the segments of a [`tcp_receiver`], once no more come for a while.
+fn segments(receiver: &UdpSocket) -> Vec<Segment> {
     const ETHERNET_OF_IPV4: [u8; 14] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0];
-    let own = [IpAddr::from([10, 204, 0, 1])];
+    let pod_ips = [IpAddr::from([10, 204, 0, 1])];
     let next = || {
         let mut packet = [0; 2048];
-        let length = heard.recv(&mut packet).ok()?;
-        segment(&[&ETHERNET_OF_IPV4[..], &packet[..length]].concat(), &own)
+        let length = receiver.recv(&mut packet).ok()?;
+        segment(
+            &[&ETHERNET_OF_IPV4[..], &packet[..length]].concat(),
+            &pod_ips,
+        )
     };
     std::iter::from_fn(next).collect()
 }
 
 #[test]
 fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
-    let pair = Pair::new("remind");
-    let pod = pod_in(&Pair::path(&pair.pod));
-    let (_listener, mut peer, _program) = connected(&pair);
-    let heard = heard_in(&pair);
-    pair.at_host(|| {
+    let both = PodAndHost::new("remind");
+    let pod = pod_in(&PodAndHost::path(&both.pod));
+    let (_listener, mut peer, _program) = connected(&both);
+    let receiver = tcp_receiver(&both);
+    both.at_host(|| {
         let rules = Rules::default();
         let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
         peer.write_all(b"held").expect("said");
-        assert_eq!(watch.turn(), Next::Nothing);
-        assert!(matches!(watch.asleep(), Next::Wake(_)));
+        assert_eq!(watch.handle_frames(), Next::Nothing);
+        assert!(matches!(watch.hibernated(), Next::Wake(_)));
         watch.release();
     });
-    let heard = segments(&heard);
-    let held = heard.iter().find(|segment| segment.length == 4);
+    let received = segments(&receiver);
+    let held = received.iter().find(|segment| segment.length == 4);
     let held = held.expect("what has waited");
     let next = held.sequence.wrapping_add(4);
-    let reminded = |segment: &Segment| {
+    let is_reminder = |segment: &Segment| {
         let same = segment.acknowledgment == held.acknowledgment;
-        segment.says_nothing() && segment.sequence == next && same
+        segment.has_no_data() && segment.sequence == next && same
     };
-    assert!(heard.iter().any(reminded), "{heard:?}");
+    assert!(received.iter().any(is_reminder), "{received:?}");
 }
 
 #[test]
 fn one_that_is_stopped_hears_nothing_and_is_found_until_it_goes_on() {
-    let pair = Pair::new("halted");
-    let network = Pair::path(&pair.pod);
+    let both = PodAndHost::new("halted");
+    let network = PodAndHost::path(&both.pod);
     let pod = pod_in(&network);
-    let (_listener, mut peer, _program) = connected(&pair);
-    asks_each_second(&peer);
-    let heard = heard_in(&pair);
-    // Told by one who says something to it, to whom nobody answers who has the address.
+    let (_listener, mut peer, _program) = connected(&both);
+    send_keepalives_each_second(&peer);
+    let receiver = tcp_receiver(&both);
+    // A peer that sends to the pod records its Ethernet address if it gets an answer.
     let is_found = |watch: &mut Watch| {
         ip("neigh flush dev eth0");
-        let says = UdpSocket::bind("[::]:0").expect("bound");
+        let socket = UdpSocket::bind("[::]:0").expect("bound");
         let until = Instant::now() + Duration::from_secs(2);
         let found = |address: &str| {
             let known = ip(&format!("neigh show to {address} nud reachable"));
@@ -190,26 +196,26 @@ fn one_that_is_stopped_hears_nothing_and_is_found_until_it_goes_on() {
         };
         while Instant::now() < until {
             for address in ["10.204.0.1", "fd04::1"] {
-                let _ = says.send_to(b"", (address, 9));
+                let _ = socket.send_to(b"", (address, 9));
             }
-            // Its rules let nothing wake it but TCP.
-            assert_eq!(watch.turn(), Next::Nothing);
+            // By the rules, only TCP wakes the sandbox.
+            assert_eq!(watch.handle_frames(), Next::Nothing);
             if found("10.204.0.1") && found("fd04::1") {
                 return true;
             }
         }
         false
     };
-    let hears = |watch: &mut Watch| {
+    let receives = |watch: &mut Watch| {
         let until = Instant::now() + Duration::from_millis(2500);
         let mut all = Vec::new();
         while Instant::now() < until {
-            assert_eq!(watch.turn(), Next::Nothing);
-            all.extend(segments(&heard));
+            assert_eq!(watch.handle_frames(), Next::Nothing);
+            all.extend(segments(&receiver));
         }
         !all.is_empty()
     };
-    pair.at_host(|| {
+    both.at_host(|| {
         let rules = Rules {
             wake_on: WakeOn::Only {
                 tcp: true,
@@ -220,23 +226,23 @@ fn one_that_is_stopped_hears_nothing_and_is_found_until_it_goes_on() {
             ..Rules::default()
         };
         let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
-        watch.halt().expect_err("it runs");
-        assert_eq!(watch.standing(), Next::Nothing);
-        assert!(hears(&mut watch), "its network stack answers");
-        // As runsc has left it.
-        pair.in_pod(|| ip("addr flush dev eth0"));
+        watch.begin_answers().expect_err("it runs");
+        assert_eq!(watch.paused(), Next::Nothing);
+        assert!(receives(&mut watch), "its network stack answers");
+        // runsc removes the addresses from a pod's links, too.
+        both.in_pod(|| ip("addr flush dev eth0"));
         assert!(!is_found(&mut watch), "it speaks for itself");
-        assert_eq!(watch.halt().expect("spoken for"), Next::Nothing);
+        assert_eq!(watch.begin_answers().expect("spoken for"), Next::Nothing);
         assert!(is_found(&mut watch));
-        assert!(!hears(&mut watch), "it could not hear it");
-        // Somebody has let it go on, and it dozes again.
-        watch.go_on();
+        assert!(!receives(&mut watch), "it could not hear it");
+        // Another process has continued the sandbox's processes, and it dozes again.
+        watch.end_answers();
         assert!(!is_found(&mut watch), "it speaks for itself again");
-        watch.halt().expect("spoken for again");
+        watch.begin_answers().expect("spoken for again");
         assert!(is_found(&mut watch));
         peer.write_all(b"wakes").expect("said");
         let until = Instant::now() + Duration::from_secs(10);
-        while !matches!(watch.turn(), Next::Wake(_)) {
+        while !matches!(watch.handle_frames(), Next::Wake(_)) {
             assert!(Instant::now() < until, "nobody wakes it");
         }
         watch.release();
@@ -245,11 +251,11 @@ fn one_that_is_stopped_hears_nothing_and_is_found_until_it_goes_on() {
 
 #[test]
 fn what_a_probe_from_before_says_wakes_nobody_and_what_others_say_does() {
-    let pair = Pair::new("probed");
-    let pod = pod_in(&Pair::path(&pair.pod));
-    let (_listener, mut peer, _program) = connected(&pair);
-    // Who listens there is the kubelet: this test.
-    let kubelet = pair.at_host(|| TcpListener::bind("0.0.0.0:0").expect("bound"));
+    let both = PodAndHost::new("probed");
+    let pod = pod_in(&PodAndHost::path(&both.pod));
+    let (_listener, mut peer, _program) = connected(&both);
+    // The process that listens on the kubelet's port counts as the kubelet: this test.
+    let kubelet = both.at_host(|| TcpListener::bind("0.0.0.0:0").expect("bound"));
     let port = kubelet.local_addr().expect("bound").port();
     let probed = Rules {
         probes: vec![7],
@@ -263,17 +269,17 @@ fn what_a_probe_from_before_says_wakes_nobody_and_what_others_say_does() {
         (&probed, port, false),
         (&hooked, port, true),
         (&Rules::default(), port, true),
-        // The kubelet is another one.
+        // The kubelet is another process.
         (&probed, 1, true),
     ] {
-        pair.at_host(|| {
+        both.at_host(|| {
             let mut watch = Watch::begin(&pod, rules, port, None, None).expect("watched");
-            assert_eq!(watch.standing(), Next::Nothing);
+            assert_eq!(watch.paused(), Next::Nothing);
             peer.write_all(b"said").expect("said");
             let until = Instant::now() + Duration::from_millis(500);
             let mut next = Next::Nothing;
             while next == Next::Nothing && Instant::now() < until {
-                next = watch.turn();
+                next = watch.handle_frames();
             }
             assert_eq!(matches!(next, Next::Wake(_)), wakes, "{rules:?}");
             watch.release();

@@ -1,0 +1,589 @@
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+use rstest::rstest;
+
+use super::*;
+
+fn image(number: u32) -> ImageId {
+    ImageId::parse(&format!("uid.{number}")).expect("an id")
+}
+
+fn other() -> ImageId {
+    ImageId::parse("other.7").expect("an id")
+}
+
+fn ledger_of(entries: &[Entry]) -> LedgerState {
+    LedgerState::fold(entries)
+}
+
+fn saved() -> Vec<Entry> {
+    vec![
+        Entry::Saving {
+            image: image(1),
+            snapshots: BTreeSet::new(),
+        },
+        Entry::Committed { image: image(1) },
+    ]
+}
+
+fn asleep() -> Vec<Entry> {
+    let mut entries = saved();
+    entries.push(Entry::Asleep {
+        image: image(1),
+        by_itself: false,
+    });
+    entries
+}
+
+/// An error of the fake sandbox.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Fault {
+    Refused(Refusal),
+    /// The sandbox ended before it received the call.
+    NotReceived,
+    /// The call may have had its effect.
+    Unknown,
+    Fenced,
+    RestoreFailed,
+}
+
+/// A sandbox in memory, which records the acts.
+struct Fake {
+    recorded: Recorded,
+    entries: RefCell<Vec<Entry>>,
+    holding: Holding,
+    pause: RefCell<Option<Pause>>,
+    gofers: RefCell<Vec<Result<bool, Fault>>>,
+    held_open: bool,
+    suspended: bool,
+    resumes: Result<bool, Fault>,
+    restores: Result<(), Fault>,
+    /// Another sandbox of the Pod appends to the ledger while this one is restored.
+    overtaken: bool,
+    acts: RefCell<Vec<String>>,
+}
+
+impl Fake {
+    fn new(recorded: Recorded, entries: Vec<Entry>, pause: Option<Pause>) -> Self {
+        Self {
+            recorded,
+            entries: entries.into(),
+            holding: Holding::Held,
+            pause: pause.into(),
+            gofers: Vec::new().into(),
+            held_open: true,
+            suspended: false,
+            resumes: Ok(true),
+            restores: Ok(()),
+            overtaken: false,
+            acts: RefCell::default(),
+        }
+    }
+
+    fn dozing() -> Self {
+        Self::new(Recorded::Running, saved(), Some(Pause::Doze))
+    }
+
+    fn hibernated() -> Self {
+        Self::new(Recorded::Hibernated { image: image(1) }, asleep(), None)
+    }
+
+    fn act(&self, act: impl Into<String>) {
+        self.acts.borrow_mut().push(act.into());
+    }
+
+    fn acts(&self) -> Vec<String> {
+        self.acts.borrow().clone()
+    }
+
+    fn memory(&self) -> Memory {
+        ledger_of(&self.entries.borrow()).memory
+    }
+
+    fn seq(&self) -> u64 {
+        ledger_of(&self.entries.borrow()).seq
+    }
+}
+
+impl Paused for Fake {
+    type Error = Fault;
+
+    fn is_paused(&self) -> Result<bool, Fault> {
+        Ok(self.pause.borrow().is_some())
+    }
+
+    fn has_gofers(&self) -> Result<bool, Fault> {
+        let mut answers = self.gofers.borrow_mut();
+        match answers.is_empty() {
+            true => Ok(true),
+            false => answers.remove(0),
+        }
+    }
+
+    fn let_run(&self) -> Result<bool, Fault> {
+        self.act("resumed");
+        self.resumes.clone()
+    }
+
+    fn never_ran(error: &Fault) -> bool {
+        *error == Fault::NotReceived
+    }
+
+    fn take_back(&self, left: &Left) -> Result<(), Fault> {
+        let image = left.image.clone();
+        self.append_at(left.seq, &Entry::Committed { image })
+    }
+}
+
+impl Sandbox for Fake {
+    fn recorded(&self) -> Result<Recorded, Fault> {
+        Ok(self.recorded.clone())
+    }
+
+    fn ledger(&self) -> Result<LedgerState, Fault> {
+        Ok(ledger_of(&self.entries.borrow()))
+    }
+
+    fn holding(&self, _: &ImageId) -> Holding {
+        self.holding
+    }
+
+    fn pause(&self) -> Result<Option<Pause>, Fault> {
+        Ok(*self.pause.borrow())
+    }
+
+    fn is_held_open(&self) -> Result<bool, Fault> {
+        Ok(self.held_open)
+    }
+
+    fn is_suspended(&self) -> Result<bool, Fault> {
+        Ok(self.suspended)
+    }
+
+    fn append(&self, entry: &Entry) -> Result<u64, Fault> {
+        self.entries.borrow_mut().push(entry.clone());
+        Ok(self.seq())
+    }
+
+    fn append_at(&self, seq: u64, entry: &Entry) -> Result<(), Fault> {
+        match self.seq() == seq {
+            true => self.append(entry).map(drop),
+            false => Err(Fault::Fenced),
+        }
+    }
+
+    fn is_fenced(error: &Fault) -> bool {
+        *error == Fault::Fenced
+    }
+
+    fn end(&self, _: &ImageId) -> Result<(), Fault> {
+        self.act("ended");
+        self.pause.replace(None);
+        Ok(())
+    }
+
+    fn take(&self, _: &ImageId) -> Result<(), Fault> {
+        self.act("taken");
+        Ok(())
+    }
+
+    fn give_back(&self, _: &ImageId) -> Result<(), Fault> {
+        self.act("given back");
+        Ok(())
+    }
+
+    fn open(&self, _: &ImageId) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn restore(&self, _: &ImageId, awake: &Awake<'_, Fault>) -> Result<(), Fault> {
+        self.act("restored");
+        if self.overtaken {
+            self.append(&Entry::Waking { image: image(1) })?;
+        }
+        self.restores.clone()?;
+        awake(&|| self.act("released"))
+    }
+
+    fn renew(&self, release: &dyn Fn()) -> Result<(), Fault> {
+        self.act("renewed");
+        release();
+        Ok(())
+    }
+
+    fn report(&self) -> Result<(), Fault> {
+        self.act("reported");
+        Ok(())
+    }
+
+    fn reason(_: &Fault) -> String {
+        "RestoreFailed".to_owned()
+    }
+
+    fn catch_up(&self) -> Result<(), Fault> {
+        self.act("caught up");
+        Ok(())
+    }
+
+    fn refuse(refusal: Refusal) -> Fault {
+        Fault::Refused(refusal)
+    }
+}
+
+#[rstest]
+#[case::all_live(vec![], Ok(Found::Dozing), &["resumed"])]
+#[case::one_has_ended(vec![Ok(false)], Ok(Found::Dozing), &["ended"])]
+#[case::one_ends_before_the_resume(vec![Ok(true), Ok(false)], Ok(Found::Dozing), &["ended"])]
+#[case::unknown(vec![Ok(true), Err(Fault::Unknown)], Err(Fault::Unknown), &[])]
+fn a_sandbox_with_an_image_is_resumed_only_with_its_gofers(
+    #[case] gofers: Vec<Result<bool, Fault>>,
+    #[case] expected: Result<Found, Fault>,
+    #[case] acts: &[&str],
+) {
+    let sandbox = Fake {
+        gofers: gofers.into(),
+        ..Fake::dozing()
+    };
+    assert_eq!(wake_up(&sandbox), expected);
+    assert_eq!(sandbox.acts(), acts);
+    let resumed = acts == ["resumed"];
+    assert_eq!(sandbox.memory() == Memory::Live, resumed);
+}
+
+#[test]
+fn a_sandbox_without_an_image_is_resumed_whether_its_gofers_live_or_not() {
+    let sandbox = Fake {
+        gofers: vec![Ok(false)].into(),
+        ..Fake::new(Recorded::Running, Vec::new(), Some(Pause::Other))
+    };
+    assert_eq!(run_on(&sandbox), Ok(Ran::Resumed));
+    assert_eq!(sandbox.acts(), ["resumed"]);
+    assert!(sandbox.entries.borrow().is_empty());
+}
+
+#[rstest]
+#[case::not_received(Fault::NotReceived, true)]
+#[case::may_have_been_received(Fault::Unknown, false)]
+fn the_image_stays_the_memory_only_where_the_sandbox_received_no_call(
+    #[case] fault: Fault,
+    #[case] keeps: bool,
+) {
+    let sandbox = Fake {
+        resumes: Err(fault.clone()),
+        ..Fake::dozing()
+    };
+    assert_eq!(wake_up(&sandbox), Err(fault));
+    assert_eq!(sandbox.memory().image() == Some(&image(1)), keeps);
+}
+
+#[test]
+fn a_sandbox_that_the_kubelet_recreates_is_not_woken_and_its_image_is_kept() {
+    for sandbox in [Fake::dozing(), Fake::hibernated()] {
+        let sandbox = Fake {
+            held_open: false,
+            ..sandbox
+        };
+        let refused = Err(Fault::Refused(Refusal::NotHeldOpen));
+        assert_eq!(wake_up(&sandbox), refused);
+        assert_eq!(sandbox.memory().image(), Some(&image(1)));
+        assert!(sandbox.acts().is_empty());
+    }
+    // Without an image that could be restored the sandbox is resumed: it may be ended as well.
+    let sandbox = Fake {
+        held_open: false,
+        holding: Holding::Unreadable,
+        ..Fake::dozing()
+    };
+    assert_eq!(wake_up(&sandbox), Ok(Found::Dozing));
+    assert_eq!(sandbox.memory(), Memory::Live);
+}
+
+#[test]
+fn an_image_that_was_committed_is_left_behind_also_while_it_cannot_be_found() {
+    let saving = Memory::Saving { image: image(1) };
+    let committed = Memory::Committed { image: image(1) };
+    let left = image(1);
+    for (memory, holding, expected) in [
+        (&Memory::Live, Holding::Missing, None),
+        (&saving, Holding::Missing, None),
+        (&saving, Holding::Unreadable, Some(&left)),
+        (&saving, Holding::Held, Some(&left)),
+        (&committed, Holding::Missing, Some(&left)),
+        (&committed, Holding::Held, Some(&left)),
+    ] {
+        assert_eq!(
+            outlived(memory, |_| holding),
+            expected,
+            "{memory:?} {holding:?}"
+        );
+    }
+}
+
+#[test]
+fn a_frozen_sandbox_is_not_woken_by_a_caller_and_is_resumed_by_request() {
+    let frozen = || Fake::new(Recorded::Running, Vec::new(), Some(Pause::Other));
+    assert_eq!(wake_up(&frozen()), Err(Fault::Refused(Refusal::Frozen)));
+    assert_eq!(rouse(&frozen()), Ok(Ran::Already));
+    assert_eq!(resume_dozing(&frozen()), Ok(Resumed::RanAlready));
+    assert_eq!(run_on(&frozen()), Ok(Ran::Resumed));
+}
+
+#[test]
+fn a_wake_records_that_it_begins_and_that_the_sandbox_runs() {
+    let sandbox = Fake::hibernated();
+    assert_eq!(wake_up(&sandbox), Ok(Found::Hibernated));
+    let entries = sandbox.entries.borrow();
+    let waking = Entry::Waking { image: image(1) };
+    assert_eq!(entries[asleep().len()..], [waking, Entry::Awake]);
+    assert_eq!(sandbox.acts(), ["restored"]);
+}
+
+#[test]
+fn a_wake_that_was_cut_off_after_its_last_entry_is_only_recorded() {
+    let sandbox = Fake::hibernated();
+    sandbox.append(&Entry::Awake).expect("appended");
+    assert_eq!(wake(&sandbox), Ok(false));
+    assert_eq!(sandbox.acts(), ["caught up"]);
+}
+
+#[test]
+fn a_wake_that_fails_leaves_the_image_as_the_memory() {
+    let sandbox = Fake {
+        restores: Err(Fault::RestoreFailed),
+        ..Fake::hibernated()
+    };
+    assert_eq!(wake(&sandbox), Err(Fault::RestoreFailed));
+    assert_eq!(sandbox.memory().image(), Some(&image(1)));
+    let last = sandbox.entries.borrow().last().cloned();
+    assert!(matches!(last, Some(Entry::WakeFailed { .. })), "{last:?}");
+}
+
+#[test]
+fn a_sandbox_that_is_being_suspended_stays_in_its_image() {
+    let sandbox = Fake {
+        suspended: true,
+        ..Fake::hibernated()
+    };
+    assert_eq!(wake(&sandbox), Err(Fault::Refused(Refusal::Suspending)));
+    for ends in [false, true] {
+        assert_eq!(
+            before_signal(&sandbox, ends, || false),
+            Ok(Delivery::Remains)
+        );
+    }
+    assert!(sandbox.acts().is_empty());
+}
+
+const TAKES: Place = Place::Anew {
+    takes: true,
+    tries_again: true,
+};
+
+#[test]
+fn another_pods_image_is_taken_before_anything_runs_and_the_report_is_there_before_the_entry() {
+    let sandbox = Fake::new(Recorded::Restoring, Vec::new(), None);
+    restore(&sandbox, &other(), TAKES).expect("restored");
+    let order = [
+        "taken", "restored", "renewed", "released", "taken", "reported",
+    ];
+    assert_eq!(sandbox.acts(), order);
+    assert_eq!(sandbox.memory(), Memory::Live);
+}
+
+#[rstest]
+#[case::tries_again(TAKES, false, true)]
+#[case::starts_cold(Place::Anew { takes: true, tries_again: false }, false, false)]
+#[case::copy(Place::Anew { takes: false, tries_again: true }, false, false)]
+#[case::overtaken(TAKES, true, false)]
+fn a_restore_that_fails_gives_a_taken_image_back_unless_the_ledger_has_gone_on(
+    #[case] place: Place,
+    #[case] overtaken: bool,
+    #[case] gives_back: bool,
+) {
+    let sandbox = Fake {
+        restores: Err(Fault::RestoreFailed),
+        overtaken,
+        ..Fake::new(Recorded::Restoring, Vec::new(), None)
+    };
+    restore(&sandbox, &other(), place).expect_err("failed");
+    let given_back = sandbox.acts().iter().any(|act| act == "given back");
+    assert_eq!(given_back, gives_back);
+}
+
+#[test]
+fn a_planned_restore_appends_only_that_the_sandbox_runs_and_nothing_if_it_fails() {
+    for (restores, added) in [
+        (Ok(()), vec![Entry::Awake]),
+        (Err(Fault::RestoreFailed), vec![]),
+    ] {
+        let sandbox = Fake {
+            restores: restores.clone(),
+            ..Fake::hibernated()
+        };
+        sandbox
+            .append(&Entry::Waking { image: image(1) })
+            .expect("appended by the plan");
+        assert_eq!(restore_planned(&sandbox, &image(1)), restores);
+        assert_eq!(sandbox.entries.borrow()[asleep().len() + 1..], added);
+    }
+}
+
+#[test]
+fn a_signal_that_ends_a_saved_sandbox_wakes_nothing() {
+    let saved_and_paused = || Fake::new(Recorded::Running, saved(), Some(Pause::Other));
+    let before = |sandbox: &Fake, ends| before_signal(sandbox, ends, || false);
+    assert_eq!(before(&saved_and_paused(), true), Ok(Delivery::Keeper));
+    assert_eq!(before(&saved_and_paused(), false), Ok(Delivery::Program));
+    // A sandbox that dozes handles its end.
+    let dozing = Fake::dozing();
+    assert_eq!(before(&dozing, true), Ok(Delivery::Program));
+    assert_eq!(dozing.acts(), ["resumed"]);
+    // One that may not be woken stays in its image.
+    let recreated = Fake {
+        held_open: false,
+        ..Fake::dozing()
+    };
+    assert_eq!(before(&recreated, true), Ok(Delivery::Keeper));
+    assert_eq!(recreated.acts(), ["ended"]);
+    assert_eq!(before(&Fake::hibernated(), true), Ok(Delivery::Remains));
+    assert_eq!(before(&Fake::hibernated(), false), Ok(Delivery::Program));
+    let awake = Fake::new(Recorded::Running, Vec::new(), None);
+    assert_eq!(before(&awake, true), Ok(Delivery::Program));
+    assert!(awake.acts().is_empty());
+    assert_eq!(before_signal(&awake, true, || true), Ok(Delivery::Orphan));
+    let restoring = Fake::new(Recorded::Restoring, Vec::new(), None);
+    assert_eq!(before(&restoring, true), Ok(Delivery::Remains));
+    assert_eq!(
+        before(&restoring, false),
+        Err(Fault::Refused(Refusal::Restoring))
+    );
+}
+
+#[test]
+fn a_pod_that_was_given_an_image_starts_from_it_once() {
+    let given = Some(other());
+    let fresh = source(&ledger_of(&[]), |_| true, given.clone(), false, None);
+    assert_eq!(
+        fresh,
+        Source::Image {
+            image: other(),
+            copy: false
+        }
+    );
+    let resumed = ledger_of(&[Entry::Waking { image: other() }, Entry::Awake]);
+    assert_eq!(source(&resumed, |_| true, given, false, None), Source::Cold);
+}
+
+#[test]
+fn a_pod_whose_sandbox_was_taken_away_while_it_slept_goes_on_from_its_image() {
+    let expected = Source::Image {
+        image: image(1),
+        copy: false,
+    };
+    assert_eq!(
+        source(&ledger_of(&asleep()), |_| true, None, false, None),
+        expected
+    );
+    // Also when the Pod once came from another image.
+    assert_eq!(
+        source(&ledger_of(&asleep()), |_| true, Some(other()), true, None),
+        expected
+    );
+}
+
+#[test]
+fn a_pod_that_crashed_awake_does_not_go_back_in_time() {
+    let mut entries = asleep();
+    entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
+    assert_eq!(
+        source(&ledger_of(&entries), |_| true, None, false, None),
+        Source::Cold
+    );
+}
+
+#[test]
+fn a_pod_that_crashed_goes_back_to_its_last_image_only_if_its_user_wishes_that() {
+    let back = |entries: &[Entry], held| {
+        let last = Some(image(1));
+        source(&ledger_of(entries), |_| held, None, false, last)
+    };
+    let mut entries = asleep();
+    let asleep_in_it = Source::Image {
+        image: image(1),
+        copy: false,
+    };
+    assert_eq!(back(&entries, true), asleep_in_it);
+    entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
+    let expected = Source::Image {
+        image: image(1),
+        copy: true,
+    };
+    assert_eq!(back(&entries, true), expected);
+    // The sandbox crashed during another save.
+    entries.push(Entry::Saving {
+        image: image(2),
+        snapshots: Default::default(),
+    });
+    assert_eq!(back(&entries, false), expected);
+    // The ledger knows that the image was left behind until the image is gone: also a second try
+    // reports that the sandbox went back.
+    assert!(ledger_of(&entries).was_left(&image(1)));
+    entries.push(Entry::Waking { image: image(1) });
+    assert!(ledger_of(&entries).was_left(&image(1)));
+    assert!(!ledger_of(&asleep()).was_left(&image(1)));
+}
+
+#[test]
+fn a_wake_that_was_cut_off_is_tried_again() {
+    let mut entries = asleep();
+    entries.push(Entry::Waking { image: image(1) });
+    let expected = Source::Image {
+        image: image(1),
+        copy: false,
+    };
+    assert_eq!(
+        source(&ledger_of(&entries), |_| true, None, false, None),
+        expected
+    );
+    entries.push(Entry::WakeFailed {
+        image: image(1),
+        reason: "RestoreFailed".into(),
+    });
+    assert_eq!(
+        source(&ledger_of(&entries), |_| true, None, false, None),
+        expected
+    );
+}
+
+#[test]
+fn an_image_that_is_missing_is_not_taken_for_a_cold_start() {
+    let expected = Source::Image {
+        image: image(1),
+        copy: false,
+    };
+    assert_eq!(
+        source(&ledger_of(&asleep()), |_| false, None, false, None),
+        expected
+    );
+}
+
+#[test]
+fn a_save_that_was_cut_off_leaves_a_cold_start_unless_it_was_whole() {
+    let saving = [Entry::Saving {
+        image: image(1),
+        snapshots: Default::default(),
+    }];
+    assert_eq!(
+        source(&ledger_of(&saving), |_| false, None, false, None),
+        Source::Cold
+    );
+    let whole = Source::Image {
+        image: image(1),
+        copy: false,
+    };
+    assert_eq!(
+        source(&ledger_of(&saving), |_| true, None, false, None),
+        whole
+    );
+}

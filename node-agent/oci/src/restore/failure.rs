@@ -1,0 +1,66 @@
+//! Handling of a failed restore: the report, and the cold start by the Pod's policy.
+
+use torpor_core::Entry;
+use torpor_core::ids::ImageId;
+use torpor_records::{PodRecord, RestoreReport};
+use torpor_runsc::keeper::{self, Request};
+use torpor_snapshots::LedgerFile;
+
+use super::refusal::Refusal;
+use crate::node::{CALL_LIMIT, Node};
+
+/// Records that the Pod starts cold from now on, and reports the reason.
+pub(super) fn give_up(
+    node: &Node,
+    pod: &PodRecord,
+    ledger: &LedgerFile,
+    image: &ImageId,
+    refusal: Refusal,
+) -> anyhow::Result<()> {
+    ledger.append(&Entry::Awake)?;
+    let report = RestoreReport::ColdStarted {
+        image: Some(image.clone()),
+        reason: refusal.reason.to_owned(),
+        message: refusal.message,
+    };
+    Ok(node.records.write_report(&pod.pod_uid, &report)?)
+}
+
+/// Writes the report of a failed restore.
+pub(super) fn report(
+    node: &Node,
+    pod: &PodRecord,
+    image: &ImageId,
+    refusal: &Refusal,
+) -> anyhow::Result<()> {
+    let report = RestoreReport::Failed {
+        image: image.clone(),
+        reason: refusal.reason.to_owned(),
+        message: refusal.message.clone(),
+    };
+    Ok(node.records.write_report(&pod.pod_uid, &report)?)
+}
+
+/// Handles a failed restore; returns the error of this call. With policy ColdStart the pod's
+/// sandbox is ended. Then the kubelet makes a new sandbox, which starts cold from its first init
+/// container on.
+pub(super) fn fail(
+    node: &Node,
+    pod: &PodRecord,
+    image: &ImageId,
+    refusal: Refusal,
+) -> anyhow::Result<anyhow::Error> {
+    if !pod.cold_start_on_failure {
+        report(node, pod, image, &refusal)?;
+        return Ok(refusal.into());
+    }
+    let message = refusal.message.clone();
+    let ledger = node.store()?.ledger(&pod.pod_uid)?;
+    give_up(node, pod, &ledger, image, refusal)?;
+    let pause = node.records.container_dir(&pod.sandbox.clone().into());
+    // A keeper that has ended already has ended the sandbox.
+    let _ = keeper::ask(&pause, &Request::Exit { code: 137 }, &[], CALL_LIMIT);
+    Ok(anyhow::anyhow!(
+        "the Pod starts cold, because its memory could not be restored: {message}"
+    ))
+}
