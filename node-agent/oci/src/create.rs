@@ -7,9 +7,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
-use nix::sys::socket::{
-    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket,
-};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use torpor_cgroup as cgroup;
 use torpor_cgroup::swap;
@@ -29,12 +26,12 @@ use torpor_runsc::spec::{
 use torpor_snapshots::Digest;
 
 use crate::args::CreateArgs;
-use crate::console::{Terminal, create_with_console, hand_over};
 use crate::delete;
-use crate::generation;
-use crate::limits;
-use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
-use crate::restore::{self, transitions};
+use torpor_sandbox::console::{Terminal, create_with_console, hand_over};
+use torpor_sandbox::generation;
+use torpor_sandbox::limits;
+use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
+use torpor_sandbox::restore::{self, transitions};
 
 const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 
@@ -385,7 +382,7 @@ fn start_keeper(
 ) -> anyhow::Result<u32> {
     // The keeper reads its record when it starts.
     node.records.write_container(record)?;
-    let socket = listening_socket(&dir.join(keeper::SOCKET))?;
+    let socket = keeper::listen(&dir.join(keeper::SOCKET))?;
     let mut command = Command::new("/proc/self/exe");
     command
         .arg0("torpor-keeper")
@@ -419,19 +416,4 @@ fn start_keeper(
     let child = command.spawn().context("cannot start the keeper")?;
     node.cgroups.place(&record.cgroup, child.id())?;
     Ok(child.id())
-}
-
-/// Returns a sequenced-packet socket that listens on the path.
-pub(crate) fn listening_socket(path: &Path) -> anyhow::Result<OwnedFd> {
-    // The keeper inherits the socket, so it is not close-on-exec.
-    let listener = socket(
-        AddressFamily::Unix,
-        SockType::SeqPacket,
-        SockFlag::empty(),
-        None,
-    )?;
-    bind(listener.as_raw_fd(), &UnixAddr::new(path)?)
-        .with_context(|| format!("cannot listen on {}", path.display()))?;
-    listen(&listener, Backlog::new(16)?)?;
-    Ok(listener)
 }

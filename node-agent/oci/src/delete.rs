@@ -14,8 +14,8 @@ use torpor_records::{ContainerRecord, SandboxState};
 use torpor_runsc::held_open::{has_lost_its_shim, keeper_lives};
 use torpor_runsc::keeper::{self, Request};
 
-use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
-use crate::restore::{self, end_processes, kill_processes, transitions};
+use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use torpor_sandbox::restore::{self, end_processes, kill_processes, transitions};
 
 /// Limit for a cgroup to become empty. A killed process leaves its cgroup within milliseconds,
 /// unless it is stuck in the kernel.

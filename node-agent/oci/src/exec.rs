@@ -24,10 +24,10 @@ use torpor_runsc::keeper::{self, Request};
 use torpor_runsc::left;
 
 use crate::args::ExecArgs;
-use crate::console::{Terminal, hand_over};
-use crate::node::{CALL_LIMIT, Node, read_oci_json};
-use crate::restore::transitions;
 use crate::state;
+use torpor_sandbox::console::{Terminal, hand_over};
+use torpor_sandbox::node::{CALL_LIMIT, Node, read_oci_json};
+use torpor_sandbox::restore::transitions;
 
 /// Time between two reads of the state of a sandbox whose lock another process holds. The kubelet's
 /// default timeout of a probe is a second.
@@ -207,13 +207,6 @@ fn session_of(node: &Node, sandbox: &SandboxId, process: &Value) -> Session {
         true => Session::Probe,
         false => Session::Use,
     }
-}
-
-/// Wakes a sandbox that hibernates or dozes; returns the pod's lock. Fails for a frozen sandbox.
-pub(crate) fn awake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<PodLock> {
-    let lock = node.records.lock(sandbox)?;
-    transitions::wake_up(node, sandbox, cause)?;
-    Ok(lock)
 }
 
 /// Starts the process; returns its pid in the sandbox. The sandbox gets copies of the standard

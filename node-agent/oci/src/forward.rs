@@ -22,9 +22,9 @@ use torpor_records::WakeCause;
 use torpor_runsc::exec::helper_args;
 use torpor_runsc::forward::{self, Forward};
 
-use crate::exec::awake;
-use crate::node::Node;
-use crate::process::{Process, nothing, own_program};
+use torpor_sandbox::node::Node;
+use torpor_sandbox::process::{Process, nothing, own_program};
+use torpor_sandbox::restore::transitions;
 
 mod carry;
 mod inside;
@@ -40,7 +40,7 @@ pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
         .context("standard input is not a connection")?
         .port();
     // Until the sandbox is awake, nothing may end this program: a wake must not be cut off.
-    let lock = awake(node, sandbox, WakeCause::Forward)?;
+    let lock = transitions::lock_awake(node, sandbox, WakeCause::Forward)?;
     let pause = ContainerId::from(sandbox.clone());
     let record = node.container(&pause)?;
     // The wake has moved this program into the sandbox's cgroup, whose processes are killed when

@@ -26,8 +26,8 @@ use torpor_runsc::control::{self, Control};
 use torpor_runsc::keeper::{Answer, Rules};
 
 use crate::args::KeeperArgs;
-use crate::node::{CALL_LIMIT, Node};
-use crate::restore::{self, transitions};
+use torpor_sandbox::node::{CALL_LIMIT, Node};
+use torpor_sandbox::restore::{self, transitions};
 
 mod children;
 mod container_keepers;

@@ -11,9 +11,9 @@ use torpor_records::{ContainerRecord, WakeCause};
 use torpor_runsc::control::{self, SignalScope};
 use torpor_runsc::keeper::{self, Request};
 
-use crate::doze;
-use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
-use crate::restore::{self, transitions};
+use torpor_sandbox::doze;
+use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use torpor_sandbox::restore::{self, transitions};
 
 /// Error for a container without processes. The shim recognizes it by these words.
 const FINISHED: &str = "container not running";
@@ -264,14 +264,8 @@ fn parse(signal: &str) -> anyhow::Result<SignalNumber> {
 
 #[cfg(test)]
 mod tests {
-    use torpor_core::Entry;
-    use torpor_core::ids::ImageId;
-    use torpor_records::Role;
-    use torpor_records::SandboxState;
-    use torpor_snapshots::{Digest, Store};
 
     use super::*;
-    use crate::node::tests::one_pod;
 
     #[test]
     fn signals_are_understood_by_number_and_by_name() {
@@ -287,42 +281,12 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_that_is_being_suspended_is_woken_by_no_signal() {
-        let (_dir, node, pod) = one_pod();
-        let image = ImageId::parse("pod-a.1").expect("an id");
-        let store = Store::open(&node.config.store_dir).expect("a store");
-        let ledger = store.ledger(&pod.pod_uid).expect("a ledger");
-        let committed = Entry::Committed {
-            image: image.clone(),
-        };
-        ledger.append(&committed).expect("written");
-        let hibernated = SandboxState::Hibernated { image };
-        let state = node.records.write_state(&pod.sandbox, &hibernated);
-        state.expect("written");
-        let record = ContainerRecord {
-            id: ContainerId::try_from("c".repeat(64)).expect("an id"),
-            sandbox: pod.sandbox.clone(),
-            role: Role::Container,
-            name: "a".to_owned(),
-            terminal: false,
-            cgroup: pod.cgroup.with_file_name("c"),
-            spec_digest: Digest::of(b""),
-            keeper_pid: 0,
-            completed: None,
-        };
-        for (signal, suspends, ends) in [
-            (SignalNumber::from(Signal::SIGTERM), false, true),
-            (Signal::SIGWINCH.into(), false, false),
-            (Signal::SIGWINCH.into(), true, true),
-            (Signal::SIGUSR1.into(), true, true),
-            (SignalNumber(37), false, true),
-        ] {
-            let noted = node.records.note_suspends(&pod.pod_uid, suspends);
-            noted.expect("noted");
-            // There is no keeper here, so a wake fails.
-            let prepared = prepare(&node, &record, signal);
-            let ended = prepared.is_ok_and(|delivery| delivery == Delivery::Remains);
-            assert_eq!(ended, ends, "{signal:?} {suspends}");
+    fn signals_that_end_a_program_are_told_from_others() {
+        for signal in [Signal::SIGTERM, Signal::SIGKILL, Signal::SIGQUIT] {
+            assert!(ends(signal.into()), "{signal}");
+        }
+        for signal in [Signal::SIGWINCH, Signal::SIGUSR1] {
+            assert!(!ends(signal.into()), "{signal}");
         }
     }
 

@@ -6,24 +6,14 @@
 //! while the shim, the kubelet and the user see a running Pod.
 
 mod args;
-mod console;
 mod create;
 mod delete;
-mod doze;
 mod exec;
 mod forward;
-mod generation;
 mod keeper;
 mod kill;
-mod limits;
-mod node;
-mod packet_sockets;
-mod process;
-mod restore;
-mod stages;
 mod start;
 mod state;
-mod streams;
 mod writer;
 
 use std::io::Write;
@@ -33,7 +23,8 @@ use clap::Parser;
 use torpor_records::{Session, WakeCause};
 
 use crate::args::{Cli, Command};
-use crate::node::Node;
+use torpor_sandbox::node::Node;
+use torpor_sandbox::{doze, generation, restore};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();

@@ -6,10 +6,10 @@ use torpor_records::Role;
 use torpor_records::{SandboxState, WakeCause};
 use torpor_runsc::keeper::{self, Request};
 
-use crate::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
-use crate::packet_sockets;
-use crate::restore::{self, transitions};
-use crate::streams::stdio_of;
+use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
+use torpor_sandbox::packet_sockets;
+use torpor_sandbox::restore::{self, transitions};
+use torpor_sandbox::streams::stdio_of;
 
 pub(crate) fn start(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     let record = node.container(id)?;

@@ -12,8 +12,8 @@ use torpor_runsc::held_open::keeper_lives;
 use torpor_runsc::keeper::Answer;
 use torpor_runsc::pause;
 
-use crate::node::{CALL_LIMIT, Node};
-use crate::restore::transitions;
+use torpor_sandbox::node::{CALL_LIMIT, Node};
+use torpor_sandbox::restore::transitions;
 
 /// Version of the OCI runtime spec of the printed state.
 const OCI_VERSION: &str = "1.2.0";

@@ -10,8 +10,8 @@ use torpor_core::ids::SandboxId;
 use torpor_runsc::keeper::Answer;
 use torpor_runsc_direct::filestore;
 
-use crate::node::Node;
-use crate::restore;
+use torpor_sandbox::node::Node;
+use torpor_sandbox::restore;
 
 /// Returns the bytes of the filestores, the files in which gVisor keeps the containers' writes. An
 /// image of the sandbox contains these bytes.

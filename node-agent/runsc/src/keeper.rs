@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::sys::socket::{
-    ControlMessage, ControlMessageOwned, MsgFlags, SockType, recvmsg, sendmsg, setsockopt, sockopt,
+    AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType,
+    UnixAddr, recvmsg, sendmsg, setsockopt, sockopt,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -30,6 +31,12 @@ pub const MAX_MESSAGE: usize = 64 << 10;
 pub enum Error {
     #[error("no keeper listens on {path}")]
     Gone {
+        path: PathBuf,
+        #[source]
+        source: nix::Error,
+    },
+    #[error("cannot listen on {path}")]
+    Listen {
         path: PathBuf,
         #[source]
         source: nix::Error,
@@ -208,6 +215,22 @@ impl Answer {
             detail: Value::Null,
         }
     }
+}
+
+/// Returns a sequenced-packet socket that listens on the path. A keeper inherits it: it is not
+/// close-on-exec.
+pub fn listen(path: &Path) -> Result<OwnedFd, Error> {
+    let opened = || -> nix::Result<OwnedFd> {
+        let (unix, packets) = (AddressFamily::Unix, SockType::SeqPacket);
+        let listener = nix::sys::socket::socket(unix, packets, SockFlag::empty(), None)?;
+        nix::sys::socket::bind(listener.as_raw_fd(), &UnixAddr::new(path)?)?;
+        nix::sys::socket::listen(&listener, Backlog::new(16)?)?;
+        Ok(listener)
+    };
+    opened().map_err(|source| Error::Listen {
+        path: path.into(),
+        source,
+    })
 }
 
 /// Sends `request` to the keeper of the container whose directory is `container_dir`. Returns its

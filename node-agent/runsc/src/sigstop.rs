@@ -8,8 +8,8 @@
 //!
 //! A stopped process does not answer. So a caller that connects to the control socket continues the
 //! processes first ([`crate::control::Control::connect`]), and a caller that only checks for the
-//! sandbox uses [`is_stopped_by_signal`]. The network stack is stopped too: the pod's keeper answers for the
-//! pod's address ([`crate::keeper::Request::Halt`]).
+//! sandbox uses [`is_stopped_by_signal`]. The network stack is stopped too: the pod's keeper
+//! answers for the pod's address ([`crate::keeper::Request::Halt`]).
 //!
 //! No record is written: the kernel has the state of each process. When a caller dies halfway, the
 //! next caller that connects completes the work. The processes come from runsc's own records. A

@@ -2,18 +2,26 @@ use std::io::Write;
 use std::net::{TcpListener, TcpStream, UdpSocket};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
+use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::wake_on::WakeOn;
 use torpor_link::unacknowledged;
 
 use super::*;
 use crate::keeper::egress_hold::tests::{PodAndHost, ip, receive, receiver};
-use crate::node::tests::record;
 
 fn pod_in(network: &Path) -> PodRecord {
     PodRecord {
+        sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
+        pod_uid: PodUid::new("pod-a").expect("a uid"),
+        namespace: Namespace::new("default").expect("a name"),
+        name: "a".to_owned(),
+        runsc: PathBuf::new(),
+        runsc_digest: String::new(),
         network_namespace: Some(network.to_owned()),
         addresses: net::read(network).expect("addresses"),
-        ..record()
+        cgroup: PathBuf::new(),
+        volumes: Vec::new(),
+        cold_start_on_failure: false,
     }
 }
 

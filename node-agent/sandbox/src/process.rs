@@ -16,18 +16,19 @@ use crate::node::{CALL_LIMIT, Node};
 const END_LIMIT: Duration = Duration::from_secs(3);
 
 /// Opens `/dev/null`, for use as a standard stream.
-pub(crate) fn nothing() -> std::io::Result<File> {
+pub fn nothing() -> std::io::Result<File> {
     OpenOptions::new().read(true).write(true).open("/dev/null")
 }
 
 /// Opens the file of torpor-oci itself, to be run in the sandbox. The file is open for reading
 /// only: gVisor runs no file that a program in the sandbox could write to.
-pub(crate) fn own_program() -> anyhow::Result<File> {
+pub fn own_program() -> anyhow::Result<File> {
     File::open("/proc/self/exe").context("cannot open the own program")
 }
 
 /// A process in a container of a sandbox.
-pub(crate) struct Process {
+#[derive(Debug)]
+pub struct Process {
     container: ContainerId,
     pid: i32,
     /// The connection on which the sandbox reports the end of the process.
@@ -37,7 +38,7 @@ pub(crate) struct Process {
 impl Process {
     /// Starts a process. `args`: gVisor's control.ExecArgs. `files`: the process' three standard
     /// streams, followed by its program's file, unless the program is a file of the container.
-    pub(crate) fn begin(
+    pub fn begin(
         node: &Node,
         sandbox: &SandboxId,
         container: &ContainerId,
@@ -57,13 +58,13 @@ impl Process {
     }
 
     /// Waits for the end of the process, at most for `limit`; returns its status.
-    pub(crate) fn wait(&mut self, limit: Duration) -> Result<WaitStatus, Error> {
+    pub fn wait(&mut self, limit: Duration) -> Result<WaitStatus, Error> {
         self.waiting.wait_result_within(limit)
     }
 
     /// Kills the process and waits for its end. gVisor cannot be saved before that end, and keeps
     /// the status of an ended process until a caller has waited for it.
-    pub(crate) fn end(mut self, node: &Node, sandbox: &SandboxId) {
+    pub fn end(mut self, node: &Node, sandbox: &SandboxId) {
         let (container, scope) = (self.container.as_str(), SignalScope::Process);
         // A process that has ended by itself, or with its sandbox, needs no signal.
         let _ = node.runsc.connect(sandbox).and_then(|mut control| {

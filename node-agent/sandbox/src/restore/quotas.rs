@@ -39,7 +39,7 @@ fn lift_quotas(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
 ///
 /// Logs a failure and does not return it: a running sandbox is not ended for it, and a wake or a
 /// removal does not wait for it. The sandbox' keeper tries again.
-pub(crate) fn put_quotas_back(node: &Node, sandbox: &SandboxId) {
+pub fn put_quotas_back(node: &Node, sandbox: &SandboxId) {
     let put_back = || -> anyhow::Result<()> {
         for quota in node.records.quotas(sandbox)? {
             quota.put_back()?;

@@ -20,7 +20,7 @@ const FILE: &str = "generation";
 const FOLDERS: [(&str, &str); 2] = [("/", "run"), ("/run", "torpor")];
 
 /// Returns a random UUID (RFC 9562, version 4) that the kernel makes.
-pub(crate) fn new() -> anyhow::Result<String> {
+pub fn new() -> anyhow::Result<String> {
     let path = "/proc/sys/kernel/random/uuid";
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {path}"))?;
     Ok(text.trim().to_owned())
@@ -29,7 +29,7 @@ pub(crate) fn new() -> anyhow::Result<String> {
 /// Creates the file in a container's root file system, before the container's programs run. `root`:
 /// path of the root file system on the host. Symbolic links of the container image resolve within
 /// the root. An existing file stays unchanged.
-pub(crate) fn place(root: &Path) -> anyhow::Result<()> {
+pub fn place(root: &Path) -> anyhow::Result<()> {
     let directory = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let inside = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
     let root = openat2(CWD, root, directory, Mode::empty(), ResolveFlags::empty())?;
@@ -52,7 +52,7 @@ pub(crate) fn place(root: &Path) -> anyhow::Result<()> {
 
 /// Writes the file. The caller runs in the container. An existing file is overwritten in place, so
 /// that a program that watches it (inotify) gets an event.
-pub(crate) fn set(generation: &str) -> anyhow::Result<()> {
+pub fn set(generation: &str) -> anyhow::Result<()> {
     std::fs::create_dir_all(FOLDER)?;
     let mut file = OpenOptions::new()
         .write(true)

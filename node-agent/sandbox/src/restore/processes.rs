@@ -22,7 +22,7 @@ const REAP_LIMIT: Duration = Duration::from_secs(3);
 /// Kills every process of a cgroup but this one, and waits until each has been reaped: runsc takes
 /// an ended process that is not reaped for a running one. The wait has a limit, because Torpor
 /// cannot repair a parent that never reaps.
-pub(crate) fn kill_processes(node: &Node, cgroup: &Path) -> anyhow::Result<()> {
+pub fn kill_processes(node: &Node, cgroup: &Path) -> anyhow::Result<()> {
     let killed = end_processes(node, cgroup)?;
     let began = Instant::now();
     // Newer kernels remove an ended process from its cgroup's list before it is reaped.
@@ -34,7 +34,7 @@ pub(crate) fn kill_processes(node: &Node, cgroup: &Path) -> anyhow::Result<()> {
 
 /// Kills every process of a cgroup but this one, and waits until they have ended; returns their
 /// pids.
-pub(crate) fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeSet<i32>> {
+pub fn end_processes(node: &Node, cgroup: &Path) -> anyhow::Result<BTreeSet<i32>> {
     let own = i32::try_from(std::process::id()).unwrap_or(0);
     let began = Instant::now();
     let mut killed = BTreeSet::new();

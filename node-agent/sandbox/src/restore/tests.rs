@@ -1,5 +1,6 @@
 use torpor_core::Entry;
 use torpor_core::ledger::Memory;
+use torpor_core::transition::Delivery;
 
 use super::*;
 use crate::node::tests::one_pod;
@@ -24,6 +25,31 @@ fn asleep() -> Vec<Entry> {
 
 fn other() -> ImageId {
     ImageId::parse("other.7").expect("an id")
+}
+
+#[test]
+fn a_sandbox_that_is_being_suspended_is_woken_by_no_signal() {
+    let (_dir, node, pod) = one_pod();
+    let store = node.store().expect("a store");
+    let ledger = store.ledger(&pod.pod_uid).expect("a ledger");
+    for entry in asleep() {
+        ledger.append(&entry).expect("written");
+    }
+    let hibernated = SandboxState::Hibernated { image: image(1) };
+    let state = node.records.write_state(&pod.sandbox, &hibernated);
+    state.expect("written");
+    for (ends, suspends, remains) in [
+        (true, false, true),
+        (false, false, false),
+        (false, true, true),
+    ] {
+        let noted = node.records.note_suspends(&pod.pod_uid, suspends);
+        noted.expect("noted");
+        // There is no keeper here, so a wake fails.
+        let delivery = transitions::before_signal(&node, &pod.sandbox, ends, || false);
+        let found = delivery.is_ok_and(|delivery| delivery == Delivery::Remains);
+        assert_eq!(found, remains, "{ends} {suspends}");
+    }
 }
 
 #[test]

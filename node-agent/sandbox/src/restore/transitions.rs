@@ -10,7 +10,7 @@ use torpor_core::transition::{
 };
 use torpor_core::{Entry, LedgerState};
 use torpor_records::{
-    ContainerRecord, Depth, PodRecord, RestoreReport, SandboxState, WakeCause, WakeNote,
+    ContainerRecord, Depth, PodLock, PodRecord, RestoreReport, SandboxState, WakeCause, WakeNote,
 };
 use torpor_runsc::command::Runsc;
 use torpor_runsc::control::Control;
@@ -28,6 +28,7 @@ use crate::node::{CALL_LIMIT, Node};
 use crate::stages::Stages;
 
 /// An image that is restored, and the containers that are restored from it.
+#[derive(Debug)]
 struct Opened {
     image: Image,
     parts: Vec<ContainerRecord>,
@@ -35,7 +36,8 @@ struct Opened {
 
 /// A sandbox of this node. Its records, ledger and connection are opened when a transition first
 /// needs them: a sandbox that is awake takes calls also while the store cannot be read.
-pub(crate) struct NodeSandbox<'a> {
+#[derive(Debug)]
+pub struct NodeSandbox<'a> {
     node: &'a Node,
     sandbox: &'a SandboxId,
     cause: WakeCause,
@@ -64,7 +66,7 @@ fn made<T>(cell: &OnceCell<T>, make: impl FnOnce() -> anyhow::Result<T>) -> anyh
 }
 
 impl<'a> NodeSandbox<'a> {
-    pub(crate) fn new(node: &'a Node, sandbox: &'a SandboxId, cause: WakeCause) -> Self {
+    pub fn new(node: &'a Node, sandbox: &'a SandboxId, cause: WakeCause) -> Self {
         Self {
             node,
             sandbox,
@@ -369,12 +371,19 @@ fn make<'a, T>(
 }
 
 /// Wakes the sandbox for a caller that needs it.
-pub(crate) fn wake_up(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Found> {
+pub fn wake_up(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Found> {
     make(node, sandbox, cause, transition::wake_up)
 }
 
+/// Wakes a sandbox that hibernates or dozes; returns the pod's lock. Fails for a frozen sandbox.
+pub fn lock_awake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<PodLock> {
+    let lock = node.records.lock(sandbox)?;
+    wake_up(node, sandbox, cause)?;
+    Ok(lock)
+}
+
 /// Lets a sandbox run that dozes.
-pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Ran> {
+pub fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Ran> {
     // Most sandboxes that get a container are awake, and are not connected to.
     match node.records.doze(sandbox)? {
         None => Ok(Ran::Already),
@@ -385,7 +394,7 @@ pub(crate) fn rouse(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyho
 /// Resumes a sandbox that dozes, for its keeper, which releases what it holds by itself. A process
 /// for that would take longer than the resume. Returns false where another process has the sandbox'
 /// lock.
-pub(crate) fn resume_in_keeper(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+pub fn resume_in_keeper(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
     let Some(_lock) = node.records.try_lock(sandbox)? else {
         return Ok(false);
     };
@@ -401,16 +410,12 @@ pub(crate) fn resume_in_keeper(node: &Node, sandbox: &SandboxId) -> anyhow::Resu
 }
 
 /// Lets a paused sandbox run.
-pub(crate) fn run_on(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Ran> {
+pub fn run_on(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Ran> {
     make(node, sandbox, cause, transition::run_on)
 }
 
 /// Wakes a hibernated sandbox in place; returns whether it was hibernated.
-pub(crate) fn wake_hibernated(
-    node: &Node,
-    sandbox: &SandboxId,
-    cause: WakeCause,
-) -> anyhow::Result<bool> {
+pub fn wake_hibernated(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<bool> {
     make(node, sandbox, cause, transition::wake)
 }
 
@@ -427,7 +432,7 @@ pub(super) fn restore_planned(
 }
 
 /// Brings the sandbox into the state in which a container can receive a signal.
-pub(crate) fn before_signal(
+pub fn before_signal(
     node: &Node,
     sandbox: &SandboxId,
     ends: bool,
@@ -439,12 +444,12 @@ pub(crate) fn before_signal(
 }
 
 /// Ends a paused sandbox whose memory is in an image; returns whether there was such an image.
-pub(crate) fn stay_in_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
+pub fn stay_in_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool> {
     make(node, sandbox, WakeCause::Asked, transition::stay_in_image)
 }
 
 /// Completes the record of a wake that was interrupted; returns the recorded state of the sandbox.
-pub(crate) fn settle(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Recorded> {
+pub fn settle(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Recorded> {
     make(node, sandbox, WakeCause::Asked, transition::settle)
 }
 
@@ -454,15 +459,12 @@ pub(super) fn ensure_stays(node: &Node, sandbox: &SandboxId) -> anyhow::Result<(
 }
 
 /// The image that holds the sandbox' memory, by the ledger, if the store holds it.
-pub(crate) fn memory_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
+pub fn memory_image(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<ImageId>> {
     make(node, sandbox, WakeCause::Asked, transition::memory_image)
 }
 
 /// The connection to a sandbox that dozes; none to any other.
-pub(crate) fn connect_to_dozing(
-    node: &Node,
-    sandbox: &SandboxId,
-) -> anyhow::Result<Option<Control>> {
+pub fn connect_to_dozing(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<Control>> {
     if node.records.doze(sandbox)?.is_none() {
         return Ok(None);
     }

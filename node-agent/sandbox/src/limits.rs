@@ -8,7 +8,7 @@ use crate::node::Node;
 
 /// Returns arguments of `runsc boot` for the sandbox that is about to start; empty for a Pod
 /// without a cgroup of its own.
-pub(crate) fn flags(node: &Node, pod: &PodRecord) -> anyhow::Result<Vec<String>> {
+pub fn flags(node: &Node, pod: &PodRecord) -> anyhow::Result<Vec<String>> {
     let Some(limits) = of_pod(&node.records, &node.cgroups, pod)? else {
         return Ok(Vec::new());
     };

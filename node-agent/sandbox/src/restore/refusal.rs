@@ -6,9 +6,9 @@ use torpor_snapshots::Mismatch;
 /// The error of an image that was not restored: a reason for conditions, and a message.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
-pub(crate) struct Refusal {
-    pub(crate) reason: &'static str,
-    pub(crate) message: String,
+pub struct Refusal {
+    pub reason: &'static str,
+    pub message: String,
 }
 
 impl From<torpor_snapshots::ImageError> for Refusal {

@@ -45,20 +45,20 @@ fn try_make(node: &Node, pod: &PodRecord) -> anyhow::Result<()> {
 
 /// Gives back the room if the memory in use fits into the Pod's own limit; returns whether no room
 /// is left. Without room nothing changes.
-pub(crate) fn give_back(node: &Node, sandbox: &SandboxId) -> bool {
+pub fn give_back(node: &Node, sandbox: &SandboxId) -> bool {
     lower_all(node, sandbox, Room::give_back)
 }
 
 /// Gives back the room as [`give_back`] does, or reduces it to the memory in use; returns whether
 /// no room is left.
-pub(crate) fn narrow(node: &Node, sandbox: &SandboxId) -> bool {
+pub fn narrow(node: &Node, sandbox: &SandboxId) -> bool {
     lower_all(node, sandbox, Room::narrow)
 }
 
 /// Gives all room back, however much of it the sandbox uses; returns whether no room is left. With
 /// cgroup v1 the kernel refuses a limit below the memory in use. Then a sandbox that exceeds its
 /// Pod's limit is ended, as the kernel ends a process that does.
-pub(crate) fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
+pub fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
     if lower_all(node, sandbox, Room::enforce) {
         return true;
     }

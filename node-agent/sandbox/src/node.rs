@@ -17,9 +17,9 @@ use torpor_snapshots::Store;
 
 /// Limit for a runsc command. The slowest command, a restore, loads about a gigabyte per second, so
 /// a command that takes longer hangs. The kubelet's own limit for a call is two minutes.
-pub(crate) const COMMAND_LIMIT: Duration = Duration::from_secs(100);
+pub const COMMAND_LIMIT: Duration = Duration::from_secs(100);
 /// Limit for calls on the control socket and to keepers that cause no long work.
-pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
+pub const CALL_LIMIT: Duration = Duration::from_secs(10);
 
 /// Most bytes that are read of a JSON file of the shim. The OCI spec of a pod with thousands of
 /// mounts is below a megabyte, and so is a process with its environment.
@@ -28,7 +28,7 @@ const MAX_OCI_JSON: u64 = 8 << 20;
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
 /// Reads a JSON file that the shim wrote for this call. `what`: the file's content, for errors.
-pub(crate) fn read_oci_json(path: &Path, what: &str) -> anyhow::Result<Value> {
+pub fn read_oci_json(path: &Path, what: &str) -> anyhow::Result<Value> {
     let read = || -> anyhow::Result<Value> {
         let mut bytes = Vec::new();
         File::open(path)?
@@ -39,16 +39,17 @@ pub(crate) fn read_oci_json(path: &Path, what: &str) -> anyhow::Result<Value> {
     read().with_context(|| format!("cannot read the OCI {what} {}", path.display()))
 }
 
-pub(crate) struct Node {
-    pub(crate) config: Config,
-    pub(crate) runsc: NodeRunsc,
-    pub(crate) records: Records,
-    pub(crate) cgroups: Hierarchies,
+#[derive(Debug)]
+pub struct Node {
+    pub config: Config,
+    pub runsc: NodeRunsc,
+    pub records: Records,
+    pub cgroups: Hierarchies,
 }
 
 impl Node {
     /// Loads the configuration beside this program's file, and finds the node's cgroups.
-    pub(crate) fn load() -> anyhow::Result<Self> {
+    pub fn load() -> anyhow::Result<Self> {
         let config = Config::beside_own_binary()?;
         Ok(Self {
             runsc: NodeRunsc::new(&config),
@@ -59,20 +60,20 @@ impl Node {
     }
 
     /// Opens the store of the node's images.
-    pub(crate) fn store(&self) -> anyhow::Result<Store> {
+    pub fn store(&self) -> anyhow::Result<Store> {
         Ok(Store::open(&self.config.store_dir)?)
     }
 
     /// Expedites the kernel's grace periods while a keeper releases held packets; none if the
     /// node's operator does not allow it.
-    pub(crate) fn expedited(&self) -> Option<SettingGuard> {
+    pub fn expedited(&self) -> Option<SettingGuard> {
         let begin = || SettingGuard::begin(&self.config.state_dir, &GRACE_PERIODS);
         self.config.expedite_wakes.then(begin)
     }
 
     /// Expedites the kernel during a restore of an image of `bytes` bytes. If the node's operator
     /// does not allow it, undoes earlier settings and returns none.
-    pub(crate) fn expedited_restore(&self, bytes: u64) -> Vec<SettingGuard> {
+    pub fn expedited_restore(&self, bytes: u64) -> Vec<SettingGuard> {
         let state_dir = &self.config.state_dir;
         if self.config.expedite_wakes {
             return kernel_tuning::for_restore(state_dir, bytes);
@@ -82,7 +83,7 @@ impl Node {
     }
 
     /// Returns the runsc build of a pod; the node's own build for a pod without a record.
-    pub(crate) fn runsc_of(&self, sandbox: &SandboxId) -> Runsc {
+    pub fn runsc_of(&self, sandbox: &SandboxId) -> Runsc {
         let runsc = self.runsc.of(sandbox);
         match self.records.pod(sandbox) {
             Ok(pod) => runsc.build(&pod.runsc),
@@ -92,7 +93,7 @@ impl Node {
 
     /// Reads the record of a container. go-runc recognizes a missing container by the words "does
     /// not exist" of the error.
-    pub(crate) fn container(&self, id: &ContainerId) -> anyhow::Result<ContainerRecord> {
+    pub fn container(&self, id: &ContainerId) -> anyhow::Result<ContainerRecord> {
         let record = self.records.container(id);
         record.with_context(|| format!("container {} does not exist", id.as_str()))
     }
@@ -109,7 +110,7 @@ pub(crate) mod tests {
     use super::*;
 
     /// Returns the record of a pod without a network.
-    pub(crate) fn record() -> PodRecord {
+    pub fn record() -> PodRecord {
         PodRecord {
             sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
             pod_uid: PodUid::new("pod-a").expect("a uid"),
@@ -126,7 +127,7 @@ pub(crate) mod tests {
     }
 
     /// Makes a node in a temporary directory, with one pod.
-    pub(crate) fn one_pod() -> (tempfile::TempDir, Node, PodRecord) {
+    pub fn one_pod() -> (tempfile::TempDir, Node, PodRecord) {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("cgroup.controllers"), "cpu").expect("written");
         let config = Config {
@@ -158,15 +159,16 @@ pub(crate) mod tests {
     }
 
     /// A node in a temporary directory, with one pod that has limits.
-    pub(crate) struct Limited {
+    #[derive(Debug)]
+    pub struct Limited {
         dir: tempfile::TempDir,
-        pub(crate) node: Node,
-        pub(crate) pod: PodRecord,
+        pub node: Node,
+        pub pod: PodRecord,
     }
 
     impl Limited {
         /// Makes the pod's cgroup with these files: name and content.
-        pub(crate) fn by(files: &[(&str, &str)]) -> Self {
+        pub fn by(files: &[(&str, &str)]) -> Self {
             let (dir, node, pod) = one_pod();
             std::fs::create_dir_all(dir.path().join(&pod.cgroup)).expect("made");
             let limited = Self { dir, node, pod };
@@ -180,11 +182,11 @@ pub(crate) mod tests {
             self.dir.path().join("kubepods/pod1").join(name)
         }
 
-        pub(crate) fn set(&self, name: &str, text: &str) {
+        pub fn set(&self, name: &str, text: &str) {
             std::fs::write(self.file(name), text).expect("written");
         }
 
-        pub(crate) fn get(&self, name: &str) -> String {
+        pub fn get(&self, name: &str) -> String {
             std::fs::read_to_string(self.file(name)).expect("read")
         }
     }

@@ -393,7 +393,6 @@ mod tests {
     use torpor_runsc::keeper::Answer;
 
     use super::*;
-    use crate::create::listening_socket;
     use crate::node::tests::record;
 
     #[test]
@@ -403,7 +402,7 @@ mod tests {
         pod.network_namespace = Some(dir.path().join("netns"));
         let hold = || hold_egress(&pod, dir.path());
         assert!(matches!(hold(), Err(keeper::Error::Gone { .. })));
-        let socket = listening_socket(&dir.path().join(keeper::SOCKET)).expect("a socket");
+        let socket = keeper::listen(&dir.path().join(keeper::SOCKET)).expect("a socket");
         let next = || rustix::net::accept(&socket).expect("a connection");
         std::thread::scope(|scope| {
             // The keeper ends between the request and the answer.

@@ -11,7 +11,7 @@ use super::refusal::Refusal;
 use crate::node::Node;
 
 /// Reports whether the image has no container of this name, neither running nor completed.
-pub(crate) fn is_new(
+pub fn is_new(
     node: &Node,
     pod: &PodRecord,
     image: &ImageId,
@@ -28,7 +28,7 @@ pub(crate) fn is_new(
 /// Returns the exit code of a container that had ended when the image was saved; none for a
 /// container that is part of the image. A container that does not match the image is a failed
 /// restore ([`fail`]).
-pub(crate) fn completed(
+pub fn completed(
     node: &Node,
     pod: &PodRecord,
     image: &ImageId,
@@ -45,7 +45,7 @@ pub(crate) fn completed(
 }
 
 /// Returns the digest of the pause container's spec in the image.
-pub(crate) fn saved_pause(node: &Node, pod: &PodRecord, image: &ImageId) -> anyhow::Result<Digest> {
+pub fn saved_pause(node: &Node, pod: &PodRecord, image: &ImageId) -> anyhow::Result<Digest> {
     let opened = node
         .store()?
         .image(&pod.namespace, image)

@@ -14,15 +14,16 @@ use torpor_runsc::command::Runsc;
 use crate::node::COMMAND_LIMIT;
 
 /// Both ends of a terminal of the host.
-pub(crate) struct Terminal {
+#[derive(Debug)]
+pub struct Terminal {
     /// The shim's end.
-    pub(crate) master: OwnedFd,
+    pub master: OwnedFd,
     /// The end of the keeper, or of the process in the sandbox.
-    pub(crate) slave: OwnedFd,
+    pub slave: OwnedFd,
 }
 
 impl Terminal {
-    pub(crate) fn open() -> anyhow::Result<Self> {
+    pub fn open() -> anyhow::Result<Self> {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
         let master = openpt(flags).context("cannot open a terminal")?;
         grantpt(&master).context("cannot grant the terminal")?;
@@ -37,7 +38,7 @@ impl Terminal {
 }
 
 /// Sends the master to the shim over the OCI runtime's console socket.
-pub(crate) fn hand_over(socket: &Path, master: &OwnedFd) -> anyhow::Result<()> {
+pub fn hand_over(socket: &Path, master: &OwnedFd) -> anyhow::Result<()> {
     use std::os::fd::AsFd;
     let peer = UnixStream::connect(socket)
         .with_context(|| format!("cannot connect to the console socket {}", socket.display()))?;
@@ -46,11 +47,7 @@ pub(crate) fn hand_over(socket: &Path, master: &OwnedFd) -> anyhow::Result<()> {
 }
 
 /// Runs `runsc create` for a container with a terminal; returns the master of gVisor's terminal.
-pub(crate) fn create_with_console(
-    runsc: &Runsc,
-    id: &str,
-    bundle: &Path,
-) -> anyhow::Result<OwnedFd> {
+pub fn create_with_console(runsc: &Runsc, id: &str, bundle: &Path) -> anyhow::Result<OwnedFd> {
     let path = bundle.join("console.sock");
     // An earlier try may have left its socket.
     let _ = std::fs::remove_file(&path);

@@ -8,14 +8,14 @@ use torpor_records::{Depth, RestoreNote, WakeCause, WakeNote};
 
 /// The stages that are finished, each with its end: the time since the beginning of the first one.
 #[derive(Debug)]
-pub(crate) struct Stages {
+pub struct Stages {
     began: Instant,
     ends: Vec<(&'static str, Duration)>,
 }
 
 impl Stages {
     /// Begins the first stage.
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         Self {
             began: Instant::now(),
             ends: Vec::new(),
@@ -23,12 +23,12 @@ impl Stages {
     }
 
     /// Ends a stage; the next one begins.
-    pub(crate) fn finish(&mut self, stage: &'static str) {
+    pub fn finish(&mut self, stage: &'static str) {
         self.ends.push((stage, self.began.elapsed()));
     }
 
     /// Returns the note of a wake with these stages.
-    pub(crate) fn note(&self, cause: WakeCause, from: Depth) -> WakeNote {
+    pub fn note(&self, cause: WakeCause, from: Depth) -> WakeNote {
         WakeNote {
             cause,
             from,
@@ -37,7 +37,7 @@ impl Stages {
     }
 
     /// Returns the note of a restore of the image with these stages.
-    pub(crate) fn restore_note(&self, image: &ImageId) -> RestoreNote {
+    pub fn restore_note(&self, image: &ImageId) -> RestoreNote {
         RestoreNote {
             image: image.clone(),
             stages_end_micros: self.ends_micros(),

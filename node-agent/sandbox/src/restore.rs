@@ -33,19 +33,19 @@ mod quotas;
 mod refusal;
 mod remains;
 mod renew;
-pub(crate) mod room;
+pub mod room;
 mod sandbox;
-pub(crate) mod transitions;
+pub mod transitions;
 mod via_runsc;
 
 use annotations::{ON_CRASH, RESTORE_COPY, RESTORE_IMAGE};
-pub(crate) use end::end;
+pub use end::end;
 use failure::{fail, give_up};
 use known::is_complete;
-pub(crate) use known::{completed, is_new, saved_pause};
-pub(crate) use processes::{end_processes, kill_processes};
-pub(crate) use quotas::put_quotas_back;
-pub(crate) use refusal::Refusal;
+pub use known::{completed, is_new, saved_pause};
+pub use processes::{end_processes, kill_processes};
+pub use quotas::put_quotas_back;
+pub use refusal::Refusal;
 use refusal::reason_of;
 use transitions::{NodeSandbox, ensure_stays};
 
@@ -61,7 +61,7 @@ fn last_image(store: &Store, pod: &PodRecord) -> anyhow::Result<Option<ImageId>>
 /// Decides how a new sandbox begins, and records the decision. Verifies the image, so that a
 /// restore that cannot succeed fails before it has begun. The verification takes much processor
 /// time, which counts for the pod: the caller is in the pod's cgroup.
-pub(crate) fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<SandboxState> {
+pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<SandboxState> {
     let given = spec
         .annotation(RESTORE_IMAGE)
         .map(ImageId::parse)
@@ -271,7 +271,7 @@ fn refuse_outdated(
 
 /// Adds a container to its pod; returns the pod's state. A hibernated pod becomes a pod that is
 /// being restored: the kubelet recreates a container whose keeper was killed.
-pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
+pub fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
     let state = node.records.state(sandbox)?;
     let SandboxState::Hibernated { image } = state else {
         return Ok(state);
@@ -293,7 +293,7 @@ pub(crate) fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxSt
 
 /// Records the start of a container of the image. Restores the pod when it is the last one.
 /// `started`: ids of the containers that were started before.
-pub(crate) fn container_started(
+pub fn container_started(
     node: &Node,
     pod: &PodRecord,
     image: &ImageId,
@@ -373,7 +373,7 @@ fn is_copy(node: &Node, pod: &PodRecord) -> anyhow::Result<bool> {
 /// Verb of the agent: restores a hibernated sandbox in place. Standard input holds the lock. The
 /// agent appends the ledger's entries, except `Awake`, which is appended here before a peer
 /// receives anything from the sandbox.
-pub(crate) fn wake(
+pub fn wake(
     node: &Node,
     sandbox: &SandboxId,
     id: &ImageId,
@@ -386,7 +386,7 @@ pub(crate) fn wake(
 
 /// Prints the answer of a verb to standard output, the connection to the caller. `failed`: reason
 /// of a refusal whose error has no reason of its own.
-pub(crate) fn answer(failed: &str, result: anyhow::Result<Answer>) -> ExitCode {
+pub fn answer(failed: &str, result: anyhow::Result<Answer>) -> ExitCode {
     let answer = result.unwrap_or_else(|error| {
         let reason = error
             .downcast_ref::<Refusal>()

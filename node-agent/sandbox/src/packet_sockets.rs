@@ -9,7 +9,7 @@ use crate::node::Node;
 
 /// Excludes packets for routers from the sockets of a sandbox that was just started or restored.
 /// On failure the sandbox receives packets that it does not need, without other harm.
-pub(crate) fn exclude_router_packets(node: &Node, sandbox: &SandboxId) {
+pub fn exclude_router_packets(node: &Node, sandbox: &SandboxId) {
     let exclude = || -> anyhow::Result<()> {
         let sockets = packet_sockets(&node.runsc.of(sandbox), sandbox.as_str())?;
         Ok(sockets.iter().try_for_each(leave_out_for_routers)?)

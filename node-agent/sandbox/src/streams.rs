@@ -8,7 +8,7 @@ use torpor_runsc::keeper::{self, Request};
 use crate::node::CALL_LIMIT;
 
 /// Returns copies of the standard streams that the keeper holds. `dir`: the container's directory.
-pub(crate) fn stdio_of(dir: &Path) -> anyhow::Result<Stdio3> {
+pub fn stdio_of(dir: &Path) -> anyhow::Result<Stdio3> {
     let (_, files) = keeper::ask(dir, &Request::Stdio, &[], CALL_LIMIT)?;
     let [stdin, stdout, stderr] = <[_; 3]>::try_from(files)
         .map_err(|files| anyhow::anyhow!("the keeper sent {} streams, not 3", files.len()))?;

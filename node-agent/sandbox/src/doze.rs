@@ -11,7 +11,6 @@ use torpor_runsc::control::Control;
 use torpor_runsc::keeper::{self, Answer, Request};
 use torpor_runsc::sigstop;
 
-use crate::exec::awake;
 use crate::node::{CALL_LIMIT, Node};
 use crate::restore::Refusal;
 use crate::restore::transitions;
@@ -26,7 +25,7 @@ const COLLECT_LIMIT: Duration = Duration::from_secs(1);
 
 /// Verb of the agent: pushes the sandbox' memory out into swap. Fails unless `image` holds the same
 /// memory, so that a crash of the dozing sandbox loses nothing.
-pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
+pub fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
     let running = node.records.state(sandbox)? == SandboxState::Running;
     let Some(control) = transitions::connect_to_dozing(node, sandbox)?.filter(|_| running) else {
         bail!("the sandbox does not doze");
@@ -84,8 +83,8 @@ fn stop_processes(node: &Node, sandbox: &SandboxId) {
 
 /// Verb of a keeper that has noticed a use of the sandbox (a packet): wakes the sandbox from a doze
 /// or a hibernation. A sandbox that is awake stays awake.
-pub(crate) fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Answer> {
-    let _lock = awake(node, sandbox, cause)?;
+pub fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Answer> {
+    let _lock = transitions::lock_awake(node, sandbox, cause)?;
     node.records.note_call(sandbox)?;
     Ok(Answer::ok(serde_json::Value::Null))
 }
@@ -97,7 +96,7 @@ pub(crate) fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow
 /// memory, and the agent ends the sandbox' processes. Otherwise the agent resumes them, so that the
 /// program ends by itself. The wait has a limit because the agent may be dead, and because the
 /// kubelet also recreates single containers of a Pod that stays.
-pub(crate) fn wait_for_agent(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
+pub fn wait_for_agent(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     let dozes = || {
         let running = node.records.state(sandbox)? == SandboxState::Running;
         anyhow::Ok(running && node.records.doze(sandbox)?.is_some())

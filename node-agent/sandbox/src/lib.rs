@@ -1,0 +1,26 @@
+//! The transitions of a sandbox on this node: restores, wakes, dozes and ends.
+//!
+//! [`torpor_core::transition`] decides; [`restore::transitions`] provides the facts and acts of the
+//! node. Callers hold the sandbox' lock unless a function takes it.
+//!
+//! | module | subject |
+//! |---|---|
+//! | [`node`] | configuration, records, runsc and cgroups of the node |
+//! | [`restore`] | restores in place and in new Pods, and all that they need |
+//! | [`doze`] | memory of a dozing sandbox pushed into swap |
+//! | [`process`] | processes that Torpor runs in a sandbox |
+//! | [`console`], [`streams`] | terminals and standard streams of containers |
+//! | [`generation`] | the file by which programs notice that they were copied |
+//! | [`limits`], [`packet_sockets`] | limits and packet filters of a sandbox that starts |
+//! | [`stages`] | where the time of a wake went |
+
+pub mod console;
+pub mod doze;
+pub mod generation;
+pub mod limits;
+pub mod node;
+pub mod packet_sockets;
+pub mod process;
+pub mod restore;
+pub mod stages;
+pub mod streams;
