@@ -110,7 +110,7 @@ pub(crate) mod tests {
     use super::*;
 
     /// Returns the record of a pod without a network.
-    pub fn record() -> PodRecord {
+    pub(crate) fn record() -> PodRecord {
         PodRecord {
             sandbox: SandboxId::new("5".repeat(64)).expect("an id"),
             pod_uid: PodUid::new("pod-a").expect("a uid"),
@@ -127,7 +127,7 @@ pub(crate) mod tests {
     }
 
     /// Makes a node in a temporary directory, with one pod.
-    pub fn one_pod() -> (tempfile::TempDir, Node, PodRecord) {
+    pub(crate) fn one_pod() -> (tempfile::TempDir, Node, PodRecord) {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("cgroup.controllers"), "cpu").expect("written");
         let config = Config {
@@ -160,15 +160,15 @@ pub(crate) mod tests {
 
     /// A node in a temporary directory, with one pod that has limits.
     #[derive(Debug)]
-    pub struct Limited {
+    pub(crate) struct Limited {
         dir: tempfile::TempDir,
-        pub node: Node,
-        pub pod: PodRecord,
+        pub(crate) node: Node,
+        pub(crate) pod: PodRecord,
     }
 
     impl Limited {
         /// Makes the pod's cgroup with these files: name and content.
-        pub fn by(files: &[(&str, &str)]) -> Self {
+        pub(crate) fn by(files: &[(&str, &str)]) -> Self {
             let (dir, node, pod) = one_pod();
             std::fs::create_dir_all(dir.path().join(&pod.cgroup)).expect("made");
             let limited = Self { dir, node, pod };
@@ -182,11 +182,11 @@ pub(crate) mod tests {
             self.dir.path().join("kubepods/pod1").join(name)
         }
 
-        pub fn set(&self, name: &str, text: &str) {
+        pub(crate) fn set(&self, name: &str, text: &str) {
             std::fs::write(self.file(name), text).expect("written");
         }
 
-        pub fn get(&self, name: &str) -> String {
+        pub(crate) fn get(&self, name: &str) -> String {
             std::fs::read_to_string(self.file(name)).expect("read")
         }
     }

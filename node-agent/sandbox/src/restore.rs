@@ -312,7 +312,7 @@ pub fn container_started(
         .into_iter()
         // The kubelet recreates a container that has lost its keeper meanwhile.
         .filter(|part| {
-            part.role == Role::Sandbox || started.contains(&part.id) && keeper_lives(&part)
+            part.role == Role::Sandbox || started.contains(&part.id) && keeper_lives(part)
         })
         .collect();
     if !is_complete(opened.manifest(), &parts) {

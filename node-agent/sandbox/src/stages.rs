@@ -15,7 +15,7 @@ pub struct Stages {
 
 impl Stages {
     /// Begins the first stage.
-    pub fn new() -> Self {
+    pub fn begin() -> Self {
         Self {
             began: Instant::now(),
             ends: Vec::new(),

@@ -218,7 +218,7 @@ fn is_broken(context: &Context<'_>) -> bool {
 fn is_held_open(context: &Context<'_>) -> bool {
     let records = &context.node.records;
     context.sandbox.is_some_and(|(record, _)| {
-        matches!(held_open::is_held_open(&records, &record.sandbox), Ok(true))
+        matches!(held_open::is_held_open(records, &record.sandbox), Ok(true))
     })
 }
 

@@ -25,11 +25,11 @@ const BPF_HDR_START_NET: i32 = 1;
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Offset {
     /// Distance from the Ethernet header.
-    FromEthernet(i32),
+    Ethernet(i32),
     /// Distance from the network header.
-    FromNetwork(i32),
+    Network(i32),
     /// Distance from the network header, in a register of the program.
-    FromNetworkIn(Register),
+    NetworkIn(Register),
 }
 
 /// Copies `length` bytes of the packet to the stack at `to`.
@@ -44,15 +44,15 @@ pub(crate) fn copy_header<Label: Copy + PartialEq>(
 ) {
     code.push(copy(R1, R6));
     code.push(match offset {
-        Offset::FromEthernet(offset) | Offset::FromNetwork(offset) => set(R2, offset),
-        Offset::FromNetworkIn(register) => copy(R2, register),
+        Offset::Ethernet(offset) | Offset::Network(offset) => set(R2, offset),
+        Offset::NetworkIn(register) => copy(R2, register),
     });
     code.push(copy(R3, R10));
     code.push(add(R3, to.into()));
     code.push(set(R4, length));
     let start = match offset {
-        Offset::FromEthernet(_) => BPF_HDR_START_MAC,
-        Offset::FromNetwork(_) | Offset::FromNetworkIn(_) => BPF_HDR_START_NET,
+        Offset::Ethernet(_) => BPF_HDR_START_MAC,
+        Offset::Network(_) | Offset::NetworkIn(_) => BPF_HDR_START_NET,
     };
     code.push(set(R5, start));
     code.push(call(Helper::SkbLoadBytesRelative));

@@ -127,7 +127,7 @@ fn other_key(direction: Direction) -> i32 {
 }
 
 fn ipv4(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
-    copy_header(code, Offset::FromNetwork(0), IP, 20, Label::Done);
+    copy_header(code, Offset::Network(0), IP, 20, Label::Done);
     code.push(bpf::load8(R2, R10, IP + 16));
     // Multicast and broadcast.
     code.jump(bpf::jump_if_at_least(R2, 224), Label::Done);
@@ -158,7 +158,7 @@ fn ipv4(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
 }
 
 fn ipv6(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
-    copy_header(code, Offset::FromNetwork(0), IP, 40, Label::Done);
+    copy_header(code, Offset::Network(0), IP, 40, Label::Done);
     code.push(bpf::load8(R2, R10, IP + 24));
     code.jump(bpf::jump_if(R2, 0xff), Label::Done);
     code.push(bpf::load8(R2, R10, IP + 6));
@@ -185,7 +185,7 @@ fn ipv6(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
     code.jump(bpf::jump_if(R2, IPPROTO_ICMPV6), Label::Icmpv6);
     code.jump(bpf::jump(), Label::Others);
     code.label(Label::Icmpv6);
-    copy_header(code, Offset::FromNetwork(40), TCP, 1, Label::Others);
+    copy_header(code, Offset::Network(40), TCP, 1, Label::Others);
     code.push(bpf::load8(R2, R10, TCP));
     // 130 to 137: listener discovery, routers and neighbours. 143: version 2 of listener
     // discovery.
@@ -198,7 +198,7 @@ fn ipv6(code: &mut Code<Label>, direction: Direction, node: NodeAddresses) {
 /// Begins with TCP. From here on, R7 is whether the packet may want an answer.
 fn tcp(code: &mut Code<Label>, direction: Direction) {
     code.label(Label::Tcp);
-    copy_header(code, Offset::FromNetworkIn(R7), TCP, 14, Label::Others);
+    copy_header(code, Offset::NetworkIn(R7), TCP, 14, Label::Others);
     let is_incoming = matches!(direction, Direction::In);
     code.push(bpf::set(R7, i32::from(is_incoming)));
     code.push(bpf::load8(R2, R10, TCP + 13));

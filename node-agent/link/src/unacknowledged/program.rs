@@ -114,7 +114,7 @@ fn address_offsets(direction: Direction) -> [i16; 2] {
 }
 
 fn ipv4(code: &mut Code<Label>, direction: Direction) {
-    copy_header(code, Offset::FromNetwork(0), IP, 20, Label::Done);
+    copy_header(code, Offset::Network(0), IP, 20, Label::Done);
     code.push(bpf::load8(R2, R10, IP + 9));
     code.jump(bpf::jump_if_not(R2, IPPROTO_TCP), Label::Done);
     code.push(bpf::load16(R2, R10, IP + 6));
@@ -139,7 +139,7 @@ fn ipv4(code: &mut Code<Label>, direction: Direction) {
 }
 
 fn ipv6(code: &mut Code<Label>, direction: Direction) {
-    copy_header(code, Offset::FromNetwork(0), IP, 40, Label::Done);
+    copy_header(code, Offset::Network(0), IP, 40, Label::Done);
     code.push(bpf::load8(R2, R10, IP + 6));
     code.jump(bpf::jump_if_not(R2, IPPROTO_TCP), Label::Done);
     code.push(bpf::set(R7, 40));
@@ -166,16 +166,10 @@ fn copy_words(code: &mut Code<Label>, from: (Register, i16), to: (Register, i16)
 fn tcp(code: &mut Code<Label>, direction: Direction) {
     code.label(Label::Tcp);
     // The copy has twelve bytes of options or of data. Missing bytes are zero.
-    copy_header(
-        code,
-        Offset::FromNetworkIn(R7),
-        TCP,
-        32,
-        Label::WithoutOptions,
-    );
+    copy_header(code, Offset::NetworkIn(R7), TCP, 32, Label::WithoutOptions);
     code.jump(bpf::jump(), Label::Segment);
     code.label(Label::WithoutOptions);
-    copy_header(code, Offset::FromNetworkIn(R7), TCP, 20, Label::Done);
+    copy_header(code, Offset::NetworkIn(R7), TCP, 20, Label::Done);
     code.label(Label::Segment);
     let [from, to] = match direction {
         Direction::In => [REMOTE_PORT, LOCAL_PORT],
@@ -224,13 +218,7 @@ fn from_pod(code: &mut Code<Label>, map: i32) {
     copy_words(code, (R10, TCP + ACKNOWLEDGED), (R10, VALUE + HEADER), 3);
     code.push(bpf::set(R2, 0));
     code.push(bpf::store64(R10, VALUE + NEIGHBOUR, R2));
-    copy_header(
-        code,
-        Offset::FromEthernet(0),
-        VALUE + NEIGHBOUR,
-        6,
-        Label::Done,
-    );
+    copy_header(code, Offset::Ethernet(0), VALUE + NEIGHBOUR, 6, Label::Done);
     code.push(bpf::copy(R3, R10));
     code.push(bpf::add(R3, VALUE.into()));
     code.push(bpf::set(R4, 0));

@@ -51,7 +51,7 @@ pub(super) fn restore(
     awake: impl Fn(&dyn Fn()) -> anyhow::Result<()>,
 ) -> anyhow::Result<Stages> {
     (node.config.admit_runsc(&pod.runsc_digest)).map_err(Refusal::from)?;
-    let mut stages = Stages::new();
+    let mut stages = Stages::begin();
     let turns = WakeSlots::new(&node.config.state_dir, node.config.wakes_at_once);
     let turn = turns.take(cause, &pod.namespace);
     stages.finish("turnCame");

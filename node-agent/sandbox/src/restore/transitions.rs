@@ -78,7 +78,7 @@ impl<'a> NodeSandbox<'a> {
             ledger: OnceCell::new(),
             control: RefCell::new(None),
             opened: OnceCell::new(),
-            stages: RefCell::new(Stages::new()),
+            stages: RefCell::new(Stages::begin()),
             dozed: Cell::new(false),
             woken_from: Cell::new(None),
         }
