@@ -86,6 +86,10 @@ toolchains() {
 	[ -z "${SKIP_E2E:-}" ] || return 0
 	if [ -n "$foreign_cluster" ]; then
 		say "the end-to-end tests use the cluster of KUBECONFIG=$foreign_cluster; unset it for a cluster of their own"
+		local server
+		server=$(sed -n 's/^ *server: *//p' "$foreign_cluster" | head -n 1)
+		curl -ks -o /dev/null --max-time 10 "$server" ||
+			die "no cluster answers at ${server:-?} of KUBECONFIG=$foreign_cluster: start it, or unset KUBECONFIG"
 	else
 		"$cluster" check
 	fi

@@ -507,9 +507,9 @@ impl<'a> Planning<'a> {
     }
 
     /// Adds a step that removes something, unless such a step failed a moment ago.
-    fn removal(&mut self, action: Action, after: Option<Entry>) {
+    fn removal(&mut self, action: Action, before: Option<Entry>, after: Option<Entry>) {
         if self.may_try_removal() {
-            self.step(action, None, after);
+            self.step(action, before, after);
         }
     }
 

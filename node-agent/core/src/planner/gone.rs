@@ -63,9 +63,9 @@ impl Planning<'_> {
             return;
         }
         if let Some(image) = self.view.unused_foreign_image().cloned() {
-            self.removal(Action::ReleaseImage { image }, None);
+            self.removal(Action::ReleaseImage { image }, None, None);
         }
-        self.removal(Action::DiscardLedger, None);
+        self.removal(Action::DiscardLedger, None, None);
     }
 
     /// Returns whether the image of a Pod that is gone may be removed, though it may be its memory.

@@ -17,7 +17,6 @@ impl Planning<'_> {
         self.discard_partials();
         for image in self.images(ImageState::Committed) {
             if self.view.is_rubbish(&image) && !self.waits_for_restore(&image) {
-                self.leave_behind(&image);
                 self.discard(&image);
             }
         }
@@ -51,14 +50,8 @@ impl Planning<'_> {
         }
     }
 
-    /// Records that no image is the memory of a frozen sandbox, before that image is removed: if
-    /// the sandbox then dies, it starts cold instead of waiting for an image that is gone.
-    fn leave_behind(&mut self, image: &ImageId) {
-        if self.view.is_memory(image) && self.may_try_removal() {
-            self.step(Action::Record, Some(Entry::Awake), None);
-        }
-    }
-
+    /// Removes the image. The ledger first leaves the image of a frozen sandbox, whose memory it
+    /// is: if the sandbox then dies, it starts cold instead of waiting for an image that is gone.
     pub(super) fn discard(&mut self, image: &ImageId) {
         self.why.push(Reason::Garbage {
             image: image.clone(),
@@ -66,12 +59,9 @@ impl Planning<'_> {
         let after = self.must_record_removal(image).then(|| Entry::Discarded {
             image: image.clone(),
         });
-        self.removal(
-            Action::DiscardImage {
-                image: image.clone(),
-            },
-            after,
-        );
+        let before = self.view.is_memory(image).then_some(Entry::Awake);
+        let image = image.clone();
+        self.removal(Action::DiscardImage { image }, before, after);
     }
 
     /// Returns whether the ledger is to record that an image is gone: the ledger can be trusted,

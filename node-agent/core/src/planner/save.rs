@@ -188,11 +188,15 @@ impl Planning<'_> {
         }
         if matches!(self.view.ledger.memory, Memory::Saving { .. }) {
             self.why.push(Reason::SaveUnfinished);
+            // A commit that fails counts as a save that fails.
+            if !self.may_try_save_steps() {
+                return;
+            }
             let image = image.clone();
             let committed = Entry::Committed {
                 image: image.clone(),
             };
-            self.upkeep(Action::Commit { image }, None, Some(committed));
+            self.step(Action::Commit { image }, None, Some(committed));
         }
         self.adopt(image);
     }

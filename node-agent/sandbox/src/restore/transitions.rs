@@ -3,7 +3,7 @@
 
 use std::cell::{Cell, OnceCell, RefCell};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::transition::{
     self, Awake, Delivery, Found, Holding, Left, Pause, Paused, Ran, Recorded, Resumed, Sandbox,
@@ -156,6 +156,7 @@ impl<'a> NodeSandbox<'a> {
         let Some(depth) = self.woken_from.get() else {
             return Ok(());
         };
+        self.node.records.note_call(self.sandbox)?;
         if depth == Depth::Dozing {
             let pause = self
                 .node
@@ -165,15 +166,8 @@ impl<'a> NodeSandbox<'a> {
             let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
             self.stage("released");
         }
-        self.note_wake(depth)
-    }
-
-    fn note_wake(&self, depth: Depth) -> anyhow::Result<()> {
-        self.node.records.note_call(self.sandbox)?;
-        self.node
-            .records
-            .write_wake(self.sandbox, &self.note(depth))?;
-        Ok(())
+        let note = self.note(depth);
+        Ok(self.node.records.write_wake(self.sandbox, &note)?)
     }
 }
 
@@ -303,7 +297,13 @@ impl Sandbox for NodeSandbox<'_> {
             let parts = parts_of(self.node, self.sandbox, &image)?;
             Ok(Opened { image, parts })
         };
-        made(&self.opened, open).map(drop)
+        let opened = made(&self.opened, open)?;
+        ensure!(
+            opened.image.id() == image,
+            "image {image} is to be restored, and {} is open",
+            opened.image.id()
+        );
+        Ok(())
     }
 
     fn restore(&self, _: &ImageId, awake: &Awake<'_, anyhow::Error>) -> anyhow::Result<()> {
@@ -404,7 +404,9 @@ pub fn resume_in_keeper(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool
     let sandbox = NodeSandbox::new(node, sandbox, WakeCause::Packet);
     let runs = transition::resume_dozing(&sandbox)? == Resumed::Runs;
     if runs {
-        sandbox.note_wake(Depth::Dozing)?;
+        node.records.note_call(sandbox.sandbox)?;
+        let note = sandbox.note(Depth::Dozing);
+        node.records.write_wake(sandbox.sandbox, &note)?;
     }
     Ok(runs)
 }

@@ -213,4 +213,10 @@ fn a_suspend_snapshot_of_an_older_image_gets_the_memory_of_a_pod_that_is_gone() 
         snapshots: [SnapshotUid::new("s-1").unwrap()].into(),
     };
     assert_eq!(plan.steps[1].before, Some(adopted));
+
+    let mut failed = left(&entries, &[1, 2]);
+    save_failure(&mut failed, 999);
+    let waits = planned(&claimed, &failed);
+    assert_eq!(kinds(&waits), [], "{:?}", waits.why);
+    assert!(waits.wake_at.is_some_and(|then| then > at(1000)));
 }

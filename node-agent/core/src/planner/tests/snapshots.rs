@@ -224,7 +224,7 @@ fn frozen_with_deleted_snapshot() -> Desired {
 fn the_ledger_leaves_a_frozen_sandboxs_image_before_the_image_goes() {
     let frozen = observed(Live::Paused, &committed(), &[1]);
     let plan = planned(&frozen_with_deleted_snapshot(), &frozen);
-    assert_eq!(kinds(&plan), [StepKind::Record, StepKind::DiscardImage]);
+    assert_eq!(kinds(&plan), [StepKind::DiscardImage]);
     assert_eq!(plan.steps[0].before, Some(Entry::Awake));
 }
 
