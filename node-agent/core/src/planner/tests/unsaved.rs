@@ -1,6 +1,8 @@
 //! A runtime that makes no images: its sandboxes doze without an image, and the status is clear
 //! about that.
 
+use proptest::prelude::*;
+
 use super::*;
 
 const WHY: &str = "no snapshot of a running sandbox";
