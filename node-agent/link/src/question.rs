@@ -16,24 +16,7 @@ use std::net::IpAddr;
 use crate::acknowledgement::Acknowledgement;
 use crate::keepalive::HALF;
 use crate::packet::Ends;
-
-/// A connection with unacknowledged data of the sandbox, as its packets show.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct UnacknowledgedConnection {
-    pub ends: Ends,
-    /// The first number that was not acknowledged, and the one after the last.
-    pub first: u32,
-    pub after: u32,
-    /// The number that the sandbox acknowledged in its last segment, and its window then. To repeat
-    /// the number is safe: no TCP takes it for the acknowledgement of later data.
-    pub acknowledged: u32,
-    pub window: u16,
-    /// TSval and TSecr (RFC 7323) of that segment. Some peers do not answer without them on a
-    /// connection that uses timestamps.
-    pub timestamps: Option<(u32, u32)>,
-    /// The Ethernet address that the sandbox sent to.
-    pub neighbour: [u8; 6],
-}
+use crate::unacknowledged::Unacknowledged;
 
 /// A keepalive to a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +29,7 @@ impl KeepaliveProbe {
     /// Returns the keepalive for a connection. `own`: the pod's addresses.
     ///
     /// Returns `None` if nothing is unacknowledged or the peer's address is not one station's.
-    pub fn of(connection: &UnacknowledgedConnection, own: &[IpAddr]) -> Option<Self> {
+    pub fn of(connection: &Unacknowledged, own: &[IpAddr]) -> Option<Self> {
         let ends = &connection.ends;
         let is_unacknowledged =
             (1..=HALF).contains(&connection.after.wrapping_sub(connection.first));
@@ -118,14 +101,14 @@ mod tests {
     }
 
     /// Returns a connection with five unacknowledged bytes.
-    fn connection(local: IpAddr, remote: IpAddr) -> UnacknowledgedConnection {
+    fn connection(local: IpAddr, remote: IpAddr) -> Unacknowledged {
         let ends = Ends {
             remote,
             remote_port: 4000,
             local,
             local_port: 80,
         };
-        UnacknowledgedConnection {
+        Unacknowledged {
             ends,
             first: 100,
             after: 105,
@@ -136,12 +119,12 @@ mod tests {
         }
     }
 
-    fn over_ipv4() -> UnacknowledgedConnection {
+    fn over_ipv4() -> Unacknowledged {
         let ([local, _], [remote, _]) = (own(), remotes());
         connection(local, remote)
     }
 
-    fn sequence(connection: &UnacknowledgedConnection) -> Option<u32> {
+    fn sequence(connection: &Unacknowledged) -> Option<u32> {
         KeepaliveProbe::of(connection, &own()).map(|question| question.acknowledgement.sequence)
     }
 
@@ -149,7 +132,7 @@ mod tests {
     fn a_question_is_a_keepalive_of_the_pod() {
         for (local, remote) in own().into_iter().zip(remotes()) {
             for timestamps in [Some((70, 60)), None] {
-                let connection = UnacknowledgedConnection {
+                let connection = Unacknowledged {
                     timestamps,
                     ..connection(local, remote)
                 };
@@ -174,7 +157,7 @@ mod tests {
 
     #[test]
     fn the_number_is_the_one_before_the_first_that_was_not_acknowledged() {
-        let from = |first, after| UnacknowledgedConnection {
+        let from = |first, after| Unacknowledged {
             first,
             after,
             ..over_ipv4()
@@ -218,17 +201,10 @@ mod tests {
             },
         ];
         for ends in ends {
-            assert_eq!(
-                sequence(&UnacknowledgedConnection { ends, ..four }),
-                None,
-                "{ends:?}"
-            );
+            assert_eq!(sequence(&Unacknowledged { ends, ..four }), None, "{ends:?}");
         }
         for neighbour in [[0xff; 6], [1, 0, 0x5e, 0, 0, 1]] {
-            assert_eq!(
-                sequence(&UnacknowledgedConnection { neighbour, ..four }),
-                None
-            );
+            assert_eq!(sequence(&Unacknowledged { neighbour, ..four }), None);
         }
     }
 
@@ -240,14 +216,14 @@ mod tests {
         ]
     }
 
-    fn anything() -> impl Strategy<Value = UnacknowledgedConnection> {
+    fn anything() -> impl Strategy<Value = Unacknowledged> {
         let ends = (address(), any::<u16>(), address(), any::<u16>());
         let numbers = any::<(u32, u32, u32, u16)>();
         let rest = any::<(Option<(u32, u32)>, [u8; 6])>();
         (ends, numbers, rest).prop_map(|(ends, numbers, rest)| {
             let (remote, remote_port, local, local_port) = ends;
             let (first, after, acknowledged, window) = numbers;
-            UnacknowledgedConnection {
+            Unacknowledged {
                 ends: Ends {
                     remote,
                     remote_port,
@@ -286,7 +262,7 @@ mod tests {
         /// Unacknowledged data makes a question, for all numbers.
         #[test]
         fn every_peer_of_the_pod_is_asked(first in any::<u32>(), length in 1..=HALF) {
-            let connection = UnacknowledgedConnection { first, after: first.wrapping_add(length), ..over_ipv4() };
+            let connection = Unacknowledged { first, after: first.wrapping_add(length), ..over_ipv4() };
             prop_assert_eq!(sequence(&connection), Some(first.wrapping_sub(1)));
         }
     }

@@ -26,6 +26,7 @@ use torpor_records::UnacknowledgedMap;
 
 use crate::bpf::{self, Hook};
 use crate::net::{self, Direction, within};
+use crate::packet::Ends;
 
 pub use program::NOT_OF_SANDBOX;
 
@@ -58,16 +59,17 @@ pub enum Error {
 /// A connection with unacknowledged data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unacknowledged {
-    /// The pod's end, as its packets show; no proof that it is the pod's.
-    pub local: (IpAddr, u16),
-    pub remote: (IpAddr, u16),
+    /// The connection's ends, as the pod's packets show: no proof that the local one is the pod's.
+    pub ends: Ends,
     /// The first number that was not acknowledged, and the one after the last.
     pub first: u32,
     pub after: u32,
-    /// The number that the pod acknowledged in its last segment, and its window then.
+    /// The number that the pod acknowledged in its last segment, and its window then. To repeat
+    /// the number is safe: no TCP takes it for the acknowledgement of later data.
     pub acknowledged: u32,
     pub window: u16,
-    /// TSval and TSecr (RFC 7323) of that segment.
+    /// TSval and TSecr (RFC 7323) of that segment. Some peers do not answer without them on a
+    /// connection that uses timestamps.
     pub timestamps: Option<(u32, u32)>,
     /// The Ethernet address that the pod sent to.
     pub neighbour: [u8; 6],
@@ -109,8 +111,12 @@ fn entry(key: &[u8; KEY], value: &[u8; VALUE]) -> Option<Unacknowledged> {
     let (acknowledged, rest_of_header) = header.split_first_chunk()?;
     let window = rest_of_header.get(2..4)?;
     Some(Unacknowledged {
-        local: (address(kind, local)?, u16::from_be_bytes(*local_port)),
-        remote: (address(kind, remote)?, u16::from_be_bytes(*remote_port)),
+        ends: Ends {
+            remote: address(kind, remote)?,
+            remote_port: u16::from_be_bytes(*remote_port),
+            local: address(kind, local)?,
+            local_port: u16::from_be_bytes(*local_port),
+        },
         first: u32::from_ne_bytes(*first),
         after: u32::from_ne_bytes(*after),
         acknowledged: u32::from_be_bytes(*acknowledged),

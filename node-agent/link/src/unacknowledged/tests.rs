@@ -178,8 +178,12 @@ fn data_makes_an_entry_which_acknowledgements_move_and_end() {
         };
         pod.sends(family, stamped);
         let expected = Unacknowledged {
-            local: (local, PORT),
-            remote: (remote, PEERS_PORT),
+            ends: Ends {
+                remote,
+                remote_port: PEERS_PORT,
+                local,
+                local_port: PORT,
+            },
             first: 100,
             after: 105,
             acknowledged: 500,
@@ -316,7 +320,9 @@ fn there_is_room_for_few_and_those_who_spoke_last_have_it() {
     let room = usize::try_from(MAX_CONNECTIONS).expect("few");
     assert!((SOME..=room).contains(&all.len()), "{}", all.len());
     for port in ports.rev().take(SOME) {
-        let is_recorded = all.iter().any(|connection| connection.remote.1 == port);
+        let is_recorded = all
+            .iter()
+            .any(|connection| connection.ends.remote_port == port);
         assert!(is_recorded, "{port}");
     }
 }

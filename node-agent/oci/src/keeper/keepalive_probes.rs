@@ -2,9 +2,8 @@
 
 use std::net::IpAddr;
 
-use torpor_link::packet::Ends;
-use torpor_link::question::{KeepaliveProbe, UnacknowledgedConnection};
-use torpor_link::unacknowledged::{self, Unacknowledged};
+use torpor_link::question::KeepaliveProbe;
+use torpor_link::unacknowledged;
 use torpor_records::UnacknowledgedMap;
 
 /// Returns an Ethernet frame to each peer that may not have all data of the sandbox.
@@ -22,26 +21,8 @@ pub(super) fn frames(map: UnacknowledgedMap, pod_ips: &[IpAddr], from: [u8; 6]) 
     };
     let keepalives = connections
         .iter()
-        .filter_map(|connection| KeepaliveProbe::of(&with_ends(connection), pod_ips));
+        .filter_map(|connection| KeepaliveProbe::of(connection, pod_ips));
     keepalives
         .filter_map(|keepalive| keepalive.frame(from))
         .collect()
-}
-
-fn with_ends(connection: &Unacknowledged) -> UnacknowledgedConnection {
-    let ((local, local_port), (remote, remote_port)) = (connection.local, connection.remote);
-    UnacknowledgedConnection {
-        ends: Ends {
-            remote,
-            remote_port,
-            local,
-            local_port,
-        },
-        first: connection.first,
-        after: connection.after,
-        acknowledged: connection.acknowledged,
-        window: connection.window,
-        timestamps: connection.timestamps,
-        neighbour: connection.neighbour,
-    }
 }

@@ -150,14 +150,14 @@ impl<'a> NodeSandbox<'a> {
         self.stages.borrow().note(self.cause, depth)
     }
 
-    /// Records a wake, if the transition was one. The keeper of a sandbox that dozed releases the
-    /// packets that it holds.
-    fn record_wake(&self) -> anyhow::Result<()> {
+    /// Records a wake, if the transition was one. `release`: has the keeper of a sandbox that dozed
+    /// release the packets that it holds.
+    fn record_wake(&self, release: bool) -> anyhow::Result<()> {
         let Some(depth) = self.woken_from.get() else {
             return Ok(());
         };
         self.node.records.note_call(self.sandbox)?;
-        if depth == Depth::Dozing {
+        if depth == Depth::Dozing && release {
             let pause = self
                 .node
                 .records
@@ -366,7 +366,7 @@ fn make<'a, T>(
 ) -> anyhow::Result<T> {
     let sandbox = NodeSandbox::new(node, sandbox, cause);
     let made = transition(&sandbox)?;
-    sandbox.record_wake()?;
+    sandbox.record_wake(true)?;
     Ok(made)
 }
 
@@ -402,13 +402,9 @@ pub fn resume_in_keeper(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool
         return Ok(false);
     }
     let sandbox = NodeSandbox::new(node, sandbox, WakeCause::Packet);
-    let runs = transition::resume_dozing(&sandbox)? == Resumed::Runs;
-    if runs {
-        node.records.note_call(sandbox.sandbox)?;
-        let note = sandbox.note(Depth::Dozing);
-        node.records.write_wake(sandbox.sandbox, &note)?;
-    }
-    Ok(runs)
+    let resumed = transition::resume_dozing(&sandbox)?;
+    sandbox.record_wake(false)?;
+    Ok(resumed == Resumed::Runs)
 }
 
 /// Lets a paused sandbox run.
