@@ -39,6 +39,9 @@ type torporImage struct {
 // The tag changes with the content, so that applying the manifests again replaces the Pods.
 type builtImages map[string]string
 
+// shimProgram is the program that containerd starts for each pod.
+const shimProgram = "containerd-shim-torpor-v1"
+
 // buildTorpor compiles Torpor, makes its images and, if the cluster runs, loads those it lacks.
 func buildTorpor() (builtImages, error) {
 	tools, err := builtTools(true)
@@ -73,6 +76,7 @@ func torporImages(target string, tools toolset) []torporImage {
 		{agentImage, "torpor-agent", map[string]string{
 			"torpor-agent": filepath.Join(target, "torpor-agent"),
 			"torpor-oci":   filepath.Join(target, "torpor-oci"),
+			shimProgram:    filepath.Join(target, shimProgram),
 			"runsc":        tools["runsc"],
 		}},
 	}
@@ -131,9 +135,9 @@ func cargoEnvironment(environ []string) []string {
 func cargoArguments(profile string) (arguments []string, folder string, err error) {
 	switch profile {
 	case "", "cluster":
-		return []string{"build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci"}, "cluster", nil
+		return []string{"build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci", "-p", "torpor-shim"}, "cluster", nil
 	case "release":
-		return []string{"build", "--locked", "--release", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci", "-p", "torpor-cli"}, "release", nil
+		return []string{"build", "--locked", "--release", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci", "-p", "torpor-shim", "-p", "torpor-cli"}, "release", nil
 	case "dev":
 		return []string{"build", "--locked", "--workspace", "--exclude", "torpor-tests", "--bins", "--tests"}, "debug", nil
 	default:

@@ -414,6 +414,19 @@ pub(crate) struct ContainerdArgs {
     /// Name of the runtime handler, as in the RuntimeClass
     #[arg(long, default_value = "torpor", value_parser = handler, env = "TORPOR_RUNTIME_HANDLER")]
     pub(crate) runtime_handler: String,
+    /// Program that containerd starts for each pod
+    #[arg(long, default_value = "torpor", env = "TORPOR_SHIM")]
+    pub(crate) shim: PodShim,
+}
+
+/// The program that containerd starts for each pod of the runtime.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum PodShim {
+    /// Torpor's own shim: one small process for each pod
+    Torpor,
+    /// containerd's stock shim, which runs torpor-oci: a process for the pod and one for each
+    /// container
+    Runc,
 }
 
 /// The installer's setting of containerd's `stats_collect_period`.

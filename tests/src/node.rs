@@ -92,10 +92,14 @@ impl Node {
         found.with_context(|| format!("container {name:?} of Pod {uid} is not recorded"))
     }
 
-    /// Returns the keeper of a container.
+    /// Returns the process of a container's keeper, which may be the pod's shim.
     pub fn keeper(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
         let record = self.container(uid, name)?;
-        machine::processes_naming(&[record.id.to_string()])
+        let named_by = match record.in_shim {
+            true => record.sandbox.to_string(),
+            false => record.id.to_string(),
+        };
+        machine::processes_naming(&[named_by])
             .into_iter()
             .find(|process| u32::try_from(process.pid).is_ok_and(|pid| pid == record.keeper_pid))
             .with_context(|| format!("the keeper of container {name:?} does not run"))

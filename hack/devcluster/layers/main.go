@@ -30,6 +30,7 @@ var allowed = map[string][]string{
 	"torpor-runsc-direct":    {"torpor-link", "torpor-records", "torpor-runsc", "torpor-test-namespace"},
 	"torpor-sandbox":         {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct"},
 	"torpor-oci":             {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct", "torpor-sandbox"},
+	"torpor-shim":            {"torpor-core", "torpor-cgroup", "torpor-records", "torpor-runsc", "torpor-sandbox", "torpor-oci"},
 	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-core", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct", "torpor-cgroup", "torpor-kata", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
 	"torpor-bench":           {"torpor-api", "torpor-tests"},
 	"torpor-test-apiserver":  {},

@@ -21,6 +21,7 @@ use std::time::Duration;
 mod held;
 pub mod limits;
 pub mod meminfo;
+mod oom;
 pub mod reclaim;
 pub mod room;
 pub mod swap;
@@ -225,6 +226,12 @@ impl Hierarchies {
                 })
             })
             .collect()
+    }
+
+    /// Reports whether the machine has cgroup v2 alone.
+    pub fn is_unified(&self) -> bool {
+        let one = |root: &PathBuf| root.join("cgroup.controllers").exists();
+        self.roots.len() == 1 && self.roots.iter().all(one)
     }
 
     /// Returns the cgroup's working set in bytes, as the kubelet computes it: memory in use without

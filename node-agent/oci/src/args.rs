@@ -29,6 +29,9 @@ pub(crate) struct Cli {
     /// Accepted and ignored.
     #[arg(long)]
     debug: bool,
+    /// Print a JSON answer to standard output (for the shim)
+    #[arg(long, hide = true, global = true)]
+    pub(crate) answer: bool,
     #[command(subcommand)]
     pub(crate) command: Command,
 }
@@ -37,6 +40,10 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Create a container
     Create(CreateArgs),
+    /// Create a container whose keeper is a thread of the parent process, the shim. Standard output
+    /// is a socket to it, for a JSON answer and the keeper's descriptors
+    #[command(hide = true)]
+    CreateInShim { bundle: PathBuf, id: ContainerId },
     /// Start a created container
     Start { id: ContainerId },
     /// Print the state of a container
@@ -89,6 +96,14 @@ pub(crate) enum Command {
         /// Cause of the wake
         #[arg(long)]
         cause: Option<WakeCause>,
+    },
+    /// Wake a sandbox for a caller that needs it
+    #[command(hide = true)]
+    WakeUp {
+        sandbox: SandboxId,
+        /// Cause of the wake
+        #[arg(long)]
+        cause: WakeCause,
     },
     /// Push the memory of a dozing sandbox into swap, and print a JSON answer (run by a keeper;
     /// standard input holds the pod's lock)

@@ -4,19 +4,21 @@
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, bail};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use torpor_cgroup as cgroup;
 use torpor_cgroup::swap;
-use torpor_core::ids::{Namespace, PodUid, SandboxId};
+use torpor_core::ids::{ContainerId, Namespace, PodUid, SandboxId};
 use torpor_link::loopback::{self, Loopback};
 use torpor_link::net;
 use torpor_link::traffic;
 use torpor_link::unacknowledged;
-use torpor_records::{ContainerRecord, PodRecord, Role, SandboxState, SandboxVolume, WakeCause};
-use torpor_runsc::keeper::{self, Request};
+use torpor_records::{
+    ContainerRecord, PodLock, PodRecord, Role, SandboxState, SandboxVolume, WakeCause,
+};
+use torpor_runsc::keeper::{self, Answer, Request};
 use torpor_runsc::limits::write_boot_flags;
 use torpor_runsc::root::Root;
 use torpor_runsc::spec::{
@@ -26,7 +28,8 @@ use torpor_runsc::spec::{
 use torpor_snapshots::Digest;
 
 use crate::args::CreateArgs;
-use crate::delete;
+use crate::keeper::Handover;
+use crate::{FAILED, delete};
 use torpor_sandbox::console::{Terminal, create_with_console, hand_over};
 use torpor_sandbox::generation;
 use torpor_sandbox::limits;
@@ -35,18 +38,96 @@ use torpor_sandbox::restore::{self, transitions};
 
 const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
 
-/// Creates a container. Returns warnings: features that this container lacks.
+/// A created container, without its keeper.
+struct Created {
+    /// The pod's lock, held until the keeper's pid is recorded.
+    _lock: PodLock,
+    record: ContainerRecord,
+    dir: PathBuf,
+    loopback: Option<Loopback>,
+    /// The master of gVisor's terminal for the container.
+    console: Option<OwnedFd>,
+    /// Features that this container lacks.
+    warnings: Vec<anyhow::Error>,
+}
+
+/// Creates a container, with a keeper in a process of its own. Returns warnings: features that this
+/// container lacks.
 pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyhow::Error>> {
-    let spec = Spec(read_oci_json(&args.bundle.join("config.json"), "spec")?);
+    let mut created = prepare(node, &args.bundle, &args.id)?;
+    let console_socket = args.console_socket.as_deref();
+    let pid = start_keeper(node, &mut created, console_socket)?;
+    created.record.keeper_pid = pid;
+    let Created { record, dir, .. } = &created;
+    node.records.write_container(record)?;
+    if record.role == Role::Container {
+        register_keeper(node, record);
+    }
+    if let Some(console) = &created.console {
+        keeper::ask(dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
+    }
+    if let Some(path) = &args.pid_file {
+        std::fs::write(path, pid.to_string())
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(created.warnings)
+}
+
+/// Creates a container whose keeper is a thread of the parent process, the shim. Sends the keeper's
+/// descriptors with an answer over standard output.
+pub(crate) fn create_in_shim(
+    node: &Node,
+    bundle: &Path,
+    id: &ContainerId,
+) -> anyhow::Result<ExitCode> {
+    let shim = std::io::stdout().as_fd().try_clone_to_owned()?;
+    let created = prepare(node, bundle, id).and_then(|mut created| {
+        let socket = keeper::listen(&created.dir.join(keeper::SOCKET))?;
+        created.record.keeper_pid = std::os::unix::process::parent_id();
+        created.record.in_shim = true;
+        node.records.write_container(&created.record)?;
+        Ok((created, socket))
+    });
+    let (created, socket) = match &created {
+        Ok(created) => created,
+        Err(error) => {
+            let refused = restore::refused(FAILED, error);
+            keeper::send(&shim, &serde_json::to_vec(&refused)?, &[])?;
+            return Ok(ExitCode::FAILURE);
+        }
+    };
+    let handover = Handover {
+        warnings: created
+            .warnings
+            .iter()
+            .map(|one| format!("{one:#}"))
+            .collect(),
+        loopback: created.loopback.is_some(),
+        console: created.console.is_some(),
+    };
+    let answer = Answer::ok(serde_json::to_value(handover)?);
+    let loopback = created.loopback.iter();
+    let files: Vec<_> = std::iter::once(socket)
+        .chain(loopback.flat_map(|loopback| [&loopback.listener, &loopback.link]))
+        .chain(&created.console)
+        .map(AsFd::as_fd)
+        .collect();
+    keeper::send(&shim, &serde_json::to_vec(&answer)?, &files)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Creates all of a container but its keeper. `bundle`: its OCI bundle.
+fn prepare(node: &Node, bundle: &Path, id: &ContainerId) -> anyhow::Result<Created> {
+    let spec = Spec(read_oci_json(&bundle.join("config.json"), "spec")?);
     let sandbox = SandboxId::try_from(spec.sandbox_id()?.to_owned())?;
     let role = spec.role()?;
     if role == Role::Sandbox {
         record_pod(node, &spec, &sandbox)?;
     }
-    let _lock = node.records.lock(&sandbox)?;
+    let lock = node.records.lock(&sandbox)?;
     let pod = node.records.pod(&sandbox)?;
 
-    let mut record = record_of(args, &spec, sandbox.clone(), role)?;
+    let mut record = record_of(id, &spec, sandbox.clone(), role)?;
     let state = match role {
         Role::Sandbox => {
             // Work before runsc counts for the pod, too: an image is read and hashed.
@@ -60,7 +141,7 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
         }
     };
     let swap_limit = spec.swap_limit().map(str::to_owned);
-    let mut rewritten = rewrite(spec, &args.bundle, &pod.volumes)?;
+    let mut rewritten = rewrite(spec, bundle, &pod.volumes)?;
     if role == Role::Sandbox
         && let Some((spec, spec_digest)) = with_own_root(node, &pod, &state, &rewritten)?
     {
@@ -103,20 +184,14 @@ pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyho
         watch_traffic(node, &pod)?;
         warnings.extend(note_unacknowledged(node, &pod)?);
     }
-    let console_socket = args.console_socket.as_deref();
-    record.keeper_pid = start_keeper(node, &record, &dir, console_socket, loopback)?;
-    node.records.write_container(&record)?;
-    if role == Role::Container {
-        register_keeper(node, &record);
-    }
-    if let Some(console) = console {
-        keeper::ask(&dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
-    }
-    if let Some(path) = &args.pid_file {
-        std::fs::write(path, record.keeper_pid.to_string())
-            .with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(warnings)
+    Ok(Created {
+        _lock: lock,
+        record,
+        dir,
+        loopback,
+        console,
+        warnings,
+    })
 }
 
 /// Returns the pause container's spec with Torpor's own root file system, and the spec's digest.
@@ -331,7 +406,7 @@ fn volume(name: String, source: PathBuf) -> anyhow::Result<SandboxVolume> {
 }
 
 fn record_of(
-    args: &CreateArgs,
+    id: &ContainerId,
     spec: &Spec,
     sandbox: SandboxId,
     role: Role,
@@ -344,7 +419,7 @@ fn record_of(
             .to_owned(),
     };
     Ok(ContainerRecord {
-        id: args.id.clone(),
+        id: id.clone(),
         sandbox,
         role,
         name,
@@ -352,6 +427,7 @@ fn record_of(
         cgroup: cgroup::relative_path(spec.cgroups_path()?)?,
         spec_digest: digest(spec),
         keeper_pid: 0,
+        in_shim: false,
         completed: None,
     })
 }
@@ -375,11 +451,10 @@ pub(crate) fn create_in_sandbox(
 /// caller has to wait for it.
 fn start_keeper(
     node: &Node,
-    record: &ContainerRecord,
-    dir: &Path,
+    created: &mut Created,
     console_socket: Option<&Path>,
-    loopback: Option<Loopback>,
 ) -> anyhow::Result<u32> {
+    let Created { record, dir, .. } = &*created;
     // The keeper reads its record when it starts.
     node.records.write_container(record)?;
     let socket = keeper::listen(&dir.join(keeper::SOCKET))?;
@@ -392,7 +467,7 @@ fn start_keeper(
         .arg("--socket")
         .arg(socket.as_raw_fd().to_string())
         .current_dir("/");
-    if let Some(Loopback { listener, link }) = &loopback {
+    if let Some(Loopback { listener, link }) = &created.loopback {
         // The descriptors become inheritable only here, so that programs that were run before did
         // not inherit them.
         for fd in [listener, link] {
@@ -414,6 +489,9 @@ fn start_keeper(
         command.stderr(Stdio::from(terminal.slave));
     }
     let child = command.spawn().context("cannot start the keeper")?;
+    // The keeper has copies.
+    created.loopback = None;
+    let record = &created.record;
     node.cgroups.place(&record.cgroup, child.id())?;
     Ok(child.id())
 }

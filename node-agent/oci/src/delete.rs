@@ -76,7 +76,7 @@ pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Resu
 /// containerd never requests the removal. The caller holds the lock.
 pub(crate) fn delete_superseded(node: &Node, next: &ContainerRecord) -> anyhow::Result<()> {
     for known in node.records.containers_of(&next.sandbox)? {
-        if next.supersedes(&known) && !keeper_lives(&known) {
+        if next.supersedes(&known) && !keeper_lives(&node.records, &known) {
             delete_from_sandbox(node, &known)?;
         }
     }

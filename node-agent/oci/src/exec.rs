@@ -11,14 +11,14 @@ use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use nix::errno::Errno;
 use nix::sys::signal::{SigSet, Signal};
 use nix::unistd::{Gid, Uid, fchown};
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_records::{ContainerRecord, PodLock, ProbeNote, SandboxState, Session, WakeCause};
-use torpor_runsc::control::{Control, SignalScope};
+use torpor_runsc::control::{self, Control, SignalScope};
 use torpor_runsc::exec::exec_args;
 use torpor_runsc::keeper::{self, Request};
 use torpor_runsc::left;
@@ -78,7 +78,12 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     if session == Session::Use {
         node.records.note_exec(&record.sandbox)?;
     }
-    let pid = start(node, &record.sandbox, &request, terminal.as_ref())?;
+    let (stdin, stdout, stderr) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
+    let files = match &terminal {
+        Some(terminal) => [terminal.as_fd(); 3],
+        None => [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
+    };
+    let pid = start(node, &record.sandbox, &request, files)?;
     let dir = node.records.container_dir(&args.id);
     // If the keeper refuses the request (it is of an older version), the process runs on when its
     // waiter is killed.
@@ -93,6 +98,187 @@ pub(crate) fn exec(node: &Node, args: &ExecArgs) -> anyhow::Result<()> {
     }
     let waiter = waiter.spawn().context("cannot start the waiter")?;
     hand_to_shim(node, args, &record, waiter.id())
+}
+
+/// Runs a command that wakes the sandbox, for a caller that needs it, and waits for its end.
+pub type WakeByCommand<'a> = &'a dyn Fn(&SandboxId) -> anyhow::Result<()>;
+
+/// The result of [`begin`].
+#[derive(Debug)]
+pub enum Begun {
+    /// Torpor answers the probe in place of the sandbox: the process counts as one that succeeded.
+    Answered,
+    Running(Running),
+}
+
+/// A process that runs in a container.
+#[derive(Debug)]
+pub struct Running {
+    sandbox: SandboxId,
+    container: ContainerId,
+    /// In the sandbox.
+    pid: i32,
+    /// The connection on which the sandbox reports the end of the process.
+    waiting: Control,
+    session: Session,
+    /// With this lock the agent keeps the sandbox awake.
+    _joined: Option<PodLock>,
+    /// The sandbox' processor time when a probe began, in microseconds.
+    used_before: Option<u64>,
+    began: Instant,
+}
+
+/// Runs a process in a container, for a caller that waits for its end. A sandbox that sleeps is
+/// woken first.
+///
+/// `process`: the OCI process. `files`: its standard streams, or its terminal three times.
+pub fn begin(
+    node: &Node,
+    id: &ContainerId,
+    process: Value,
+    files: [BorrowedFd<'_>; 3],
+    wake: WakeByCommand<'_>,
+) -> anyhow::Result<Begun> {
+    let record = node.container(id)?;
+    let sandbox = &record.sandbox;
+    let session = session_of(node, sandbox, &process);
+    // The lock is held until the process runs: a save could otherwise end the sandbox meanwhile.
+    let lock = match session {
+        Session::Use => Some(lock_awake(node, sandbox, wake)?),
+        Session::Probe => lock_for_probe(node, sandbox)?,
+    };
+    let Some(_lock) = lock else {
+        return Ok(Begun::Answered);
+    };
+    let process = match session {
+        Session::Use => with_exec_mark(process),
+        Session::Probe => process,
+    };
+    let request = exec_args(&process, &node.records.spec(id)?, id.as_str())?;
+    let used_before = match session {
+        Session::Probe => processor_time(node, sandbox),
+        Session::Use => None,
+    };
+    // The note must exist before the process runs: it causes the search for processes that the
+    // process leaves behind.
+    if session == Session::Use {
+        node.records.note_exec(sandbox)?;
+    }
+    let began = Instant::now();
+    let joined = node.records.join_sessions(sandbox, session).ok();
+    let mut waiting = node.runsc.connect(sandbox)?;
+    let pid = start(node, sandbox, &request, files)?;
+    node.records.note_session(sandbox, session)?;
+    waiting.begin_wait_pid(id.as_str(), pid)?;
+    Ok(Begun::Running(Running {
+        sandbox: sandbox.clone(),
+        container: id.clone(),
+        pid,
+        waiting,
+        session,
+        _joined: joined,
+        used_before,
+        began,
+    }))
+}
+
+/// Most commands that wake a sandbox for one exec. A sandbox falls asleep again only if it was idle
+/// in between.
+const MAX_WAKES: usize = 5;
+
+/// Wakes the sandbox if it sleeps; returns its lock.
+fn lock_awake(
+    node: &Node,
+    sandbox: &SandboxId,
+    wake: WakeByCommand<'_>,
+) -> anyhow::Result<PodLock> {
+    for _ in 0..MAX_WAKES {
+        let lock = node.records.lock(sandbox)?;
+        let runs = node.records.state(sandbox)? == SandboxState::Running;
+        if runs && !node.records.is_noted_paused(sandbox) {
+            return Ok(lock);
+        }
+        if runs && transitions::resume_dozing(node, sandbox, WakeCause::Exec, true)? {
+            return Ok(lock);
+        }
+        drop(lock);
+        wake(sandbox)?;
+    }
+    bail!("the sandbox falls asleep again and again: try again")
+}
+
+impl Running {
+    /// The descriptor that is readable when the process has ended.
+    pub fn ended(&self) -> BorrowedFd<'_> {
+        self.waiting.as_fd()
+    }
+
+    /// Sends a signal to the process.
+    pub fn signal(node: &Node, target: &Target, signal: i32) -> Result<(), control::Error> {
+        let mut control = node.runsc.connect(&target.sandbox)?;
+        let container = target.container.as_str();
+        control.signal(container, target.pid, signal, target.scope, CALL_LIMIT)
+    }
+
+    /// The target of signals to the process.
+    pub fn target(&self, scope: SignalScope) -> Target {
+        Target {
+            sandbox: self.sandbox.clone(),
+            container: self.container.clone(),
+            pid: self.pid,
+            scope,
+        }
+    }
+
+    /// Waits for the end of the process; returns its exit code.
+    pub fn wait(mut self, node: &Node) -> u8 {
+        let status = self.waiting.wait_result();
+        let code = status.map_or(KILLED, |status| status.exit_code());
+        let used = self.used_before.zip(processor_time(node, &self.sandbox));
+        // The pod may have been removed when the process ended, so that notes fail.
+        if let Some((before, after)) = used {
+            let _ = note_probe(
+                node,
+                &self.sandbox,
+                after.saturating_sub(before),
+                self.began,
+            );
+        }
+        let _ = node.records.note_session(&self.sandbox, self.session);
+        code
+    }
+}
+
+/// The process, or the processes, that a signal goes to.
+#[derive(Debug, Clone)]
+pub struct Target {
+    sandbox: SandboxId,
+    container: ContainerId,
+    pid: i32,
+    scope: SignalScope,
+}
+
+impl Target {
+    /// Returns the target with another scope.
+    #[must_use]
+    pub fn with_scope(self, scope: SignalScope) -> Self {
+        Self { scope, ..self }
+    }
+}
+
+/// Notes what a probe took: this processor time was not used by the sandbox' program.
+fn note_probe(
+    node: &Node,
+    sandbox: &SandboxId,
+    used_micros: u64,
+    began: Instant,
+) -> Result<(), torpor_records::Error> {
+    let took_micros = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
+    let taken = ProbeNote {
+        used_micros,
+        took_micros,
+    };
+    node.records.note_probe(sandbox, taken)
 }
 
 /// Adds the mark to the process' environment by which [`left`] finds the processes that the process
@@ -215,13 +401,8 @@ fn start(
     node: &Node,
     sandbox: &SandboxId,
     request: &Value,
-    terminal: Option<&OwnedFd>,
+    files: [BorrowedFd<'_>; 3],
 ) -> anyhow::Result<i32> {
-    let (stdin, stdout, stderr) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
-    let files: [BorrowedFd<'_>; 3] = match terminal {
-        Some(terminal) => [terminal.as_fd(); 3],
-        None => [stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
-    };
     let (uid, gid) = node.runsc.of(sandbox).sandbox_user(sandbox.as_str())?;
     for file in files {
         match fchown(file, Some(Uid::from_raw(uid)), Some(Gid::from_raw(gid))) {
@@ -270,12 +451,8 @@ pub(crate) fn wait_for_probe(
     let began = Instant::now();
     let code = wait(node, sandbox, container, pid, false, Session::Probe)?;
     if let Some((before, after)) = used_before.zip(processor_time(node, sandbox)) {
-        let taken = ProbeNote {
-            used_micros: after.saturating_sub(before),
-            took_micros: u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX),
-        };
         // The pod may have been removed when the process ended.
-        let _ = node.records.note_probe(sandbox, taken);
+        let _ = note_probe(node, sandbox, after.saturating_sub(before), began);
     }
     Ok(code)
 }

@@ -1,7 +1,8 @@
-//! The keeper: the process that the shim watches in place of the container's first process.
+//! The keeper: the thread of Torpor's shim, or the process below the stock shim, that containerd
+//! watches in place of the container's first process.
 //!
-//! The keeper holds the container's standard streams, and is in the container's cgroup. It waits
-//! for the container's end over the sandbox's control socket, and ends with the same code. The end
+//! The keeper holds the container's standard streams. As a process it is in the container's cgroup.
+//! It waits for the container's end over the sandbox's control socket, and ends with the same code. The end
 //! of a sandbox that hibernates is not the container's end: the keeper listens until a request
 //! reports that the sandbox runs again. The keeper is one thread, which sleeps in poll.
 //!
@@ -9,21 +10,22 @@
 //! each connection to the loopback of the pod's network namespace (port-forward), and a wake when a
 //! packet arrives for a sleeping sandbox.
 
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use rustix::termios::Termios;
+use rustix::termios::{Termios, Winsize};
+use serde::{Deserialize, Serialize};
 use torpor_core::ids::ContainerId;
 use torpor_core::state::NOT_WATCHED;
 use torpor_link::sensor::Next;
 use torpor_records::Role;
 use torpor_records::{ContainerRecord, SandboxState, WakeCause};
 use torpor_runsc::control::{self, Control};
-use torpor_runsc::keeper::{Answer, Rules};
+use torpor_runsc::keeper::{Answer, Rules, SOCKET};
 
 use crate::args::KeeperArgs;
 use torpor_sandbox::node::{CALL_LIMIT, Node};
@@ -38,9 +40,10 @@ mod keepalive_probes;
 mod loopback;
 mod memory_room;
 mod own_memory;
-mod relay;
+pub mod relay;
 mod requests;
 mod sender;
+mod streams;
 mod watch;
 
 use children::{Children, Purpose};
@@ -50,6 +53,7 @@ use input::Input;
 use loopback::{Accepted, Loopback, MAX_FORWARDS};
 use memory_room::{Attempt, MemoryRoom};
 use relay::Relay;
+pub use streams::Streams;
 use watch::Watch;
 
 /// Time between two checks by a keeper that holds packets whether it still has to: the process that
@@ -69,6 +73,9 @@ struct Keeper<'a> {
     relay: Option<Relay>,
     /// The settings of the container's terminal when the sandbox fell asleep.
     terminal_mode: Option<Termios>,
+    /// The last window size that the shim has requested.
+    window: Option<Winsize>,
+    streams: Streams,
     input: Input,
     children: Children,
     /// The keepers of the pod's other containers; only the pause container's keeper has any.
@@ -85,36 +92,60 @@ struct Keeper<'a> {
     memory_room: Option<MemoryRoom>,
 }
 
-/// Runs until the container has ended, and returns its exit code.
+/// Runs as the keeper's process until the container has ended, and returns its exit code.
 pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
     let loopback = match (args.loopback, args.loopback_link) {
         (Some(listener), Some(link)) => Some(Loopback::new(inherited(listener)?, inherited(link)?)),
         _ => None,
     };
-    let mut keeper = Keeper {
-        node,
-        record: node.container(&args.id)?,
-        listener: inherited(args.socket)?,
-        waiting: None,
-        relay: None,
-        terminal_mode: None,
-        input: Input::new(relay::borrow_stdin()),
-        children: Children::default(),
-        container_keepers: ContainerKeepers::default(),
-        execs: Execs::default(),
-        loopback,
-        watch: None,
-        was_active: true,
-        memory_room: None,
-    };
-    if keeper.record.terminal {
+    let record = node.container(&args.id)?;
+    if record.terminal {
         relay::own_terminal()?;
     }
-    loop {
-        if let Some(code) = keeper.handle_event()? {
-            return Ok(ExitCode::from(code));
-        }
+    let streams = Streams::own()?;
+    let keeper = Keeper::new(node, record, inherited(args.socket)?, loopback, streams);
+    Ok(ExitCode::from(keeper.watch_container()?))
+}
+
+/// What `create-in-shim` reports beside the keeper's descriptors: the listening socket, the two of
+/// the loopback, and the console.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Handover {
+    /// Features that the container lacks.
+    pub warnings: Vec<String>,
+    pub loopback: bool,
+    pub console: bool,
+}
+
+/// Runs a keeper in this thread until the container has ended, and returns its exit code.
+///
+/// `files`: the descriptors that [`Handover`] names.
+pub fn serve(
+    node: &Node,
+    id: &ContainerId,
+    handover: &Handover,
+    files: Vec<OwnedFd>,
+    streams: Streams,
+) -> anyhow::Result<u8> {
+    let mut files = files.into_iter();
+    let mut next = || {
+        files
+            .next()
+            .context("a descriptor of the keeper is missing")
+    };
+    let listener = next()?;
+    let loopback = match handover.loopback {
+        true => Some(Loopback::new(next()?, next()?)),
+        false => None,
+    };
+    let mut keeper = Keeper::new(node, node.container(id)?, listener, loopback, streams);
+    if handover.console {
+        keeper.carry_console(next()?)?;
     }
+    let code = keeper.watch_container();
+    // From now on no process takes the keeper for one that lives.
+    let _ = std::fs::remove_file(node.records.container_dir(id).join(SOCKET));
+    code
 }
 
 /// Takes over a descriptor that create has passed to the keeper.
@@ -131,7 +162,52 @@ fn inherited(socket: i32) -> anyhow::Result<OwnedFd> {
     Ok(socket)
 }
 
-impl Keeper<'_> {
+impl<'a> Keeper<'a> {
+    fn new(
+        node: &'a Node,
+        record: ContainerRecord,
+        listener: OwnedFd,
+        loopback: Option<Loopback>,
+        streams: Streams,
+    ) -> Self {
+        Self {
+            node,
+            record,
+            listener,
+            waiting: None,
+            relay: None,
+            terminal_mode: None,
+            window: None,
+            input: Input::new(&streams.stdin),
+            streams,
+            children: Children::default(),
+            container_keepers: ContainerKeepers::default(),
+            execs: Execs::default(),
+            loopback,
+            watch: None,
+            was_active: true,
+            memory_room: None,
+        }
+    }
+
+    fn watch_container(mut self) -> anyhow::Result<u8> {
+        loop {
+            if let Some(code) = self.handle_event()? {
+                return Ok(code);
+            }
+        }
+    }
+
+    /// Carries the bytes of gVisor's terminal from now on.
+    fn carry_console(&mut self, console: OwnedFd) -> anyhow::Result<()> {
+        let relay = Relay::new(console, self.terminal_mode.take(), &self.streams)?;
+        if let Some(window) = self.window {
+            relay.resize(window);
+        }
+        self.relay = Some(relay);
+        Ok(())
+    }
+
     /// Waits for one event and handles it. Returns the exit code when the container has ended.
     fn handle_event(&mut self) -> anyhow::Result<Option<u8>> {
         let ready = self.poll()?;
@@ -186,7 +262,7 @@ impl Keeper<'_> {
         if let Some(events) = ready.input
             && self
                 .input
-                .requires_wake(events, relay::borrow_stdin(), Instant::now())
+                .requires_wake(events, &self.streams.stdin, Instant::now())
         {
             self.wake_for_input();
         }
@@ -196,7 +272,7 @@ impl Keeper<'_> {
                 return Ok(Some(code));
             }
             if self.waiting.is_none() {
-                self.input.fell_asleep(relay::borrow_stdin());
+                self.input.fell_asleep(&self.streams.stdin);
             }
         }
         if ready.request {
@@ -210,7 +286,7 @@ impl Keeper<'_> {
         let mut fds = vec![PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
         let waiting = fds.len();
         if let Some(control) = &self.waiting {
-            fds.push(PollFd::new(borrow(control), PollFlags::POLLIN));
+            fds.push(PollFd::new(control.as_fd(), PollFlags::POLLIN));
         }
         let loopback = fds.len();
         if let Some(loopback) = &self.loopback {
@@ -221,7 +297,8 @@ impl Keeper<'_> {
             fds.extend(relay.poll_fds());
         }
         let input = fds.len();
-        fds.extend(self.input.poll_fd(relay::borrow_stdin(), Instant::now()));
+        let stdin = self.streams.stdin.as_fd();
+        fds.extend(self.input.poll_fd(stdin, Instant::now()));
         let packets = fds.len();
         // The following descriptors only end the poll.
         if let Some(watch) = &self.watch {
@@ -354,7 +431,7 @@ impl Keeper<'_> {
         let connected = node.runsc.connect(sandbox);
         if let Err(error) = connected.and_then(|mut control| control.collect_garbage(COLLECT_LIMIT))
         {
-            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+            torpor_sandbox::log_line!("{:#}", anyhow::Error::new(error));
         }
         match attempt {
             Attempt::GiveBack | Attempt::Collect => restore::room::narrow(node, sandbox),
@@ -399,7 +476,7 @@ impl Keeper<'_> {
                 true
             }
             Err(error) => {
-                eprintln!("torpor-oci: cannot wake the sandbox for {client}: {error}");
+                torpor_sandbox::log_line!("cannot wake the sandbox for {client}: {error}");
                 false
             }
         }
@@ -591,12 +668,6 @@ struct Ready {
 
 /// Reports whether the wait is over.
 fn is_readable(control: &Control) -> bool {
-    let mut fds = [PollFd::new(borrow(control), PollFlags::POLLIN)];
+    let mut fds = [PollFd::new(control.as_fd(), PollFlags::POLLIN)];
     poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
-}
-
-#[allow(unsafe_code)]
-fn borrow(control: &Control) -> BorrowedFd<'_> {
-    // SAFETY: the descriptor is open as long as the control connection, which is borrowed here.
-    unsafe { BorrowedFd::borrow_raw(control.as_raw_fd()) }
 }

@@ -79,7 +79,7 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> an
 fn method(signal: SignalNumber, prepared: anyhow::Result<Delivery>) -> anyhow::Result<Method> {
     match prepared {
         Err(error) if signal == Signal::SIGKILL => {
-            eprintln!("torpor-oci: ending the whole sandbox: {error:#}");
+            torpor_sandbox::log_line!("ending the whole sandbox: {error:#}");
             Ok(Method::ByForce)
         }
         prepared => prepared.map(Method::Deliver),

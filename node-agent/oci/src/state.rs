@@ -20,7 +20,7 @@ const OCI_VERSION: &str = "1.2.0";
 
 pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
     let record = node.container(id)?;
-    let lives = keeper_lives(&record);
+    let lives = keeper_lives(&node.records, &record);
     let status = match node.records.state(&record.sandbox)? {
         _ if !lives => "stopped",
         // A dozing sandbox counts as running: no user has paused it, and its next use resumes it.
@@ -45,7 +45,7 @@ pub(crate) fn state(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
 
 pub(crate) fn processes(node: &Node, id: &ContainerId) -> anyhow::Result<Value> {
     let record = node.container(id)?;
-    Ok(if keeper_lives(&record) {
+    Ok(if keeper_lives(&node.records, &record) {
         json!([record.keeper_pid])
     } else {
         json!([])

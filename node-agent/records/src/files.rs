@@ -3,7 +3,8 @@
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -82,7 +83,7 @@ pub(super) fn write_json_as_of<T: Serialize>(
         path: path.into(),
         source,
     })?;
-    let temporary = path.with_extension(format!("tmp{}", std::process::id()));
+    let temporary = temporary_for(path);
     let written = OpenOptions::new()
         .create(true)
         .truncate(true)
@@ -95,6 +96,13 @@ pub(super) fn write_json_as_of<T: Serialize>(
         })
         .and_then(|()| std::fs::rename(&temporary, path));
     written.map_err(|source| write_error(path, source))
+}
+
+/// Returns a name beside `path` that no other write of this or another process uses now.
+fn temporary_for(path: &Path) -> PathBuf {
+    static WRITES: AtomicU64 = AtomicU64::new(0);
+    let write = WRITES.fetch_add(1, Ordering::Relaxed);
+    path.with_extension(format!("tmp{}-{write}", std::process::id()))
 }
 
 /// Reads a file of JSON; returns none if it does not exist.

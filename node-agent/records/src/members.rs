@@ -88,6 +88,7 @@ mod tests {
             cgroup: PathBuf::new(),
             spec_digest: Digest::of(b""),
             keeper_pid: 0,
+            in_shim: false,
             completed: None,
         }
     }

@@ -68,6 +68,9 @@ pub struct ContainerRecord {
     pub cgroup: PathBuf,
     pub spec_digest: Digest,
     pub keeper_pid: u32,
+    /// True: the keeper is a thread of the pod's shim, and `keeper_pid` is that of the shim.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub in_shim: bool,
     /// Exit code of a container that ran to its end before the image was saved. Its keeper ends
     /// with this code and does not run the container again.
     pub completed: Option<u8>,

@@ -274,9 +274,9 @@ impl Control {
         self.gofers.as_ref()
     }
 
-    /// Returns the raw descriptor, for poll.
-    pub fn as_raw_fd(&self) -> RawFd {
-        self.stream.as_raw_fd()
+    /// Returns the descriptor, for poll.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 
     fn send(

@@ -4,6 +4,7 @@
 use torpor_core::ids::SandboxId;
 use torpor_records::{ContainerRecord, Error, Records};
 
+use crate::keeper::SOCKET;
 use crate::process;
 
 /// Reports whether the shim and all keepers of the pod live. When one has died, the kubelet
@@ -13,21 +14,34 @@ pub fn is_held_open(records: &Records, sandbox: &SandboxId) -> Result<bool, Erro
     let pause = records.container(&sandbox.clone().into())?;
     let containers = records.containers_of(sandbox)?;
     let mut keepers = containers.iter().filter(|one| one.completed.is_none());
-    Ok(keeper_lives(&pause) && !has_lost_its_shim(&pause) && keepers.all(keeper_lives))
+    Ok(keeper_lives(records, &pause)
+        && !has_lost_its_shim(&pause)
+        && keepers.all(|one| keeper_lives(records, one)))
 }
 
 /// Reports whether the container's keeper runs. A process of another container may have its number,
 /// and is not taken for it.
-pub fn keeper_lives(container: &ContainerRecord) -> bool {
+pub fn keeper_lives(records: &Records, container: &ContainerRecord) -> bool {
     let command = process::command_line(keeper(container));
-    command.split(' ').any(|word| word == container.id.as_str())
+    let names = |id: &str| command.split(' ').any(|word| word == id);
+    match container.in_shim {
+        false => names(container.id.as_str()),
+        // A keeper in the shim removes its socket when it ends.
+        true => {
+            let socket = records.container_dir(&container.id).join(SOCKET);
+            names(container.sandbox.as_str()) && socket.exists()
+        }
+    }
 }
 
-/// Reports whether the keeper's parent is no longer the pod's shim, which has the sandbox' id on
-/// its command line.
+/// Reports whether the pod's shim has ended: the keeper's parent is no longer the shim, which has
+/// the sandbox' id on its command line.
 pub fn has_lost_its_shim(container: &ContainerRecord) -> bool {
-    let command = process::parent(keeper(container)).map(process::command_line);
-    command.is_some_and(|line| !line.contains(container.sandbox.as_str()))
+    let is_shim = |pid| process::command_line(pid).contains(container.sandbox.as_str());
+    match container.in_shim {
+        false => process::parent(keeper(container)).is_some_and(|parent| !is_shim(parent)),
+        true => !is_shim(keeper(container)),
+    }
 }
 
 fn keeper(container: &ContainerRecord) -> i32 {
@@ -74,6 +88,7 @@ mod tests {
             cgroup: PathBuf::new(),
             spec_digest: Digest::of(b""),
             keeper_pid,
+            in_shim: false,
             completed: None,
         };
         assert!(

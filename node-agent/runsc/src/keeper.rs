@@ -94,6 +94,8 @@ pub enum Request {
     HoldEgress,
     /// Release held packets: the sandbox was not put to sleep after all.
     Release,
+    /// Set the size of the container's terminal, also of one that a later wake makes.
+    Resize { rows: u16, columns: u16 },
     /// End with this code.
     Exit { code: u8 },
     /// To the pause container's keeper, with a pidfd of that container's keeper beside the message:

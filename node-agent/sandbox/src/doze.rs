@@ -59,7 +59,7 @@ pub fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result
 /// collection in it.
 fn collect_garbage(mut control: Control) {
     if let Err(error) = control.collect_garbage(COLLECT_LIMIT) {
-        eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        crate::log_line!("{:#}", anyhow::Error::new(error));
     }
 }
 
@@ -77,7 +77,7 @@ fn stop_processes(node: &Node, sandbox: &SandboxId) {
     if let Err(error) = stopped {
         // The sandbox' own network stack answers for the address.
         let _ = keeper::ask(&pause, &Request::GoOn, &[], CALL_LIMIT);
-        eprintln!("torpor-oci: cannot stop the processes of the dozing sandbox: {error:#}");
+        crate::log_line!("cannot stop the processes of the dozing sandbox: {error:#}");
     }
 }
 

@@ -12,12 +12,14 @@
 //! | [`console`], [`streams`] | terminals and standard streams of containers |
 //! | [`generation`] | the file by which programs notice that they were copied |
 //! | [`limits`], [`packet_sockets`] | limits and packet filters of a sandbox that starts |
+//! | [`log`] | messages for the node's operator |
 //! | [`stages`] | where the time of a wake went |
 
 pub mod console;
 pub mod doze;
 pub mod generation;
 pub mod limits;
+pub mod log;
 pub mod node;
 pub mod packet_sockets;
 pub mod process;

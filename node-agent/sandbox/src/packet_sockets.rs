@@ -15,6 +15,6 @@ pub fn exclude_router_packets(node: &Node, sandbox: &SandboxId) {
         Ok(sockets.iter().try_for_each(leave_out_for_routers)?)
     };
     if let Err(error) = exclude() {
-        eprintln!("torpor-oci: the sandbox receives packets that are for routers: {error:#}");
+        crate::log_line!("the sandbox receives packets that are for routers: {error:#}");
     }
 }

@@ -283,7 +283,7 @@ pub fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
         .into_iter()
         .filter(|container| container.role == Role::Container && container.completed.is_none())
         // The kubelet recreates a container without a keeper, too.
-        .filter(keeper_lives)
+        .filter(|container| keeper_lives(&node.records, container))
         .map(|container| container.id)
         .collect();
     let state = SandboxState::Restoring { image, started };
@@ -312,7 +312,8 @@ pub fn container_started(
         .into_iter()
         // The kubelet recreates a container that has lost its keeper meanwhile.
         .filter(|part| {
-            part.role == Role::Sandbox || started.contains(&part.id) && keeper_lives(part)
+            part.role == Role::Sandbox
+                || started.contains(&part.id) && keeper_lives(&node.records, part)
         })
         .collect();
     if !is_complete(opened.manifest(), &parts) {
@@ -384,15 +385,18 @@ pub fn wake(
     Ok(Answer::ok(serde_json::to_value(note)?))
 }
 
+/// Returns the answer of a verb that has failed. `failed`: the reason of an error that has no reason
+/// of its own.
+pub fn refused(failed: &str, error: &anyhow::Error) -> Answer {
+    let refusal = error.downcast_ref::<Refusal>();
+    let reason = refusal.map_or(failed, |refusal| refusal.reason);
+    Answer::refused(reason, format!("{error:#}"))
+}
+
 /// Prints the answer of a verb to standard output, the connection to the caller. `failed`: reason
 /// of a refusal whose error has no reason of its own.
 pub fn answer(failed: &str, result: anyhow::Result<Answer>) -> ExitCode {
-    let answer = result.unwrap_or_else(|error| {
-        let reason = error
-            .downcast_ref::<Refusal>()
-            .map_or(failed, |refusal| refusal.reason);
-        Answer::refused(reason, format!("{error:#}"))
-    });
+    let answer = result.unwrap_or_else(|error| refused(failed, &error));
     let code = if answer.ok {
         ExitCode::SUCCESS
     } else {

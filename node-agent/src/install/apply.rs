@@ -1,8 +1,9 @@
 //! Performs an installation or an uninstallation on the host's files.
 //!
 //! ```text
-//! <install dir>/bin/torpor-oci      the OCI runtime
-//! <install dir>/bin/torpor-oci.json configuration of torpor-oci and the agent
+//! <install dir>/bin/containerd-shim-torpor-v1  the shim
+//! <install dir>/bin/torpor-oci      the OCI runtime for the stock shim
+//! <install dir>/bin/torpor-oci.json configuration of both and of the agent
 //! <install dir>/bin/runsc-<digest>  a build of runsc
 //! <install dir>/bin/runsc-<digest>.flags  flags of this build
 //! <install dir>/bin/pause-<digest>.erofs  root file system of pause containers
@@ -36,11 +37,13 @@ use super::restart;
 use super::runsc::{Build, digest};
 use super::zram::Zram;
 use crate::args::{
-    ContainerdArgs, InstallArgs, NodePaths, ShareOfMemory, StatsPeriod, UninstallArgs,
+    ContainerdArgs, InstallArgs, NodePaths, PodShim, ShareOfMemory, StatsPeriod, UninstallArgs,
 };
 
 /// Name of torpor-oci's program, in the payload and in the directory of binaries.
 pub(crate) const OCI: &str = "torpor-oci";
+/// Name of the shim's program, in the same places.
+pub(crate) const SHIM: &str = "containerd-shim-torpor-v1";
 const DROP_IN: &str = "torpor.toml";
 const EXECUTABLE: Mode = Mode::New(0o755);
 
@@ -97,7 +100,8 @@ impl Node {
                 drop_in,
                 handler: Handler {
                     name: containerd.runtime_handler.clone(),
-                    binary: paths.bin_dir().join(OCI),
+                    shim: containerd.shim,
+                    binary: paths.bin_dir().join(program_of(containerd.shim)),
                 },
                 stats_period,
             },
@@ -313,7 +317,15 @@ fn default_wakes() -> u32 {
     u32::try_from(online).unwrap_or(1).saturating_add(1)
 }
 
-/// Places runsc first and torpor-oci, which runs it, last. Returns whether a file was written.
+/// Returns the name of the program that containerd, or its stock shim, runs for a pod.
+fn program_of(shim: PodShim) -> &'static str {
+    match shim {
+        PodShim::Torpor => SHIM,
+        PodShim::Runc => OCI,
+    }
+}
+
+/// Places runsc first and the programs that run it last. Returns whether a file was written.
 fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool, Error> {
     let runsc = build.file_name();
     let placed = node.bin.join(&runsc);
@@ -337,7 +349,13 @@ fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool
         debug_log_dir: args.runsc_debug_dir.clone(),
     };
     changed |= write_json(&node.bin.join(config::FILE_NAME), &config, Mode::New(0o644))?;
-    changed |= place(&args.payload_dir.join(OCI), None, &node.bin.join(OCI))?;
+    for program in [OCI, SHIM] {
+        changed |= place(
+            &args.payload_dir.join(program),
+            None,
+            &node.bin.join(program),
+        )?;
+    }
     Ok(changed)
 }
 
@@ -554,6 +572,7 @@ fn is_ours(name: &str) -> bool {
     let is_build =
         |digits: &str| digits.len() == 12 && digits.bytes().all(|c| c.is_ascii_hexdigit());
     name == OCI
+        || name == SHIM
         || name == config::FILE_NAME
         || name
             .strip_prefix("runsc-")

@@ -21,7 +21,7 @@ use torpor_runsc::resume::{self, PausedSandbox};
 use torpor_runsc::save;
 use torpor_snapshots::{LedgerFile, Listed, Removed, SaveError, ledger_file};
 
-use crate::install::OCI;
+use crate::install::{OCI, SHIM};
 use crate::policy::exec_leftovers;
 use crate::policy::probe_gap;
 use crate::policy::saves;
@@ -581,7 +581,15 @@ fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
 fn reclaim(context: &Context<'_>, image: &ImageId) -> Outcome {
     let outcome = run_verb(context, Verb::Doze, image);
     if let (Outcome::Done, Some((record, _))) = (&outcome, context.sandbox) {
-        for program in [record.runsc.clone(), record.runsc.with_file_name(OCI)] {
+        let pause = context
+            .node
+            .records
+            .container(&record.sandbox.clone().into());
+        let own = match pause.is_ok_and(|pause| pause.in_shim) {
+            true => SHIM,
+            false => OCI,
+        };
+        for program in [record.runsc.clone(), record.runsc.with_file_name(own)] {
             // A failure only makes the next wake slower.
             if let Err(error) = programs::keep_in_memory(&program) {
                 tracing::warn!(error = words(&error), "cannot keep a program in memory");

@@ -97,7 +97,7 @@ pub(super) fn added(node: &Node, record: &PodRecord, pod: Option<&Pod>) -> Optio
     let mut containers = node.records.containers_of(&record.sandbox).ok()?;
     // The record of an ended container stays for a moment, or for longer if containerd has lost the
     // container.
-    containers.retain(keeper_lives);
+    containers.retain(|container| keeper_lives(&node.records, container));
     added_to(pod?, &containers)
 }
 
@@ -200,6 +200,7 @@ mod tests {
             cgroup: PathBuf::new(),
             spec_digest: Digest::of(b""),
             keeper_pid: 1,
+            in_shim: false,
             completed,
         }
     }

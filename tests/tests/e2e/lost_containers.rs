@@ -27,6 +27,7 @@ fn lose_a_container(case: &Case, uid: &str) -> anyhow::Result<ContainerRecord> {
         id,
         // No process has this id.
         keeper_pid: 0,
+        in_shim: false,
         ..own
     };
     case.node.records.create_container_dir(&lost.id)?;

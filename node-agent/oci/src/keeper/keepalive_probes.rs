@@ -15,7 +15,7 @@ pub(super) fn frames(map: UnacknowledgedMap, pod_ips: &[IpAddr], from: [u8; 6]) 
         Ok(connections) => connections,
         Err(error) => {
             // The sandbox then repeats lost data after its program or a peer has sent new data.
-            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+            torpor_sandbox::log_line!("{:#}", anyhow::Error::new(error));
             return Vec::new();
         }
     };

@@ -45,7 +45,8 @@ fn drop_mapping(range: &Range<usize>) {
     let start = std::ptr::with_exposed_provenance_mut::<c_void>(range.start);
     // SAFETY: `unchanged` returns mappings of files that are not writable and have no page that
     // differs from the file. The next read of such a page therefore returns its present content.
-    // The keeper has one thread, so nothing has changed since smaps was read.
+    // No thread of this program maps or unmaps its files, so nothing has changed since smaps was
+    // read.
     let _ = unsafe { madvise(start, range.len(), Advice::LinuxDontNeed) };
 }
 

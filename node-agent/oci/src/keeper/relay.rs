@@ -1,13 +1,21 @@
-//! Carries bytes between the terminal that the shim holds and the one that gVisor made for the
-//! container.
+//! Carries bytes between a client's side of a terminal and the terminal in the sandbox.
+//!
+//! The client's side is the slave of the stock shim's terminal, or the pipes to a client of
+//! Torpor's shim.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use anyhow::Context;
-use nix::poll::{PollFd, PollFlags};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
-use rustix::termios::{OptionalActions, Termios, tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize};
+use rustix::termios::{
+    LocalModes, OptionalActions, SpecialCodeIndex, Termios, Winsize, isatty, tcgetattr,
+    tcgetwinsize, tcsetattr, tcsetwinsize,
+};
+
+use super::Streams;
 
 const CHUNK: usize = 4096;
 
@@ -19,98 +27,123 @@ pub(super) fn own_terminal() -> anyhow::Result<()> {
     rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")
 }
 
-/// One pair of terminals: the shim's (the keeper's standard input) and gVisor's.
-pub(super) struct Relay {
+/// A client's side and the terminal in the sandbox.
+#[derive(Debug)]
+pub struct Relay {
+    /// The master of the terminal in the sandbox.
     console: OwnedFd,
-    resized: SignalFd,
-    /// Bytes from the shim's side that gVisor's terminal has not taken yet.
+    /// Bytes of the client; none once the client's side is closed.
+    input: Option<OwnedFd>,
+    /// Bytes for the client.
+    output: OwnedFd,
+    /// Readable when the window of the client's terminal has changed. Pipes have no window.
+    resized: Option<SignalFd>,
+    /// Bytes from the client that the sandbox has not taken yet.
     to_container: Vec<u8>,
-    /// Bytes from gVisor's side that the shim's terminal has not taken yet.
-    to_shim: Vec<u8>,
-    /// The last [`Relay::carry`] has read bytes from the shim's side.
+    /// Bytes from the sandbox that the client has not taken yet.
+    to_client: Vec<u8>,
+    /// The last [`Relay::carry`] has read bytes from the client.
     has_input: bool,
+    /// Signals of keys that the client has pressed; none where the kernel sends them.
+    signals: Option<Vec<Signal>>,
 }
 
 impl Relay {
-    /// Begins to carry bytes to and from `console`, gVisor's terminal.
+    /// Begins to carry bytes to and from `console`, the terminal in the sandbox.
     ///
     /// `mode`: the settings of the terminal before this one, if the same program continues with it.
-    pub(super) fn new(console: OwnedFd, mode: Option<Termios>) -> anyhow::Result<Self> {
+    pub fn new(console: OwnedFd, mode: Option<Termios>, streams: &Streams) -> anyhow::Result<Self> {
         if let Some(mode) = mode {
             tcsetattr(&console, OptionalActions::Now, &mode)
                 .context("cannot set the terminal's mode")?;
         }
-        let stdin = std::io::stdin();
-        // The line discipline is that of gVisor's terminal. The shim's terminal only passes bytes.
-        let mut raw = tcgetattr(&stdin).context("cannot read the terminal's mode")?;
-        raw.make_raw();
-        tcsetattr(&stdin, OptionalActions::Now, &raw).context("cannot make the terminal raw")?;
-        for fd in [stdin.as_fd(), console.as_fd()] {
+        let is_terminal = isatty(&streams.stdin);
+        let (input, output) = match is_terminal {
+            true => (streams.stdin.try_clone()?, streams.stdin.try_clone()?),
+            false => (streams.stdin.try_clone()?, streams.stdout.try_clone()?),
+        };
+        for fd in [&input, &output, &console] {
             let flags = rustix::fs::fcntl_getfl(fd)?;
             rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)?;
         }
-        let mut mask = SigSet::empty();
-        mask.add(Signal::SIGWINCH);
-        mask.thread_block().context("cannot block SIGWINCH")?;
-        let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
-        let resized = SignalFd::with_flags(&mask, flags).context("cannot watch for SIGWINCH")?;
         let relay = Self {
+            resized: is_terminal.then(|| watch_window(&input)).transpose()?,
             console,
-            resized,
+            input: Some(input),
+            output,
             to_container: Vec::new(),
-            to_shim: Vec::new(),
+            to_client: Vec::new(),
             has_input: false,
+            signals: None,
         };
         relay.copy_size();
         Ok(relay)
     }
 
-    pub(super) fn poll_fds(&self) -> Vec<PollFd<'_>> {
-        let stdin = borrow_stdin();
+    /// Notes the signals of keys such as Ctrl-C from now on: no process has the terminal as its
+    /// controlling terminal, so that the kernel sends none.
+    pub fn note_signals(&mut self) {
+        self.signals = Some(Vec::new());
+    }
+
+    /// Returns the signals of the keys that were pressed since the last call.
+    pub fn take_signals(&mut self) -> Vec<Signal> {
+        self.signals
+            .as_mut()
+            .map(std::mem::take)
+            .unwrap_or_default()
+    }
+
+    pub fn poll_fds(&self) -> Vec<PollFd<'_>> {
         let wanted = |can_read: bool, has_output: bool| {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::POLLIN, can_read);
             flags.set(PollFlags::POLLOUT, has_output);
             flags
         };
-        vec![
-            PollFd::new(
-                stdin,
-                wanted(self.to_container.is_empty(), !self.to_shim.is_empty()),
-            ),
-            PollFd::new(
-                self.console.as_fd(),
-                wanted(self.to_shim.is_empty(), !self.to_container.is_empty()),
-            ),
-            PollFd::new(self.resized.as_fd(), PollFlags::POLLIN),
-        ]
+        let (reads_input, has_output) = (self.to_container.is_empty(), !self.to_client.is_empty());
+        let mut fds = vec![PollFd::new(
+            self.console.as_fd(),
+            wanted(!has_output, !reads_input),
+        )];
+        // A closed client's side would end each poll at once.
+        let input = self.input.as_ref().filter(|_| reads_input);
+        fds.extend(input.map(|input| PollFd::new(input.as_fd(), PollFlags::POLLIN)));
+        if has_output {
+            fds.push(PollFd::new(self.output.as_fd(), PollFlags::POLLOUT));
+        }
+        let resized = self.resized.iter();
+        fds.extend(resized.map(|resized| PollFd::new(resized.as_fd(), PollFlags::POLLIN)));
+        fds
     }
 
     /// Carries the available bytes and the window size.
     ///
-    /// Returns false if gVisor's terminal is gone: the sandbox sleeps or has ended.
-    pub(super) fn carry(&mut self) -> anyhow::Result<bool> {
-        while self
-            .resized
-            .read_signal()
-            .context("cannot read a signal")?
-            .is_some()
-        {
-            self.copy_size();
+    /// Returns false if the terminal in the sandbox is gone: the sandbox sleeps or has ended.
+    pub fn carry(&mut self) -> anyhow::Result<bool> {
+        if let Some(resized) = &self.resized {
+            let read = || resized.read_signal().context("cannot read a signal");
+            while read()?.is_some() {
+                self.copy_size();
+            }
         }
-        let stdin = borrow_stdin();
-        // The shim's side ends only with the shim. A client that detaches leaves it open.
-        let reads = self.to_container.is_empty();
-        if reads && !fill(stdin, &mut self.to_container) {
-            return Ok(false);
+        self.has_input = false;
+        if let Some(input) = self.input.take_if(|_| self.to_container.is_empty()) {
+            // A client that detaches leaves its side open.
+            if fill(input.as_fd(), &mut self.to_container) {
+                self.input = Some(input);
+            }
+            self.has_input = !self.to_container.is_empty();
+            if let (Some(signals), Ok(mode)) = (&mut self.signals, tcgetattr(&self.console)) {
+                signals.extend(key_signals(&mode, &self.to_container));
+            }
         }
-        self.has_input = reads && !self.to_container.is_empty();
-        if self.to_shim.is_empty() && !fill(self.console.as_fd(), &mut self.to_shim) {
-            flush(stdin, &mut self.to_shim);
+        if self.to_client.is_empty() && !fill(self.console.as_fd(), &mut self.to_client) {
+            flush(self.output.as_fd(), &mut self.to_client);
             return Ok(false);
         }
         flush(self.console.as_fd(), &mut self.to_container);
-        flush(stdin, &mut self.to_shim);
+        flush(self.output.as_fd(), &mut self.to_client);
         Ok(true)
     }
 
@@ -120,14 +153,29 @@ impl Relay {
     }
 
     /// Carries the rest of the container's output, after the container has ended.
-    pub(super) fn drain(&mut self) {
-        let stdin = borrow_stdin();
+    pub fn drain(&mut self) {
         loop {
-            flush(stdin, &mut self.to_shim);
-            if !self.to_shim.is_empty() {
+            flush(self.output.as_fd(), &mut self.to_client);
+            if !self.to_client.is_empty() {
                 return;
             }
-            if !fill(self.console.as_fd(), &mut self.to_shim) || self.to_shim.is_empty() {
+            if !fill(self.console.as_fd(), &mut self.to_client) || self.to_client.is_empty() {
+                return;
+            }
+        }
+    }
+
+    /// Carries the rest of the output to a client that may read slowly, at most for `limit` without
+    /// progress.
+    pub fn finish(&mut self, limit: Duration) {
+        loop {
+            self.drain();
+            if self.to_client.is_empty() {
+                return;
+            }
+            let mut fds = [PollFd::new(self.output.as_fd(), PollFlags::POLLOUT)];
+            let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
+            if !matches!(poll(&mut fds, limit), Ok(1..)) {
                 return;
             }
         }
@@ -138,23 +186,58 @@ impl Relay {
         tcgetattr(&self.console).ok()
     }
 
+    /// Sets the size of the terminal in the sandbox. A failure means that the terminal is gone.
+    pub fn resize(&self, size: Winsize) {
+        let _ = tcsetwinsize(&self.console, size);
+    }
+
+    /// Copies the window size of the client's terminal.
     fn copy_size(&self) {
-        if let Ok(size) = tcgetwinsize(std::io::stdin()) {
-            // A failure means that the terminal is gone. Then it needs no size.
-            let _ = tcsetwinsize(&self.console, size);
+        let input = self.input.as_ref().filter(|_| self.resized.is_some());
+        if let Some(Ok(size)) = input.map(tcgetwinsize) {
+            self.resize(size);
         }
     }
 }
 
-#[allow(unsafe_code)]
-pub(super) fn borrow_stdin() -> std::os::fd::BorrowedFd<'static> {
-    // SAFETY: descriptor 0 is open for the whole life of the keeper.
-    unsafe { std::os::fd::BorrowedFd::borrow_raw(0) }
+/// Returns the signals that the kernel would send for these bytes (termios(3), `ISIG`).
+fn key_signals(mode: &Termios, bytes: &[u8]) -> Vec<Signal> {
+    if !mode.local_modes.contains(LocalModes::ISIG) {
+        return Vec::new();
+    }
+    let keys = [
+        (SpecialCodeIndex::VINTR, Signal::SIGINT),
+        (SpecialCodeIndex::VQUIT, Signal::SIGQUIT),
+        (SpecialCodeIndex::VSUSP, Signal::SIGTSTP),
+    ];
+    // A key that is disabled has the code 0 (_POSIX_VDISABLE).
+    let signal_of = |byte: u8| {
+        keys.iter()
+            .find(|(key, _)| byte != 0 && mode.special_codes[*key] == byte)
+    };
+    bytes
+        .iter()
+        .filter_map(|byte| signal_of(*byte))
+        .map(|(_, signal)| *signal)
+        .collect()
+}
+
+/// Makes the client's terminal pass bytes unchanged, and reports its new window sizes: the line
+/// discipline is that of the terminal in the sandbox.
+fn watch_window(terminal: &OwnedFd) -> anyhow::Result<SignalFd> {
+    let mut raw = tcgetattr(terminal).context("cannot read the terminal's mode")?;
+    raw.make_raw();
+    tcsetattr(terminal, OptionalActions::Now, &raw).context("cannot make the terminal raw")?;
+    let mut mask = SigSet::empty();
+    mask.add(Signal::SIGWINCH);
+    mask.thread_block().context("cannot block SIGWINCH")?;
+    let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+    SignalFd::with_flags(&mask, flags).context("cannot watch for SIGWINCH")
 }
 
 /// Reads one chunk. Returns false at the end of the file, or after an error other than EAGAIN and
 /// EINTR.
-fn fill(from: std::os::fd::BorrowedFd<'_>, into: &mut Vec<u8>) -> bool {
+fn fill(from: BorrowedFd<'_>, into: &mut Vec<u8>) -> bool {
     let mut chunk = [0; CHUNK];
     match rustix::io::read(from, &mut chunk) {
         Ok(0) => false,
@@ -167,12 +250,89 @@ fn fill(from: std::os::fd::BorrowedFd<'_>, into: &mut Vec<u8>) -> bool {
     }
 }
 
-fn flush(to: std::os::fd::BorrowedFd<'_>, from: &mut Vec<u8>) {
+fn flush(to: BorrowedFd<'_>, from: &mut Vec<u8>) {
     while !from.is_empty() {
         match rustix::io::write(to, from) {
             Ok(count) => drop(from.drain(..count)),
             Err(rustix::io::Errno::INTR) => {}
             Err(_) => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use torpor_sandbox::console::Terminal;
+
+    use super::*;
+
+    /// A relay between pipes and the master of a terminal, with the other ends of all.
+    fn piped() -> (Relay, std::io::PipeWriter, std::io::PipeReader, OwnedFd) {
+        let (stdin, client_in) = std::io::pipe().expect("a pipe");
+        let (client_out, stdout) = std::io::pipe().expect("a pipe");
+        let terminal = Terminal::open().expect("a terminal");
+        let streams = Streams {
+            stdin: stdin.into(),
+            stderr: stdout.try_clone().expect("a copy").into(),
+            stdout: stdout.into(),
+        };
+        let relay = Relay::new(terminal.master, None, &streams).expect("a relay");
+        (relay, client_in, client_out, terminal.slave)
+    }
+
+    #[test]
+    fn bytes_of_pipes_reach_the_terminal_and_its_output_the_pipes() {
+        let (mut relay, mut client_in, mut client_out, slave) = piped();
+        client_in.write_all(b"ls\n").expect("written");
+        assert!(relay.carry().expect("carried") && relay.has_input());
+        let mut line = [0; 3];
+        let mut slave = std::fs::File::from(slave);
+        slave.read_exact(&mut line).expect("read");
+        assert_eq!(&line, b"ls\n");
+        // The terminal echoes the line, and the program prints.
+        slave.write_all(b"a").expect("written");
+        let mut shown = [0; 5];
+        while !relay.carry().expect("carried") || relay.has_input() {}
+        client_out.read_exact(&mut shown).expect("read");
+        assert_eq!(&shown, b"ls\r\na");
+        drop(client_in);
+        assert!(relay.carry().expect("carried"), "only the input has ended");
+        drop(slave);
+        assert!(!relay.carry().expect("carried"), "the terminal is gone");
+    }
+
+    #[test]
+    fn a_window_of_pipes_is_set_on_request() {
+        let (relay, _client_in, _client_out, slave) = piped();
+        let size = Winsize {
+            ws_row: 40,
+            ws_col: 120,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
+        relay.resize(size);
+        let found = tcgetwinsize(&slave).expect("a size");
+        assert_eq!((found.ws_row, found.ws_col), (40, 120));
+    }
+
+    #[test]
+    fn keys_become_signals_where_the_terminal_makes_signals_of_them() {
+        let (mut relay, mut client_in, _client_out, slave) = piped();
+        let mut press = |relay: &mut Relay| {
+            client_in.write_all(b"a\x03b\x1c\x1a\0").expect("written");
+            assert!(relay.carry().expect("carried"));
+            relay.take_signals()
+        };
+        assert_eq!(press(&mut relay), [], "nobody has asked for them");
+        relay.note_signals();
+        let all = [Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTSTP];
+        assert_eq!(press(&mut relay), all);
+        assert_eq!(relay.take_signals(), []);
+        let mut raw = tcgetattr(&slave).expect("a mode");
+        raw.make_raw();
+        tcsetattr(&slave, OptionalActions::Now, &raw).expect("set");
+        assert_eq!(press(&mut relay), [], "an editor reads the keys itself");
     }
 }

@@ -1,10 +1,11 @@
 //! Handles the requests that a keeper receives over its socket.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::process::{Command, Stdio};
 
 use nix::sys::socket::{SockFlag, accept4};
+use rustix::termios::Winsize;
 use torpor_core::ids::ImageId;
 use torpor_link::sensor::Next;
 use torpor_records::WakeCause;
@@ -12,7 +13,6 @@ use torpor_runsc::keeper::{Answer, Request, Verb, receive, send};
 
 use super::Keeper;
 use super::children::Purpose;
-use super::relay::{self, Relay};
 use super::watch::{self, Watch};
 
 impl Keeper<'_> {
@@ -51,22 +51,10 @@ impl Keeper<'_> {
         let done = Answer::ok(serde_json::Value::Null);
         match request {
             Request::Stdio => {
-                let (stdin, stdout, stderr) =
-                    (std::io::stdin(), std::io::stdout(), std::io::stderr());
-                answer(
-                    &peer,
-                    &done,
-                    &[stdin.as_fd(), stdout.as_fd(), stderr.as_fd()],
-                );
+                answer(&peer, &done, &self.streams.fds());
             }
-            Request::Console => match files
-                .pop_front()
-                .map(|console| Relay::new(console, self.terminal_mode.take()))
-            {
-                Some(Ok(relay)) => {
-                    self.relay = Some(relay);
-                    answer(&peer, &done, &[]);
-                }
+            Request::Console => match files.pop_front().map(|fd| self.carry_console(fd)) {
+                Some(Ok(())) => answer(&peer, &done, &[]),
                 Some(Err(error)) => {
                     answer(
                         &peer,
@@ -120,7 +108,7 @@ impl Keeper<'_> {
                 self.act(next.unwrap_or(Next::Nothing));
             }
             Request::Doze => {
-                self.input.fell_asleep(relay::borrow_stdin());
+                self.input.fell_asleep(&self.streams.stdin);
                 answer(&peer, &done, &[]);
             }
             Request::Halt => {
@@ -173,6 +161,19 @@ impl Keeper<'_> {
             }
             Request::Release => {
                 self.release();
+                answer(&peer, &done, &[]);
+            }
+            Request::Resize { rows, columns } => {
+                let window = Winsize {
+                    ws_row: *rows,
+                    ws_col: *columns,
+                    ws_xpixel: 0,
+                    ws_ypixel: 0,
+                };
+                self.window = Some(window);
+                if let Some(relay) = &self.relay {
+                    relay.resize(window);
+                }
                 answer(&peer, &done, &[]);
             }
             Request::Exit { code } => {

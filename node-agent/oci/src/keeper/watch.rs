@@ -438,7 +438,7 @@ impl Watch {
         self.answers_since = None;
         if let Err(error) = net::put_back(&self.namespace, &self.addresses) {
             // The wake puts the address back, too. Until then no peer finds the pod.
-            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+            torpor_sandbox::log_line!("{:#}", anyhow::Error::new(error));
         }
         self.sensor.asleep(Instant::now())
     }

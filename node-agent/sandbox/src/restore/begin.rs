@@ -29,7 +29,7 @@ pub(super) fn kept(node: &Node, pod: &PodRecord) -> Option<RunscRecord> {
         return None;
     }
     node.records.runsc(&pod.sandbox).unwrap_or_else(|error| {
-        eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        crate::log_line!("{:#}", anyhow::Error::new(error));
         None
     })
 }
@@ -58,7 +58,7 @@ pub(super) fn keep(node: &Node, pod: &PodRecord) {
         }
     };
     if let Err(error) = keep() {
-        eprintln!("torpor-oci: runsc starts the sandbox the next time: {error:#}");
+        crate::log_line!("runsc starts the sandbox the next time: {error:#}");
         forget(node, pod);
     }
 }
@@ -66,7 +66,7 @@ pub(super) fn keep(node: &Node, pod: &PodRecord) {
 /// Removes the kept record: runsc starts the sandbox, until the sandbox has fallen asleep again.
 pub(super) fn forget(node: &Node, pod: &PodRecord) {
     if let Err(error) = node.records.remove_runsc(&pod.sandbox) {
-        eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        crate::log_line!("{:#}", anyhow::Error::new(error));
     }
 }
 

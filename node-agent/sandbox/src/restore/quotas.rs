@@ -47,7 +47,7 @@ pub fn put_quotas_back(node: &Node, sandbox: &SandboxId) {
         Ok(node.records.forget_quotas(sandbox)?)
     };
     if let Err(error) = put_back() {
-        eprintln!("torpor-oci: cannot restore the pod's limit of processor time: {error:#}");
+        crate::log_line!("cannot restore the pod's limit of processor time: {error:#}");
     }
 }
 

@@ -41,8 +41,8 @@ pub(super) fn renew(
         // The write fails in a read-only root file system, which has the generation that create
         // has placed there.
         if let Err(error) = set_generation(node, part, &generation) {
-            eprintln!(
-                "torpor-oci: cannot set the generation of container {}: {error:#}",
+            crate::log_line!(
+                "cannot set the generation of container {}: {error:#}",
                 part.name
             );
         }

@@ -12,7 +12,7 @@ use crate::node::Node;
 /// Makes room. A failure is only logged, and the wake goes on: most sandboxes need no room.
 pub(super) fn make(node: &Node, pod: &PodRecord) {
     if let Err(error) = try_make(node, pod) {
-        eprintln!("torpor-oci: cannot raise the pod's limit of memory for a wake: {error:#}");
+        crate::log_line!("cannot raise the pod's limit of memory for a wake: {error:#}");
     }
 }
 
@@ -63,12 +63,12 @@ pub fn enforce(node: &Node, sandbox: &SandboxId) -> bool {
         return true;
     }
     match end_if_exceeded(node, sandbox) {
-        Ok(true) => eprintln!(
-            "torpor-oci: ended the sandbox: a minute after its wake it used more memory than its Pod's limit"
+        Ok(true) => crate::log_line!(
+            "ended the sandbox: a minute after its wake it used more memory than its Pod's limit"
         ),
         Ok(false) => {}
         Err(error) => {
-            eprintln!("torpor-oci: the sandbox may exceed its Pod's limit of memory: {error:#}");
+            crate::log_line!("the sandbox may exceed its Pod's limit of memory: {error:#}");
         }
     }
     lower_all(node, sandbox, Room::narrow)
@@ -94,7 +94,7 @@ type Lower = fn(&Room) -> Result<bool, torpor_cgroup::Error>;
 
 fn lower_all(node: &Node, sandbox: &SandboxId, lower: Lower) -> bool {
     try_lower_all(node, sandbox, lower).unwrap_or_else(|error| {
-        eprintln!("torpor-oci: cannot restore the pod's limit of memory: {error:#}");
+        crate::log_line!("cannot restore the pod's limit of memory: {error:#}");
         false
     })
 }

@@ -81,7 +81,7 @@ pub(super) fn restore(
             if began.elapsed() > SECOND_TRY_LIMIT {
                 return Err(error);
             }
-            eprintln!("torpor-oci: {error:#}; runsc starts it");
+            crate::log_line!("{error:#}; runsc starts it");
             attempt(None)
         }
         result => result,
@@ -292,11 +292,8 @@ pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
     match keeper::ask(pause, &Request::Hold(Rules::default()), &[], CALL_LIMIT) {
         Ok((answer, _)) if answer.ok => {}
         // The resume is more important, and goes on.
-        Ok((answer, _)) => eprintln!(
-            "torpor-oci: the keeper does not hold packets: {}",
-            answer.message
-        ),
-        Err(error) => eprintln!("torpor-oci: {:#}", anyhow::Error::new(error)),
+        Ok((answer, _)) => crate::log_line!("the keeper does not hold packets: {}", answer.message),
+        Err(error) => crate::log_line!("{:#}", anyhow::Error::new(error)),
     }
 }
 
@@ -312,7 +309,7 @@ fn hold_egress(pod: &PodRecord, pause: &Path) -> Result<Vec<OwnedFd>, keeper::Er
         // A keeper that holds no packets cannot block the sandbox' packets. The wake is more
         // important, and goes on.
         Err(error @ keeper::Error::Refused { .. }) => {
-            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+            crate::log_line!("{:#}", anyhow::Error::new(error));
             Ok(Vec::new())
         }
         // The keeper has ended, so the restore would fail later in any case, after peers had
@@ -329,12 +326,12 @@ fn record_running(node: &Node, pod: &PodRecord, root_dir: &Path) {
     // From now on callers may use the sandbox, and a keeper that finds no sandbox ends.
     let running = SandboxState::Running;
     if let Err(error) = node.records.write_state(&pod.sandbox, &running) {
-        return eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        return crate::log_line!("{:#}", anyhow::Error::new(error));
     }
     // If the keeper has ended meanwhile, the pod's sandbox ends with it, and the kubelet makes
     // another one.
     if let Err(error) = keeper::ask(root_dir, &Request::Attach, &[], CALL_LIMIT) {
-        eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+        crate::log_line!("{:#}", anyhow::Error::new(error));
     }
 }
 
@@ -359,7 +356,7 @@ fn drop_packets(pod: &PodRecord, image: &Image) -> Option<PacketDrop> {
         Err(packet_drop::Error::Already) => None,
         Err(error) => {
             // The wake is more important than connections with a packet at this moment.
-            eprintln!("torpor-oci: {:#}", anyhow::Error::new(error));
+            crate::log_line!("{:#}", anyhow::Error::new(error));
             None
         }
     }

@@ -398,12 +398,23 @@ pub fn resume_in_keeper(node: &Node, sandbox: &SandboxId) -> anyhow::Result<bool
     let Some(_lock) = node.records.try_lock(sandbox)? else {
         return Ok(false);
     };
+    resume_dozing(node, sandbox, WakeCause::Packet, false)
+}
+
+/// Resumes a sandbox that dozes, if no other process has to run for that; returns whether it runs.
+/// `release`: has the keeper release the packets that it holds.
+pub fn resume_dozing(
+    node: &Node,
+    sandbox: &SandboxId,
+    cause: WakeCause,
+    release: bool,
+) -> anyhow::Result<bool> {
     if node.records.doze(sandbox)?.is_none() {
         return Ok(false);
     }
-    let sandbox = NodeSandbox::new(node, sandbox, WakeCause::Packet);
+    let sandbox = NodeSandbox::new(node, sandbox, cause);
     let resumed = transition::resume_dozing(&sandbox)?;
-    sandbox.record_wake(false)?;
+    sandbox.record_wake(release)?;
     Ok(resumed == Resumed::Runs)
 }
 

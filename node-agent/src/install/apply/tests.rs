@@ -50,6 +50,7 @@ impl Host {
         };
         host.ship_runsc(RUNSC);
         host.ship("torpor-oci", "oci 1");
+        host.ship(SHIM, "shim 1");
         host
     }
 
@@ -106,6 +107,7 @@ impl Host {
             containerd_socket: "/run/containerd/containerd.sock".into(),
             containerd_restart_timeout: Duration::from_secs(20),
             runtime_handler: "torpor".into(),
+            shim: PodShim::Torpor,
         }
     }
 

@@ -1,4 +1,5 @@
 use super::*;
+use crate::args::PodShim;
 
 const MAIN: &str = "/etc/containerd/config.toml";
 const DROP_IN: &str = "/etc/containerd/conf.d/torpor.toml";
@@ -10,6 +11,7 @@ fn wanted() -> Wanted {
         drop_in: DROP_IN.into(),
         handler: Handler {
             name: "torpor".into(),
+            shim: PodShim::Runc,
             binary: "/opt/torpor/bin/torpor-oci".into(),
         },
         stats_period: "10s".parse().expect("a period"),
@@ -41,6 +43,26 @@ fn carried_out(plan: &Plan, current: &Current) -> Current {
 fn installed(current: &Current) -> Current {
     let plan = install(&wanted(), current).expect("a plan");
     carried_out(&plan, current)
+}
+
+#[test]
+fn containerd_starts_torpors_shim_by_its_path() {
+    let mut wanted = wanted();
+    wanted.handler.shim = PodShim::Torpor;
+    wanted.handler.binary = "/opt/torpor/bin/containerd-shim-torpor-v1".into();
+    let current = holding("version = 3\n");
+    let after = carried_out(&install(&wanted, &current).expect("a plan"), &current);
+    let text = after.drop_in.expect("a file");
+    let document: toml_edit::DocumentMut = text.parse().expect("TOML");
+    let found = &document["plugins"]["io.containerd.cri.v1.runtime"];
+    let found = &found["containerd"]["runtimes"]["torpor"];
+    assert_eq!(
+        found["runtime_type"].as_str(),
+        Some("io.containerd.torpor.v1")
+    );
+    let path = found["runtime_path"].as_str();
+    assert_eq!(path, Some("/opt/torpor/bin/containerd-shim-torpor-v1"));
+    assert!(found.get("options").is_none());
 }
 
 /// Returns the runtime's BinaryName in the section of `plugin` of this text.

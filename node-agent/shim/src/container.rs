@@ -1,0 +1,91 @@
+//! The containers of the shim's pod.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use anyhow::Context;
+use containerd_shim::ExitSignal;
+use torpor_core::ids::ContainerId;
+use torpor_sandbox::node::Node;
+
+use crate::events::Events;
+use crate::exec::Exec;
+use crate::process::Life;
+use crate::streams::{Held, Paths};
+
+/// Locks data that stays whole when a thread panics.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// All that the shim knows of its pod.
+pub(crate) struct Pod {
+    node: OnceLock<Node>,
+    pub(crate) events: Events,
+    containers: Mutex<HashMap<ContainerId, Arc<Container>>>,
+    /// Ends the shim.
+    pub(crate) exit: Arc<ExitSignal>,
+}
+
+/// A container, from its creation to its deletion.
+#[derive(Debug)]
+pub(crate) struct Container {
+    pub(crate) id: ContainerId,
+    pub(crate) bundle: PathBuf,
+    pub(crate) paths: Paths,
+    pub(crate) life: Life,
+    pub(crate) held: Mutex<Held>,
+    pub(crate) execs: Mutex<HashMap<String, Arc<Exec>>>,
+    /// Held while the container starts, so that its end is published after its start. The value:
+    /// processes that the kernel had killed for want of memory before.
+    pub(crate) starting: Mutex<Option<u64>>,
+}
+
+impl Pod {
+    pub(crate) fn new(events: Events, exit: Arc<ExitSignal>) -> Self {
+        Self {
+            node: OnceLock::new(),
+            events,
+            containers: Mutex::default(),
+            exit,
+        }
+    }
+
+    /// Returns the node's configuration, which is read once.
+    pub(crate) fn node(&self) -> anyhow::Result<&Node> {
+        if let Some(node) = self.node.get() {
+            return Ok(node);
+        }
+        let node = Node::load().context("cannot load Torpor's configuration")?;
+        Ok(self.node.get_or_init(|| node))
+    }
+
+    pub(crate) fn add(&self, container: Arc<Container>) {
+        lock(&self.containers).insert(container.id.clone(), container);
+    }
+
+    pub(crate) fn get(&self, id: &str) -> Option<Arc<Container>> {
+        let id = ContainerId::try_from(id.to_owned()).ok()?;
+        lock(&self.containers).get(&id).cloned()
+    }
+
+    pub(crate) fn remove(&self, id: &ContainerId) {
+        lock(&self.containers).remove(id);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        lock(&self.containers).is_empty()
+    }
+}
+
+impl Container {
+    pub(crate) fn exec(&self, id: &str) -> Option<Arc<Exec>> {
+        lock(&self.execs).get(id).cloned()
+    }
+}
+
+/// Returns where containerd has a container's root file system mounted.
+pub(crate) fn rootfs(bundle: &Path) -> PathBuf {
+    bundle.join("rootfs")
+}

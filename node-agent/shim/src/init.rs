@@ -1,0 +1,169 @@
+//! The first process of a container: a thread of the shim is its keeper.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use containerd_shim::mount::{mount_rootfs, umount_recursive};
+use containerd_shim::protos::events::task::{TaskExit, TaskOOM, TaskStart};
+use containerd_shim::protos::protobuf::MessageField;
+use containerd_shim::protos::topics::{
+    TASK_EXIT_EVENT_TOPIC, TASK_OOM_EVENT_TOPIC, TASK_START_EVENT_TOPIC,
+};
+use containerd_shim::protos::types::mount::Mount;
+use torpor_core::ids::ContainerId;
+use torpor_oci::keeper::{self, Handover, Streams};
+use torpor_sandbox::log_line;
+
+use crate::container::{Container, Pod, lock, rootfs};
+use crate::process::Life;
+use crate::streams::{self, Paths};
+use crate::task::{own_pid, timestamp};
+use crate::verbs;
+
+/// The exit code of a container whose keeper has failed: that of a killed process.
+const KILLED: u8 = 137;
+
+/// Creates a container, and starts its keeper.
+pub(crate) fn create(
+    pod: &Arc<Pod>,
+    id: ContainerId,
+    bundle: &Path,
+    mounts: &[Mount],
+    paths: Paths,
+) -> anyhow::Result<()> {
+    pod.node()?;
+    mount(bundle, mounts)?;
+    let created = begin(pod, id, bundle, paths);
+    if created.is_err() {
+        unmount(bundle);
+    }
+    created
+}
+
+fn begin(pod: &Arc<Pod>, id: ContainerId, bundle: &Path, paths: Paths) -> anyhow::Result<()> {
+    let (streams, held) = streams::open(&paths)?;
+    let (handover, files) = verbs::create(bundle, &id)?;
+    for warning in &handover.warnings {
+        log_line!("container {}: {warning}", id.as_str());
+    }
+    let container = Arc::new(Container {
+        id,
+        bundle: bundle.to_owned(),
+        paths,
+        life: Life::new(),
+        held: held.into(),
+        execs: Default::default(),
+        starting: Default::default(),
+    });
+    let keeper = {
+        let (pod, container) = (Arc::clone(pod), Arc::clone(&container));
+        move || keep(&pod, &container, &handover, files, streams)
+    };
+    std::thread::Builder::new()
+        .name("keeper".to_owned())
+        .spawn(keeper)
+        .context("cannot start the container's keeper")?;
+    pod.add(container);
+    Ok(())
+}
+
+/// Runs the container's keeper, and records and publishes the container's end.
+fn keep(
+    pod: &Pod,
+    container: &Container,
+    handover: &Handover,
+    files: Vec<OwnedFd>,
+    streams: Streams,
+) {
+    let served = pod
+        .node()
+        .and_then(|node| keeper::serve(node, &container.id, handover, files, streams));
+    let code = served.unwrap_or_else(|error| {
+        log_line!(
+            "the keeper of container {} has failed: {error:#}",
+            container.id.as_str()
+        );
+        KILLED
+    });
+    // containerd waits for the end of the output.
+    drop(std::mem::take(&mut *lock(&container.held)));
+    let kills_before = *lock(&container.starting);
+    let id = container.id.to_string();
+    if code == KILLED && oom_kills(pod, container) > kills_before {
+        let event = TaskOOM {
+            container_id: id.clone(),
+            ..TaskOOM::default()
+        };
+        pod.events.publish(TASK_OOM_EVENT_TOPIC, Box::new(event));
+    }
+    let exit = container.life.end(code);
+    let event = TaskExit {
+        container_id: id.clone(),
+        id,
+        pid: own_pid(),
+        exit_status: exit.code.into(),
+        exited_at: MessageField::some(timestamp(exit.at)),
+        ..TaskExit::default()
+    };
+    pod.events.publish(TASK_EXIT_EVENT_TOPIC, Box::new(event));
+}
+
+/// Starts a created container.
+pub(crate) fn start(pod: &Pod, container: &Container) -> anyhow::Result<()> {
+    let mut starting = lock(&container.starting);
+    *starting = oom_kills(pod, container);
+    verbs::run("start", &[container.id.as_str()])?;
+    container.life.start();
+    let event = TaskStart {
+        container_id: container.id.to_string(),
+        pid: own_pid(),
+        ..TaskStart::default()
+    };
+    pod.events.publish(TASK_START_EVENT_TOPIC, Box::new(event));
+    Ok(())
+}
+
+/// Returns how many processes of the pod's sandbox the kernel has killed for want of memory.
+fn oom_kills(pod: &Pod, container: &Container) -> Option<u64> {
+    let node = pod.node().ok()?;
+    let sandbox = node.container(&container.id).ok()?.sandbox;
+    let cgroup = node.records.pod(&sandbox).ok()?.cgroup;
+    node.cgroups.oom_kills(&cgroup)
+}
+
+/// Deletes a container that has ended or never ran.
+pub(crate) fn delete(pod: &Pod, container: &Container) -> anyhow::Result<()> {
+    verbs::run("delete", &[container.id.as_str()])?;
+    // The command has ended the keeper.
+    container.life.wait();
+    unmount(&container.bundle);
+    pod.remove(&container.id);
+    Ok(())
+}
+
+/// Mounts the root file system in the container's bundle.
+fn mount(bundle: &Path, mounts: &[Mount]) -> anyhow::Result<()> {
+    if mounts.is_empty() {
+        return Ok(());
+    }
+    let target = rootfs(bundle);
+    std::fs::create_dir_all(&target)
+        .with_context(|| format!("cannot make {}", target.display()))?;
+    for mount in mounts {
+        let source = Some(mount.source.as_str());
+        mount_rootfs(Some(&mount.type_), source, &mount.options, &target).with_context(|| {
+            format!("cannot mount the container's root at {}", target.display())
+        })?;
+    }
+    Ok(())
+}
+
+/// Unmounts the root file system. A failure is logged: containerd unmounts it, too.
+pub(crate) fn unmount(bundle: &Path) {
+    let target = rootfs(bundle);
+    if let Err(error) = umount_recursive(target.to_str(), 0) {
+        log_line!("cannot unmount {}: {error}", target.display());
+    }
+}

@@ -1,0 +1,113 @@
+//! The shim's process: its start by containerd, its end, and the removal of what a dead one has
+//! left.
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::SystemTime;
+
+use containerd_shim::api::DeleteResponse;
+use containerd_shim::protos::protobuf::MessageField;
+use containerd_shim::publisher::RemotePublisher;
+use containerd_shim::synchronous::util::write_address;
+use containerd_shim::{
+    Config, Error, ExitSignal, Flags, Result, Shim, StartOpts, socket_address, spawn,
+};
+use torpor_runsc::spec::Spec;
+use torpor_sandbox::node::read_oci_json;
+
+use crate::container::Pod;
+use crate::events::Events;
+use crate::task::{TaskService, timestamp};
+use crate::{allocator, init, log, verbs};
+
+/// Environment variable with the address of containerd's ttrpc socket.
+const TTRPC_ADDRESS: &str = "TTRPC_ADDRESS";
+/// Exit code of a container whose shim has died: that of a killed process.
+const KILLED: u32 = 137;
+
+/// A process of the shim's program that containerd has started.
+pub(crate) struct Service {
+    /// The container for which containerd started it.
+    id: String,
+    namespace: String,
+    /// Address of the socket that it serves.
+    socket: String,
+    bundle: PathBuf,
+    exit: Arc<ExitSignal>,
+    pod: OnceLock<Arc<Pod>>,
+}
+
+fn other(error: impl std::fmt::Display) -> Error {
+    Error::Other(error.to_string())
+}
+
+impl Shim for Service {
+    type T = TaskService;
+
+    fn new(_runtime: &str, args: &Flags, _config: &mut Config) -> Self {
+        Self {
+            id: args.id.clone(),
+            namespace: args.namespace.clone(),
+            socket: args.socket.clone(),
+            bundle: match args.bundle.as_str() {
+                "" => PathBuf::from("."),
+                bundle => bundle.into(),
+            },
+            exit: Arc::default(),
+            pod: OnceLock::new(),
+        }
+    }
+
+    /// Starts the pod's shim, or finds the one that runs: the first container of a pod is the pause
+    /// container.
+    fn start_shim(&mut self, opts: StartOpts) -> Result<String> {
+        let spec = read_oci_json(Path::new("config.json"), "spec").map_err(other)?;
+        let sandbox = Spec(spec).sandbox_id().map(str::to_owned).map_err(other)?;
+        let address = socket_address(&opts.address, &opts.namespace, &sandbox);
+        let path = address.strip_prefix("unix://").unwrap_or(&address);
+        if UnixStream::connect(path).is_err() {
+            let (pid, _) = spawn(opts, &sandbox, Vec::new())?;
+            containerd_shim::cgroup::adjust_oom_score(pid)?;
+        }
+        write_address(&address)?;
+        Ok(address)
+    }
+
+    /// Removes what a container has left whose shim is dead. containerd kills this process after
+    /// five seconds, and the removal goes on.
+    fn delete_shim(&mut self) -> Result<DeleteResponse> {
+        verbs::run_detached("remove", &[&self.id]).map_err(other)?;
+        init::unmount(&self.bundle);
+        Ok(DeleteResponse {
+            exit_status: KILLED,
+            exited_at: MessageField::some(timestamp(SystemTime::now())),
+            ..DeleteResponse::default()
+        })
+    }
+
+    fn wait(&mut self) {
+        self.exit.wait();
+        if let Some(pod) = self.pod.get() {
+            pod.events.finish();
+        }
+        // containerd removes the directory of this process meanwhile, with the file by which the
+        // library finds the socket.
+        let path = self.socket.strip_prefix("unix://").unwrap_or(&self.socket);
+        let _ = std::fs::remove_file(path);
+    }
+
+    fn create_task_service(&self, _publisher: RemotePublisher) -> Self::T {
+        allocator::use_one_arena();
+        log::begin();
+        // The shim outlives containerd, and gets no signals of its terminal.
+        let _ = rustix::process::setsid();
+        let address = std::env::var(TTRPC_ADDRESS).unwrap_or_default();
+        let events = Events::begin(address, self.namespace.clone());
+        let events = events.expect("the shim can start its first thread");
+        let pod = Arc::new(Pod::new(events, Arc::clone(&self.exit)));
+        TaskService {
+            pod: Arc::clone(self.pod.get_or_init(|| pod)),
+        }
+    }
+}
