@@ -134,7 +134,7 @@ need() {
 # installed.
 need_torpor() {
 	[ "$(id -u)" = 0 ] || die "must run as root: it $1"
-	[ -x /opt/torpor/bin/torpor-oci ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
+	[ -x /opt/torpor/bin/containerd-shim-torpor-v1 ] || die "Torpor is not installed on this node: run hack/cluster install-torpor"
 }
 
 # install_missing PROGRAM=PACKAGES…: installs the Debian packages of missing programs.

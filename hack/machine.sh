@@ -61,7 +61,7 @@ live_processes() {
 		case $name in
 		# Excludes the unit tests of kubectl's plugin (kubectl_torpor-…) and container engines of
 		# packages, which are below /usr.
-		etcd | kube-* | kubectl | kubelet | containerd* | runc* | runsc* | torpor-oci | pause | coredns)
+		etcd | kube-* | kubectl | kubelet | containerd* | runc* | runsc* | pause | coredns)
 			[[ $(readlink "$folder/exe" 2>/dev/null) == /usr/* ]] && ! is_marked "$folder" || echo "$name"
 			;;
 		*) ! is_marked "$folder" || echo "$name" ;;

@@ -209,7 +209,7 @@ documented! {
         LIVE_UNKNOWN = "LiveUnknown";
         /// The ledger is damaged. Nothing of the Pod is saved or woken.
         LEDGER_CORRUPT = "LedgerCorrupt";
-        /// torpor-oci is restoring the Pod from an image.
+        /// Torpor is restoring the Pod from an image.
         RESTORING = "Restoring";
         /// Sleep was requested.
         SLEEP_WANTED = "SleepWanted";

@@ -14,7 +14,7 @@ const (
 
 // collectingRarely lets the group's programs collect their garbage rarely on a machine with so much
 // memory: for tests on few processors, which would do it at the tests' cost. Not containerd: shims
-// and OCI runtimes inherit its environment, and their memory is measured.
+// inherit its environment, and their memory is measured.
 func (g group) collectingRarely(memory uint64) group {
 	if memory < rarelyFrom {
 		return g

@@ -47,7 +47,7 @@ var changedSysctls = map[string]string{
 	"net/ipv6/conf/all/forwarding": "",
 	// kube-proxy touches this one even when it is told to leave conntrack alone.
 	"net/netfilter/nf_conntrack_tcp_be_liberal": "",
-	// torpor-oci sets these for the moment of a wake; one that is killed leaves them to the next.
+	// Each wake sets these for its moment; a wake that is killed leaves them to the next.
 	"/sys/kernel/rcu_expedited": "", "/sys/kernel/mm/transparent_hugepage/hugepages-64kB/shmem_enabled": "",
 	// The kernel raises it when the last of these is written.
 	"vm/min_free_kbytes": "",

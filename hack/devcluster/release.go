@@ -22,7 +22,7 @@ const releaseUsage = `usage: hack/release [--registry REGISTRY] [--output FOLDER
 
 Makes FOLDER/torpor-VERSION-ARCH and a tarball of it:
 
-  images/*.tar          OCI archives of controller, router, runtime and agent (with torpor-oci and runsc)
+  images/*.tar          OCI archives of controller, router, runtime and agent (with the shim and runsc)
   torpor.yaml           all of deploy/, images by digest
   torpor-uninstall.yaml the Job that takes Torpor off a node
   torpor-CHART.tgz      the Helm chart, images by digest
@@ -317,7 +317,7 @@ func valuesByDigest(values, registry string, digests map[string]string) (string,
 // shippedCrates are the packages whose programs the bundle has, by their folders.
 var shippedCrates = map[string]string{
 	"controller": "torpor-controller", "router": "torpor-router", "runtime": "torpor-runtime",
-	"node-agent": "torpor-agent", "node-agent/oci": "torpor-oci", "node-agent/shim": "torpor-shim", "cli": "torpor-cli",
+	"node-agent": "torpor-agent", "node-agent/shim": "torpor-shim", "cli": "torpor-cli",
 }
 
 // writeBills says what each program is made of. cargo-cyclonedx writes beside each Cargo.toml, so

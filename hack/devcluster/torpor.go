@@ -75,7 +75,6 @@ func torporImages(target string, tools toolset) []torporImage {
 		{runtimeImage, "sandbox-runtime", map[string]string{"sandbox-runtime": filepath.Join(target, "sandbox-runtime")}},
 		{agentImage, "torpor-agent", map[string]string{
 			"torpor-agent": filepath.Join(target, "torpor-agent"),
-			"torpor-oci":   filepath.Join(target, "torpor-oci"),
 			shimProgram:    filepath.Join(target, shimProgram),
 			"runsc":        tools["runsc"],
 		}},
@@ -135,9 +134,9 @@ func cargoEnvironment(environ []string) []string {
 func cargoArguments(profile string) (arguments []string, folder string, err error) {
 	switch profile {
 	case "", "cluster":
-		return []string{"build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci", "-p", "torpor-shim"}, "cluster", nil
+		return []string{"build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-shim"}, "cluster", nil
 	case "release":
-		return []string{"build", "--locked", "--release", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-oci", "-p", "torpor-shim", "-p", "torpor-cli"}, "release", nil
+		return []string{"build", "--locked", "--release", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-shim", "-p", "torpor-cli"}, "release", nil
 	case "dev":
 		return []string{"build", "--locked", "--workspace", "--exclude", "torpor-tests", "--bins", "--tests"}, "debug", nil
 	default:

@@ -75,7 +75,7 @@ pub(crate) struct NodePaths {
 }
 
 impl NodePaths {
-    /// Returns the directory of `torpor-oci`, its configuration and the builds of runsc.
+    /// Returns the directory of the shim, its configuration and the builds of runsc.
     pub(crate) fn bin_dir(&self) -> PathBuf {
         self.install_dir.join("bin")
     }
@@ -324,7 +324,7 @@ pub(crate) struct InstallArgs {
     /// Mount point of the host's root directory
     #[arg(long, default_value = "/host", value_parser = absolute, env = "TORPOR_HOST_ROOT")]
     pub(crate) host_root: PathBuf,
-    /// Directory that holds the torpor-oci and runsc to install
+    /// Directory that holds the shim and runsc to install
     #[arg(long, default_value = "/", value_parser = absolute, env = "TORPOR_PAYLOAD_DIR")]
     pub(crate) payload_dir: PathBuf,
     #[command(flatten)]
@@ -414,19 +414,6 @@ pub(crate) struct ContainerdArgs {
     /// Name of the runtime handler, as in the RuntimeClass
     #[arg(long, default_value = "torpor", value_parser = handler, env = "TORPOR_RUNTIME_HANDLER")]
     pub(crate) runtime_handler: String,
-    /// Program that containerd starts for each pod
-    #[arg(long, default_value = "torpor", env = "TORPOR_SHIM")]
-    pub(crate) shim: PodShim,
-}
-
-/// The program that containerd starts for each pod of the runtime.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum PodShim {
-    /// Torpor's own shim: one small process for each pod
-    Torpor,
-    /// containerd's stock shim, which runs torpor-oci: a process for the pod and one for each
-    /// container
-    Runc,
 }
 
 /// The installer's setting of containerd's `stats_collect_period`.

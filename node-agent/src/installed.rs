@@ -7,8 +7,8 @@
 //! the agent again at once, and the agent reads the new installation.
 //!
 //! An upgrade may therefore roll out either of the two DaemonSets first: the agent always follows
-//! the installation on its node. An installer leaves runsc builds and keepers of earlier versions
-//! to their Pods, and an agent of any version serves these Pods.
+//! the installation on its node. An installer leaves runsc builds and shims of earlier versions to
+//! their Pods, and an agent of any version serves these Pods.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -94,7 +94,8 @@ fn reason_to_wait(path: &Path, error: &config::Error) -> String {
 }
 
 fn change(own: &Config, now: Result<Config, config::Error>) -> Change {
-    // A change of the revoked builds needs no restart: each report and torpor-oci read them anew.
+    // A change of the revoked builds needs no restart: each report and each command of a shim reads
+    // them anew.
     let is_same = |now: &Config| {
         let revoked_runsc = own.revoked_runsc.clone();
         *own == Config {

@@ -42,14 +42,16 @@ impl Node {
         })
     }
 
-    /// Returns the path of torpor-oci's configuration.
+    /// Returns the path of the shim's and the agent's configuration.
     pub fn config_file(&self) -> PathBuf {
         self.config.runsc.with_file_name(FILE_NAME)
     }
 
-    /// Returns the path of the OCI runtime that containerd's shims run.
-    pub fn torpor_oci(&self) -> PathBuf {
-        self.config.runsc.with_file_name("torpor-oci")
+    /// Returns the path of the shim's program, which also runs commands on sandboxes.
+    pub fn shim_program(&self) -> PathBuf {
+        self.config
+            .runsc
+            .with_file_name("containerd-shim-torpor-v1")
     }
 
     /// Returns every sandbox that is recorded for the Pod, the newest last.
@@ -92,21 +94,8 @@ impl Node {
         found.with_context(|| format!("container {name:?} of Pod {uid} is not recorded"))
     }
 
-    /// Returns the process of a container's keeper, which may be the pod's shim.
-    pub fn keeper(&self, uid: &str, name: &str) -> anyhow::Result<Process> {
-        let record = self.container(uid, name)?;
-        let named_by = match record.in_shim {
-            true => record.sandbox.to_string(),
-            false => record.id.to_string(),
-        };
-        machine::processes_naming(&[named_by])
-            .into_iter()
-            .find(|process| u32::try_from(process.pid).is_ok_and(|pid| pid == record.keeper_pid))
-            .with_context(|| format!("the keeper of container {name:?} does not run"))
-    }
-
-    /// Returns containerd's shim of the Pod; not a command of a shim, one of which removes the
-    /// remains of a dead shim.
+    /// Returns the Pod's shim; not a process that containerd starts to find the shim, or to remove
+    /// the remains of a dead one.
     pub fn shim(&self, uid: &str) -> anyhow::Result<Process> {
         let sandbox = self.sandbox_of(uid)?.sandbox;
         let is_at_work = |shim: &Process| {

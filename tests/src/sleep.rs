@@ -31,8 +31,8 @@ impl Case {
 
     /// Returns the number of a Pod that counts ([`crate::pods::COUNT`]) by an exec, which wakes it.
     pub async fn counted(&self, pod: &str) -> anyhow::Result<u64> {
-        // If the agent dies during a wake, its torpor-oci keeps the lock: the exec waits for that
-        // process or is tried again.
+        // If the agent dies during a wake, the shim's command keeps the lock: the exec waits for
+        // that command or is tried again.
         wait::until("the Pod answers", SLEEP_LIMIT, async || {
             let ran = self.exec(pod, "a", &["cat", "/n"]).await?;
             Ok(if ran.code == 0 {

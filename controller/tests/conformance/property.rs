@@ -174,7 +174,7 @@ impl Run {
         }
     }
 
-    /// Starts the Pod as the kubelet does; torpor-oci restores it, starts it cold, or refuses.
+    /// Starts the Pod as the kubelet does; the shim restores it, starts it cold, or refuses.
     fn pod_starts(&mut self) {
         let Some(pod) = self.world.pod() else { return };
         if is_terminating(&pod) || pod["status"]["phase"] != "Pending" {

@@ -7,12 +7,13 @@
 //! - The sandbox (sentry, gofers, stubs) is in `<pod cgroup>/torpor-<sandbox id>`, a leaf beside
 //!   the containers' cgroups: the pod's limits are set one level above, and on v2 the pod's cgroup
 //!   itself may contain no process.
-//! - The cgroup of each container contains its keeper, because the shim, the kubelet and cAdvisor
-//!   expect a process there.
+//! - The cgroup of each container contains no process of the sandbox. That of the pause container
+//!   contains the commands that forward connections.
+//! - The pod's shim stays in the cgroup in which containerd has started it.
 //!
-//! When a v1 memory cgroup runs out of memory, the kernel notifies the listeners of all its
-//! descendants. The shim watches a container's cgroup and therefore notices the OOM kill of the
-//! sandbox.
+//! The kernel counts the processes of each memory cgroup that it has killed for want of memory. At
+//! a container's end the shim reads the sandbox' count ([`Hierarchies::oom_kills`]), and so reports
+//! an OOM kill.
 
 use std::io::Write;
 use std::path::{Component, Path, PathBuf};

@@ -25,7 +25,7 @@
 //! - No sandbox, memory in an image, keepers wait
 //!   - run, or the image is to be deleted, or a time of `wake_up` has come: wake
 //! - No sandbox, memory in an image, no keepers
-//!   - nothing: the kubelet starts the containers again, and torpor-oci restores the image
+//!   - nothing: the kubelet starts the containers again, and the shim restores the image
 //!
 //! The same plan removes rubbish: partial images at once (a failed save may have filled the disk),
 //! and stale images that nothing refers to. The memory of a Pod that is gone has rules of its own

@@ -211,15 +211,14 @@ pub enum Live {
     Unknown,
 }
 
-/// The runtime's note under /run that the sandbox sleeps in place. Keepers hold its containers
-/// open.
+/// The note under /run that the sandbox sleeps in place. Keepers hold its containers open.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub image: ImageId,
 }
 
-/// The runtime's note under /run that the sandbox is paused because it was idle. A caller that
-/// needs the sandbox resumes it.
+/// The note under /run that the sandbox is paused because it was idle. A caller that needs the
+/// sandbox resumes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Doze {
     /// The memory was pushed out of main memory.
@@ -256,7 +255,7 @@ pub struct RolledBack {
     pub age: Duration,
 }
 
-/// The result of the Pod's `restore-image` annotation, or of a crash, in torpor-oci.
+/// The result of the restore that the Pod's `restore-image` annotation or a crash requires.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Restore {
     /// The Pod has no such annotation.
@@ -327,7 +326,7 @@ pub struct Observed {
     pub asleep_since: Option<Timestamp>,
     /// Recent failures; see [`Failures::note`].
     pub failures: Failures,
-    /// Another process (a keeper that wakes the sandbox) holds the sandbox's lock.
+    /// Another process (a command of the shim that wakes the sandbox) holds the sandbox's lock.
     pub busy: bool,
 }
 

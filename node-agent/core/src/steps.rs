@@ -161,7 +161,7 @@ pub enum Reason {
     LiveUnknown,
     /// The ledger cannot be trusted.
     LedgerCorrupt,
-    /// torpor-oci is restoring the Pod from an image.
+    /// The shim is restoring the Pod from an image.
     Restoring,
     /// The API requests sleep.
     SleepWanted,

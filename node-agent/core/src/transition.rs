@@ -1,7 +1,7 @@
 //! The transitions of a sandbox that need no agent: it runs on, wakes, stays in its image, or
 //! starts anew from one.
 //!
-//! Each transition is written once, over the facts and acts of a [`Sandbox`]. torpor-oci and the
+//! Each transition is written once, over the facts and acts of a [`Sandbox`]. The shim and the
 //! agent provide those of a node, the simulation (`tests/sim`) those of its world, where each act
 //! can fail or be the last one of its process. A caller holds the sandbox' lock.
 //!

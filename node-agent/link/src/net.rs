@@ -2,9 +2,9 @@
 //!
 //! At start and restore, runsc removes the addresses from the pod's interfaces, because its own
 //! network stack has them from then on. The kernel then removes what depends on them. Nothing puts
-//! them back when the sandbox ends. torpor-oci therefore reads them once, when the CNI plugin has
-//! just set them. It keeps them in the pod's record as the kernel's own messages, and replays them
-//! before each restore.
+//! them back when the sandbox ends. The creation of the pause container therefore reads them once,
+//! when the CNI plugin has just set them. The pod's record keeps them as the kernel's own messages,
+//! and each restore replays them first.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};

@@ -1,16 +1,16 @@
-//! Configuration of the node: paths and flags. The installer writes it beside the `torpor-oci`
-//! binary, because containerd gives an OCI runtime no configuration of its own.
+//! Configuration of the node: paths and flags. The installer writes it beside the shim's
+//! program, because containerd gives the shim no configuration of Torpor's.
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// Name of the file beside the `torpor-oci` binary.
+/// Name of the file beside the shim's program. The OCI runtime of 0.1 (`torpor-oci`) reads it, too.
 pub const FILE_NAME: &str = "torpor-oci.json";
 
-/// Paths and flags that torpor-oci, the keepers and the agent share.
-// Unknown fields are accepted. After an update the keeper of an older pod still runs its own
-// torpor-oci but reads the new file, and must be able to wake its sandbox.
+/// Paths and flags that the shim, its commands and the agent share.
+// Unknown fields are accepted. After an update the shim of an older pod still runs commands of its
+// own version. They read the new file, and must be able to wake the sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Config {
     /// Path of the runsc binary that this installation ships. Images name its digest.
@@ -93,7 +93,7 @@ impl Revoked {
 /// Error of reading the configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("cannot find the path of the running torpor-oci binary")]
+    #[error("cannot find the path of the running program")]
     OwnPath(#[source] std::io::Error),
     #[error("cannot read {path}: is Torpor installed on this node (DaemonSet torpor-installer)?")]
     Read {
@@ -101,7 +101,7 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    #[error("{path} is not a valid torpor-oci configuration")]
+    #[error("{path} is not a valid configuration of Torpor")]
     Parse {
         path: PathBuf,
         #[source]

@@ -18,7 +18,7 @@
 //!   runsc.json           runsc's records of the sandbox from its last run ([`RunscRecord`]);
 //!                        exists if Torpor may start the sandbox without runsc's command
 //!   lock                 lock for changes of the sandbox ([`PodLock`])
-//!   sessions             locked (shared) by each process that exec runs in the sandbox;
+//!   sessions             locked (shared) once for each process that exec runs in the sandbox;
 //!                        its time: the last beginning or end of such a process
 //!   forwards             pipe; each forwarded connection holds it open for reading
 //!                        (`torpor_runsc::forward`)
@@ -29,7 +29,7 @@
 //!   unacknowledged.json  BPF map with the pod's connections that have unacknowledged data
 //!                        (`torpor_link::unacknowledged`); may be missing
 //!   probes.json          the kubelet's probes, which the agent read from the Pod ([`Probes`])
-//!   probing              locked (shared) by each process that a probe runs in the sandbox
+//!   probing              locked (shared) once for each process that a probe runs in the sandbox
 //!   probed.json          processor time and duration of exec probes so far ([`ProbeNote`])
 //!   probed               lock for additions to probed.json
 //!   execs                exists if exec has started a process since the sandbox's start or restore

@@ -199,7 +199,7 @@ impl FromStr for WakeCause {
 pub enum Depth {
     /// The sandbox is paused and its memory is in swap.
     Dozing,
-    /// No process of the sandbox is left but the keepers.
+    /// No process of the sandbox is left. The shim stays.
     #[default]
     Hibernated,
 }

@@ -68,7 +68,8 @@ pub struct ContainerRecord {
     pub cgroup: PathBuf,
     pub spec_digest: Digest,
     pub keeper_pid: u32,
-    /// True: the keeper is a thread of the pod's shim, and `keeper_pid` is that of the shim.
+    /// True: the keeper is a thread of the pod's shim, and `keeper_pid` is that of the shim. False:
+    /// the keeper is a process, as 0.1 made it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub in_shim: bool,
     /// Exit code of a container that ran to its end before the image was saved. Its keeper ends
@@ -112,7 +113,7 @@ mod role {
 pub enum SandboxState {
     /// gVisor runs the sandbox or holds it paused. If gVisor does neither, the sandbox crashed.
     Running,
-    /// The image is the sandbox. No process is left but the keepers.
+    /// The image is the sandbox. No process of it is left; the shim stays.
     Hibernated { image: ImageId },
     /// A new Pod continues `image`. No program runs before every container of the image has been
     /// started.

@@ -116,8 +116,8 @@ impl Records {
     ///
     /// The sandbox sleeps since the decision to pause it for the save, and the file gets that time.
     /// A use between the decision and this call is therefore a use of a sleeping sandbox. The time
-    /// is not a field of the state, because an older keeper takes a state with an unknown field for
-    /// a dead sandbox.
+    /// is not a field of the state: the shim of an older pod takes a state with an unknown field
+    /// for a dead sandbox.
     pub fn write_hibernated(&self, sandbox: &SandboxId, image: &ImageId) -> Result<(), Error> {
         let since = self.asleep_since(sandbox);
         let state = SandboxState::Hibernated {

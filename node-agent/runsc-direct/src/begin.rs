@@ -14,7 +14,7 @@ use super::limit::Limit;
 use super::message::{Message, receive_message, send_message};
 use torpor_runsc::command::can_be_read;
 
-/// The hidden command of torpor-oci that calls [`super::become_process`].
+/// The command of the shim that calls [`super::become_process`].
 pub const COMMAND: &str = "sandbox-process";
 
 /// A process to begin.

@@ -2,11 +2,11 @@
 //!
 //! gVisor cannot be saved while such a connection is open: a helper runs in the sandbox then, and
 //! the helper's program is a file of the host (`Can't save pma with non-MemoryFile`). So each
-//! forwarding process (`torpor-oci forward`) holds the pod's pipe `forwards` open for reading, and
-//! a pausing process opens the pipe for writing. Without a reader there is no connection to end.
-//! Otherwise the pausing process writes a byte, which no process reads. All forwarding processes
-//! end when the pipe is readable. The last one has ended when the pipe has no reader any more.
-//! Forwards and pauses begin only under the pod's lock.
+//! forwarding process (the shim's command `forward`) holds the pod's pipe `forwards` open for
+//! reading, and a pausing process opens the pipe for writing. Without a reader there is no
+//! connection to end. Otherwise the pausing process writes a byte, which no process reads. All
+//! forwarding processes end when the pipe is readable. The last one has ended when the pipe has no
+//! reader any more. Forwards and pauses begin only under the pod's lock.
 
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write};

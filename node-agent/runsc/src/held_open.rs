@@ -1,5 +1,5 @@
-//! Liveness of the processes by which the kubelet recognizes a running pod: containerd's shim, and
-//! the keepers of the pod's containers.
+//! Liveness of a pod's shim and of its containers' keepers, by which the kubelet recognizes a
+//! running pod.
 
 use torpor_core::ids::SandboxId;
 use torpor_records::{ContainerRecord, Error, Records};
@@ -34,8 +34,8 @@ pub fn keeper_lives(records: &Records, container: &ContainerRecord) -> bool {
     }
 }
 
-/// Reports whether the pod's shim has ended: the keeper's parent is no longer the shim, which has
-/// the sandbox' id on its command line.
+/// Reports whether the pod's shim has ended. A shim has the sandbox' id on its command line, and is
+/// the parent of a keeper that is a process of its own.
 pub fn has_lost_its_shim(container: &ContainerRecord) -> bool {
     let is_shim = |pid| process::command_line(pid).contains(container.sandbox.as_str());
     match container.in_shim {

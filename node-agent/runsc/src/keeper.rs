@@ -1,4 +1,4 @@
-//! Requests to a keeper: the process that the shim watches in place of a container's first process.
+//! Requests to a keeper: the thread of a pod's shim that stands for a container's first process.
 //!
 //! The keeper listens on a sequenced-packet socket in the container's directory, which only root
 //! may enter. A connection carries one request: one JSON message with files beside it, and one JSON
@@ -15,7 +15,7 @@ use nix::sys::socket::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use torpor_core::ids::{ContainerId, ImageId};
+use torpor_core::ids::ImageId;
 use torpor_core::wake_on::WakeOn;
 
 use crate::dial::{dial, is_not_listening, time_val};
@@ -60,7 +60,7 @@ pub enum Request {
     /// Send copies of the container's standard streams.
     Stdio,
     /// Carry the bytes of the container's new console, which is beside the message, to and from the
-    /// terminal that the shim holds.
+    /// clients of the container's terminal.
     Console,
     /// Wait for the container's end: the sandbox runs (again). Give the sandbox the packets and the
     /// input that arrived meanwhile.
@@ -79,7 +79,7 @@ pub enum Request {
     Doze,
     /// To the pause container's keeper: answer for the pod's address until [`Request::Release`].
     /// The dozing sandbox' processes are about to be stopped, and its network stack with them. A
-    /// keeper that does not watch the pod, or is of an older version, refuses.
+    /// keeper that does not watch the pod refuses.
     Halt,
     /// Continue the processes that were stopped after [`Request::Halt`], so that the sandbox
     /// answers: the caller may not signal them. The sandbox stays paused.
@@ -88,33 +88,24 @@ pub enum Request {
     Rules(Rules),
     /// Hold the pod's outgoing packets until [`Request::Attach`]: the sandbox is about to be
     /// restored. Files come beside the answer, two for each link: they block the pod's packets in
-    /// both directions, and copies of them keep the block when the keeper dies. A keeper of an
-    /// older version sends none.
+    /// both directions, and copies of them keep the block when the shim dies.
     #[serde(rename = "mute")]
     HoldEgress,
     /// Release held packets: the sandbox was not put to sleep after all.
     Release,
-    /// Set the size of the container's terminal, also of one that a later wake makes.
+    /// Set the size of the container's terminal, also of the terminals that later wakes make.
     Resize { rows: u16, columns: u16 },
     /// End with this code.
     Exit { code: u8 },
-    /// To the pause container's keeper, with a pidfd of that container's keeper beside the message:
-    /// when that keeper has ended, clean up what it has left.
-    Mind { container: ContainerId },
-    /// To a container's keeper, with one end of a pipe beside the message: an exec has started this
-    /// process in the container, and a waiter holds the other end. The waiter writes a byte once
-    /// the process has ended. A pipe that closes without a byte means that the waiter was killed:
-    /// then the process has to end too.
-    Exec { pid: i32 },
-    /// Run torpor-oci on the host, as a child of the pod's shim, and answer with its answer. The
-    /// pod's lock comes beside the message. The program holds the lock to its end, also when the
+    /// Run a command on the host, as a child of the pod's shim, and answer with its answer. The
+    /// pod's lock comes beside the message. The command holds the lock to its end, also when the
     /// caller dies.
     Run {
         verb: Verb,
         /// The image to wake from or to end with. The other verbs need none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         image: Option<ImageId>,
-        /// Cause of a wake; none: a request of the API. A keeper of an older version ignores it.
+        /// Cause of a wake; none: a request of the API.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cause: Option<WakeCause>,
     },
@@ -126,9 +117,7 @@ pub enum Request {
 pub struct Rules {
     /// TCP ports at which the keeper answers the kubelet's probes for the pod.
     pub probes: Vec<u16>,
-    /// More such ports, at which the kubelet makes some probes over TLS. A keeper of an older
-    /// version would accept such a probe and never answer it. That keeper ignores this field, so
-    /// that the probe wakes the sandbox.
+    /// More such ports, at which the kubelet makes some probes over TLS.
     #[serde(default)]
     pub tls_probes: Vec<u16>,
     /// Ports of `probes` and `tls_probes` to which the kubelet also makes the request of a hook,
@@ -154,8 +143,8 @@ impl Rules {
     }
 }
 
-/// A command of torpor-oci that a keeper runs for the agent, because it must run in the host's
-/// namespaces and not in the agent's container.
+/// A command that a keeper runs for the agent, because it must run in the host's namespaces and not
+/// in the agent's container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verb {
@@ -185,7 +174,7 @@ impl Verb {
     }
 }
 
-/// The answer of a keeper, or of the torpor-oci that it ran.
+/// The answer of a keeper, or of the command that it ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Answer {
@@ -194,7 +183,7 @@ pub struct Answer {
     pub reason: String,
     #[serde(default)]
     pub message: String,
-    /// Details of the result, in the answering program's own form (stage timings of a wake).
+    /// Details of the result, in the command's own form (stage timings of a wake).
     #[serde(default)]
     pub detail: Value,
 }
@@ -219,12 +208,11 @@ impl Answer {
     }
 }
 
-/// Returns a sequenced-packet socket that listens on the path. A keeper inherits it: it is not
-/// close-on-exec.
+/// Returns a sequenced-packet socket that listens on the path.
 pub fn listen(path: &Path) -> Result<OwnedFd, Error> {
     let opened = || -> nix::Result<OwnedFd> {
         let (unix, packets) = (AddressFamily::Unix, SockType::SeqPacket);
-        let listener = nix::sys::socket::socket(unix, packets, SockFlag::empty(), None)?;
+        let listener = nix::sys::socket::socket(unix, packets, SockFlag::SOCK_CLOEXEC, None)?;
         nix::sys::socket::bind(listener.as_raw_fd(), &UnixAddr::new(path)?)?;
         nix::sys::socket::listen(&listener, Backlog::new(16)?)?;
         Ok(listener)

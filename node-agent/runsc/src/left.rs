@@ -3,8 +3,8 @@
 //!
 //! gVisor ends such processes when it restores a sandbox, because their standard streams lead
 //! nowhere then (`runsc/boot/restore.go`, `OriginExec`). gVisor offers no way to distinguish them
-//! from other processes. So torpor-oci marks a process that exec starts in its environment, which
-//! the process' children inherit.
+//! from other processes. So the shim marks a process that exec starts in its environment, which the
+//! process' children inherit.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Instant;

@@ -57,7 +57,7 @@ fn from_help(checkpoint: &str, restore: &str, commands: &str, flags: &str) -> Ca
     }
 }
 
-/// Returns the fingerprint of this node. `runsc_version` is for people: torpor-oci, which only
+/// Returns the fingerprint of this node. `runsc_version` is for people: a restore, which only
 /// compares fingerprints, leaves it empty.
 pub fn fingerprint(config: &Config, runsc_version: String) -> Result<Fingerprint, Error> {
     let info = read("/proc/cpuinfo")?;

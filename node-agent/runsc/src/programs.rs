@@ -1,5 +1,5 @@
 //! Programs that every sandbox of the node runs, kept in memory: the code and the constants of
-//! runsc and of torpor-oci.
+//! runsc and of the shim.
 //!
 //! The kernel charges a page of a file to the cgroup of the process that touches the page first.
 //! The process is a pod's, as a rule. When the pod dozes, such pages are evicted with its memory:

@@ -1,4 +1,4 @@
-//! Torpor-oci's changes of an OCI spec before runsc reads it. Pure.
+//! Torpor's changes of an OCI spec before runsc reads it. Pure.
 //!
 //! The spec stays raw JSON: fields that are unknown here pass through unchanged.
 
@@ -200,7 +200,7 @@ pub fn rewrite(mut spec: Spec, bundle: &Path, volumes: &[SandboxVolume]) -> Resu
     let absolute = bundle.join(path);
     root.insert("path".to_owned(), json!(absolute));
 
-    // Torpor makes the cgroups. runsc would remove the keeper's when it deletes the container.
+    // Torpor makes the cgroups. runsc would remove the container's when it deletes the container.
     if let Some(linux) = spec.0.get_mut("linux").and_then(Value::as_object_mut) {
         linux.remove("cgroupsPath");
     }

@@ -1,9 +1,10 @@
 //! The limit on concurrent restores of this node's sandboxes, and their order.
 //!
-//! Restores are done by processes that do not communicate: a keeper after a packet, an exec, the
-//! agent. So the limit is a set of locked files below the state directory: `turns/wake-0`,
-//! `turns/wake-1` and so on. A process holds one of the locks while it restores: its turn. The
-//! kernel releases a lock when its process dies, so a killed process leaves nothing behind.
+//! Restores are done by processes that do not communicate: commands of the pods' shims, after a
+//! packet, for an exec or for the agent. So the limit is a set of locked files below the state
+//! directory: `turns/wake-0`, `turns/wake-1` and so on. A process holds one of the locks while it
+//! restores: its turn. The kernel releases a lock when its process dies, so a killed process leaves
+//! nothing behind.
 //!
 //! A restore for a waiting client comes before a restore that the API requests or that follows a
 //! reboot. Such a restore holds `turns/called` (shared) while it waits and runs, and the other

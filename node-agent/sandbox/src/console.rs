@@ -1,10 +1,10 @@
 //! Terminals of containers and of exec'd processes.
 //!
-//! Each hibernation ends gVisor's own terminal of a container. So the keeper holds another
-//! terminal, whose master the shim gets, and carries bytes between the two terminals.
+//! Each hibernation ends gVisor's own terminal of a container. The container's keeper carries bytes
+//! between the terminal and the pipes to its clients, and takes another terminal after a wake.
 
 use std::os::fd::OwnedFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 use anyhow::Context;
@@ -16,9 +16,9 @@ use crate::node::COMMAND_LIMIT;
 /// Both ends of a terminal of the host.
 #[derive(Debug)]
 pub struct Terminal {
-    /// The shim's end.
+    /// The end that the shim keeps.
     pub master: OwnedFd,
-    /// The end of the keeper, or of the process in the sandbox.
+    /// The end of the process in the sandbox.
     pub slave: OwnedFd,
 }
 
@@ -35,15 +35,6 @@ impl Terminal {
             .context("cannot open the terminal's other side")?;
         Ok(Self { master, slave })
     }
-}
-
-/// Sends the master to the shim over the OCI runtime's console socket.
-pub fn hand_over(socket: &Path, master: &OwnedFd) -> anyhow::Result<()> {
-    use std::os::fd::AsFd;
-    let peer = UnixStream::connect(socket)
-        .with_context(|| format!("cannot connect to the console socket {}", socket.display()))?;
-    torpor_runsc::keeper::send(&peer.into(), b"/dev/ptmx", &[master.as_fd()])
-        .context("cannot send the terminal to the shim")
 }
 
 /// Runs `runsc create` for a container with a terminal; returns the master of gVisor's terminal.

@@ -23,8 +23,8 @@ const AGENT_LIMIT: Duration = Duration::from_millis(500);
 /// Pod with little processor time. A caller that needs the sandbox waits for the collection.
 const COLLECT_LIMIT: Duration = Duration::from_secs(1);
 
-/// Verb of the agent: pushes the sandbox' memory out into swap. Fails unless `image` holds the same
-/// memory, so that a crash of the dozing sandbox loses nothing.
+/// Command of the agent: pushes the sandbox' memory out into swap. Fails unless `image` holds the
+/// same memory, so that a crash of the dozing sandbox loses nothing.
 pub fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
     let running = node.records.state(sandbox)? == SandboxState::Running;
     let Some(control) = transitions::connect_to_dozing(node, sandbox)?.filter(|_| running) else {
@@ -81,8 +81,8 @@ fn stop_processes(node: &Node, sandbox: &SandboxId) {
     }
 }
 
-/// Verb of a keeper that has noticed a use of the sandbox (a packet): wakes the sandbox from a doze
-/// or a hibernation. A sandbox that is awake stays awake.
+/// Command of a keeper that has noticed a use of the sandbox (a packet): wakes the sandbox from a
+/// doze or a hibernation. A sandbox that is awake stays awake.
 pub fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Answer> {
     let _lock = transitions::lock_awake(node, sandbox, cause)?;
     node.records.note_call(sandbox)?;

@@ -6,7 +6,7 @@ use std::io::Write;
 /// Writes a line to standard error. A line that cannot be written is dropped: the reader of a
 /// shim's log is containerd, which may be restarting.
 pub fn write_line(message: Arguments<'_>) {
-    let line = format!("torpor-oci: {message}\n");
+    let line = format!("torpor: {message}\n");
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 

@@ -1,4 +1,4 @@
-//! The node, as every command needs it: configuration, runsc, records, cgroups, images.
+//! The node, as the shim and its commands need it: configuration, runsc, records, cgroups, images.
 
 use std::fs::File;
 use std::io::Read;
@@ -21,13 +21,14 @@ pub const COMMAND_LIMIT: Duration = Duration::from_secs(100);
 /// Limit for calls on the control socket and to keepers that cause no long work.
 pub const CALL_LIMIT: Duration = Duration::from_secs(10);
 
-/// Most bytes that are read of a JSON file of the shim. The OCI spec of a pod with thousands of
-/// mounts is below a megabyte, and so is a process with its environment.
+/// Most bytes that are read of a JSON file of an OCI bundle. The spec of a pod with thousands of
+/// mounts is below a megabyte.
 const MAX_OCI_JSON: u64 = 8 << 20;
 
 const CGROUP_ROOT: &str = "/sys/fs/cgroup";
 
-/// Reads a JSON file that the shim wrote for this call. `what`: the file's content, for errors.
+/// Reads a JSON file that containerd wrote into an OCI bundle. `what`: the file's content, for
+/// errors.
 pub fn read_oci_json(path: &Path, what: &str) -> anyhow::Result<Value> {
     let read = || -> anyhow::Result<Value> {
         let mut bytes = Vec::new();
@@ -91,8 +92,7 @@ impl Node {
         }
     }
 
-    /// Reads the record of a container. go-runc recognizes a missing container by the words "does
-    /// not exist" of the error.
+    /// Reads the record of a container.
     pub fn container(&self, id: &ContainerId) -> anyhow::Result<ContainerRecord> {
         let record = self.records.container(id);
         record.with_context(|| format!("container {} does not exist", id.as_str()))

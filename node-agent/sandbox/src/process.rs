@@ -1,4 +1,4 @@
-//! Processes that torpor-oci runs in a sandbox for its own purposes, and waits for.
+//! Processes that Torpor runs in a sandbox for its own purposes, and waits for.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::BorrowedFd;
@@ -20,7 +20,7 @@ pub fn nothing() -> std::io::Result<File> {
     OpenOptions::new().read(true).write(true).open("/dev/null")
 }
 
-/// Opens the file of torpor-oci itself, to be run in the sandbox. The file is open for reading
+/// Opens the file of this program, to be run in the sandbox. The file is open for reading
 /// only: gVisor runs no file that a program in the sandbox could write to.
 pub fn own_program() -> anyhow::Result<File> {
     File::open("/proc/self/exe").context("cannot open the own program")

@@ -270,7 +270,7 @@ fn refuse_outdated(
 }
 
 /// Adds a container to its pod; returns the pod's state. A hibernated pod becomes a pod that is
-/// being restored: the kubelet recreates a container whose keeper was killed.
+/// being restored: the kubelet recreates a container whose keeper has ended.
 pub fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
     let state = node.records.state(sandbox)?;
     let SandboxState::Hibernated { image } = state else {
@@ -371,7 +371,7 @@ fn is_copy(node: &Node, pod: &PodRecord) -> anyhow::Result<bool> {
     Ok(Spec(spec).annotation(RESTORE_COPY) == Some("true"))
 }
 
-/// Verb of the agent: restores a hibernated sandbox in place. Standard input holds the lock. The
+/// Command of the agent: restores a hibernated sandbox in place. Standard input holds the lock. The
 /// agent appends the ledger's entries, except `Awake`, which is appended here before a peer
 /// receives anything from the sandbox.
 pub fn wake(
@@ -385,16 +385,16 @@ pub fn wake(
     Ok(Answer::ok(serde_json::to_value(note)?))
 }
 
-/// Returns the answer of a verb that has failed. `failed`: the reason of an error that has no reason
-/// of its own.
+/// Returns the answer of a command that has failed. `failed`: the reason of an error that has no
+/// reason of its own.
 pub fn refused(failed: &str, error: &anyhow::Error) -> Answer {
     let refusal = error.downcast_ref::<Refusal>();
     let reason = refusal.map_or(failed, |refusal| refusal.reason);
     Answer::refused(reason, format!("{error:#}"))
 }
 
-/// Prints the answer of a verb to standard output, the connection to the caller. `failed`: reason
-/// of a refusal whose error has no reason of its own.
+/// Prints the answer of a command to standard output, the connection to the caller. `failed`: the
+/// reason of a refusal whose error has no reason of its own.
 pub fn answer(failed: &str, result: anyhow::Result<Answer>) -> ExitCode {
     let answer = result.unwrap_or_else(|error| refused(failed, &error));
     let code = if answer.ok {

@@ -12,19 +12,15 @@ use std::process::ExitCode;
 
 use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::types::introspection::RuntimeInfo;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 mod allocator;
-mod container;
-mod events;
-mod exec;
-mod init;
+mod args;
+mod commands;
+mod keeper;
 mod log;
-mod process;
 mod service;
-mod stats;
-mod streams;
 mod task;
-mod verbs;
 
 /// Name of the runtime in containerd's configuration.
 const RUNTIME: &str = "io.containerd.torpor.v1";
@@ -40,13 +36,26 @@ fn print_info() -> std::io::Result<()> {
     std::io::stdout().write_all(&bytes)
 }
 
+/// Allows this process as many descriptors as the system does: it holds those of all containers and
+/// exec'd processes of its pod. systemd starts containerd with a low soft limit.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    // With the old limit the pod has room for fewer processes.
+    let _ = setrlimit(Resource::Nofile, raised);
+}
+
 fn main() -> ExitCode {
-    // containerd's arguments begin with a flag.
-    let is_command = std::env::args_os()
-        .nth(1)
-        .is_some_and(|first| !first.as_encoded_bytes().starts_with(b"-"));
+    // containerd's arguments begin with a flag of one hyphen.
+    let is_command = std::env::args_os().nth(1).is_some_and(|first| {
+        let first = first.as_encoded_bytes();
+        !first.starts_with(b"-") || first.starts_with(b"--")
+    });
     if is_command {
-        return torpor_oci::main();
+        return commands::run();
     }
     if std::env::args_os().any(|argument| argument == "-info") {
         return match print_info() {
@@ -57,6 +66,9 @@ fn main() -> ExitCode {
             }
         };
     }
+    // Before the library starts its first thread.
+    allocator::use_one_arena();
+    raise_descriptor_limit();
     let config = containerd_shim::Config {
         // The messages of all parts of the shim go to containerd's log by `log::begin`.
         no_setup_logger: true,

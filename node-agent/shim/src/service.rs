@@ -4,7 +4,7 @@
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use containerd_shim::api::DeleteResponse;
 use containerd_shim::protos::protobuf::MessageField;
@@ -16,13 +16,15 @@ use containerd_shim::{
 use torpor_runsc::spec::Spec;
 use torpor_sandbox::node::read_oci_json;
 
-use crate::container::Pod;
-use crate::events::Events;
-use crate::task::{TaskService, timestamp};
-use crate::{allocator, init, log, verbs};
+use crate::log;
+use crate::task::container::Pod;
+use crate::task::events::Events;
+use crate::task::{TaskService, init, timestamp, verbs};
 
 /// Environment variable with the address of containerd's ttrpc socket.
 const TTRPC_ADDRESS: &str = "TTRPC_ADDRESS";
+/// Time in which the calls under way end once the shim is to end.
+const END_LIMIT: Duration = Duration::from_secs(3);
 /// Exit code of a container whose shim has died: that of a killed process.
 const KILLED: u32 = 137;
 
@@ -67,6 +69,11 @@ impl Shim for Service {
         let address = socket_address(&opts.address, &opts.namespace, &sandbox);
         let path = address.strip_prefix("unix://").unwrap_or(&address);
         if UnixStream::connect(path).is_err() {
+            if opts.id != sandbox {
+                return Err(other(
+                    "the pod's shim has ended, and its containers with it",
+                ));
+            }
             let (pid, _) = spawn(opts, &sandbox, Vec::new())?;
             containerd_shim::cgroup::adjust_oom_score(pid)?;
         }
@@ -77,7 +84,7 @@ impl Shim for Service {
     /// Removes what a container has left whose shim is dead. containerd kills this process after
     /// five seconds, and the removal goes on.
     fn delete_shim(&mut self) -> Result<DeleteResponse> {
-        verbs::run_detached("remove", &[&self.id]).map_err(other)?;
+        verbs::run_detached("delete", &["--force", &self.id]).map_err(other)?;
         init::unmount(&self.bundle);
         Ok(DeleteResponse {
             exit_status: KILLED,
@@ -95,10 +102,14 @@ impl Shim for Service {
         // library finds the socket.
         let path = self.socket.strip_prefix("unix://").unwrap_or(&self.socket);
         let _ = std::fs::remove_file(path);
+        // The library waits for calls that containerd has given up.
+        std::thread::spawn(|| {
+            std::thread::sleep(END_LIMIT);
+            std::process::exit(0);
+        });
     }
 
     fn create_task_service(&self, _publisher: RemotePublisher) -> Self::T {
-        allocator::use_one_arena();
         log::begin();
         // The shim outlives containerd, and gets no signals of its terminal.
         let _ = rustix::process::setsid();

@@ -15,12 +15,11 @@ use containerd_shim::protos::events::task::{
     TaskCreate, TaskDelete, TaskExecAdded, TaskIO, TaskPaused, TaskResumed,
 };
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
-use containerd_shim::protos::protobuf::{EnumOrUnknown, MessageDyn, MessageField};
-use containerd_shim::protos::topics;
+use containerd_shim::protos::protobuf::{EnumOrUnknown, MessageField};
 use containerd_shim::protos::ttrpc::{self, Code, get_status};
 use containerd_shim::protos::types::task::ProcessInfo;
-use containerd_shim::util::convert_to_any;
 use containerd_shim::{Task, TtrpcContext};
+use nix::sys::signal::Signal;
 use rustix::termios::Winsize;
 use torpor_core::ids::ContainerId;
 use torpor_records::SandboxState;
@@ -28,17 +27,27 @@ use torpor_runsc::control;
 use torpor_runsc::keeper::{self, Request};
 use torpor_sandbox::node::{CALL_LIMIT, Node};
 
-use crate::container::{Container, Pod, lock};
-use crate::exec::Exec;
-use crate::process::{Exit, Life, Stage};
-use crate::streams::Paths;
-use crate::{init, stats, verbs};
+use crate::commands::FINISHED;
 
-/// By these words the command `kill` reports that the container has no process
-/// (`torpor_oci::kill`).
-const NOT_RUNNING: &str = "container not running";
-/// By these words containerd recognizes that a signal came too late.
-const FINISHED: &str = "process already finished";
+pub(crate) mod container;
+pub(crate) mod events;
+mod exec;
+pub(crate) mod init;
+mod process;
+mod run;
+mod stats;
+mod streams;
+pub(crate) mod verbs;
+
+use container::{Container, Pod, lock};
+use exec::Exec;
+use process::{Exit, Life, Stage};
+use streams::Paths;
+use verbs::Caller;
+
+/// Most processes of exec in one container at once. Each holds up to eight descriptors of the shim,
+/// which needs some to end the container.
+const MAX_EXECS: usize = 256;
 
 type Result<T> = ttrpc::Result<T>;
 
@@ -96,6 +105,14 @@ impl TaskService {
         self.pod.get(id).ok_or_else(|| missing(id))
     }
 
+    /// Returns the container, also one whose creation is under way.
+    fn container_to_delete(&self, id: &str) -> Result<Arc<Container>> {
+        self.container(id).or_else(|_| {
+            let _created = lock(&self.pod.creating);
+            self.container(id)
+        })
+    }
+
     /// Returns the process: of an empty `exec`, the container's first one.
     fn named(&self, id: &str, exec: &str) -> Result<Named> {
         let container = self.container(id)?;
@@ -104,10 +121,6 @@ impl TaskService {
         }
         let found = container.exec(exec).ok_or_else(|| missing(exec))?;
         Ok(Named::Exec(found))
-    }
-
-    fn publish(&self, topic: &'static str, message: Box<dyn MessageDyn>) {
-        self.pod.events.publish(topic, message);
     }
 
     fn node(&self) -> Result<&Node> {
@@ -134,7 +147,7 @@ impl TaskService {
         let mut args = vec![container.id.as_str(), signal.as_str()];
         args.extend(all.then_some("--all"));
         verbs::run("kill", &args).map_err(|error| match format!("{error:#}") {
-            text if text.contains(NOT_RUNNING) => status(Code::NOT_FOUND, FINISHED),
+            text if text.contains(FINISHED) => status(Code::NOT_FOUND, FINISHED),
             _ => failed(error),
         })
     }
@@ -150,7 +163,15 @@ impl TaskService {
                 "the process is not started",
             )),
             Some(Ok(())) => Ok(()),
-            Some(Err(control::Error::NotRunning { .. })) => Err(status(Code::NOT_FOUND, FINISHED)),
+            // The process has just ended.
+            Some(Err(control::Error::NotRunning { .. } | control::Error::Refused { .. })) => {
+                Err(status(Code::NOT_FOUND, FINISHED))
+            }
+            // A sandbox that does not answer cannot keep the caller from giving the process up.
+            Some(Err(_)) if number == Signal::SIGKILL as i32 => {
+                exec.give_up();
+                Ok(())
+            }
             Some(Err(error)) => Err(failed(anyhow::Error::new(error))),
         }
     }
@@ -184,13 +205,13 @@ impl TaskService {
             exited_at: MessageField::some(timestamp(exit.at)),
             ..TaskDelete::default()
         };
-        self.publish(topics::TASK_DELETE_EVENT_TOPIC, Box::new(event));
+        self.pod.events.publish(&event);
         Ok(exit)
     }
 }
 
 impl Task for TaskService {
-    fn create(&self, _: &TtrpcContext, req: CreateTaskRequest) -> Result<CreateTaskResponse> {
+    fn create(&self, call: &TtrpcContext, req: CreateTaskRequest) -> Result<CreateTaskResponse> {
         let id = ContainerId::try_from(req.id.clone())
             .map_err(|error| status(Code::INVALID_ARGUMENT, error))?;
         let paths = Paths {
@@ -199,7 +220,8 @@ impl Task for TaskService {
             stderr: req.stderr.clone(),
             terminal: req.terminal,
         };
-        init::create(&self.pod, id, Path::new(&req.bundle), &req.rootfs, paths).map_err(failed)?;
+        let bundle = Path::new(&req.bundle);
+        init::create(&self.pod, Caller(call), id, bundle, &req.rootfs, paths).map_err(failed)?;
         let event = TaskCreate {
             container_id: req.id,
             bundle: req.bundle,
@@ -215,17 +237,17 @@ impl Task for TaskService {
             pid: own_pid(),
             ..TaskCreate::default()
         };
-        self.publish(topics::TASK_CREATE_EVENT_TOPIC, Box::new(event));
+        self.pod.events.publish(&event);
         Ok(CreateTaskResponse {
             pid: own_pid(),
             ..CreateTaskResponse::default()
         })
     }
 
-    fn start(&self, _: &TtrpcContext, req: StartRequest) -> Result<StartResponse> {
+    fn start(&self, call: &TtrpcContext, req: StartRequest) -> Result<StartResponse> {
         match self.named(&req.id, &req.exec_id)? {
-            Named::Init(container) => init::start(&self.pod, &container),
-            Named::Exec(exec) => exec.start(&self.pod),
+            Named::Init(container) => init::start(&self.pod, Caller(call), &container),
+            Named::Exec(exec) => exec.start(&self.pod, Caller(call)),
         }
         .map_err(failed)?;
         Ok(StartResponse {
@@ -251,6 +273,10 @@ impl Task for TaskService {
             let text = format_args!("the process {id} exists");
             return Err(status(Code::ALREADY_EXISTS, text));
         }
+        if execs.len() >= MAX_EXECS {
+            let text = format_args!("the container has {MAX_EXECS} processes of exec");
+            return Err(status(Code::RESOURCE_EXHAUSTED, text));
+        }
         execs.insert(id.clone(), exec);
         drop(execs);
         let event = TaskExecAdded {
@@ -258,7 +284,7 @@ impl Task for TaskService {
             exec_id: id,
             ..TaskExecAdded::default()
         };
-        self.publish(topics::TASK_EXEC_ADDED_EVENT_TOPIC, Box::new(event));
+        self.pod.events.publish(&event);
         Ok(Empty::default())
     }
 
@@ -291,8 +317,10 @@ impl Task for TaskService {
         })
     }
 
-    fn wait(&self, _: &TtrpcContext, req: WaitRequest) -> Result<WaitResponse> {
-        let exit = self.named(&req.id, &req.exec_id)?.life().wait();
+    fn wait(&self, call: &TtrpcContext, req: WaitRequest) -> Result<WaitResponse> {
+        let named = self.named(&req.id, &req.exec_id)?;
+        let waited = named.life().wait_unless(|| Caller(call).is_gone());
+        let exit = waited.ok_or_else(|| status(Code::CANCELLED, "nobody waits any more"))?;
         Ok(WaitResponse {
             exit_status: exit.code.into(),
             exited_at: MessageField::some(timestamp(exit.at)),
@@ -309,9 +337,10 @@ impl Task for TaskService {
     }
 
     fn delete(&self, _: &TtrpcContext, req: DeleteRequest) -> Result<DeleteResponse> {
+        let container = self.container_to_delete(&req.id)?;
         let exit = match self.named(&req.id, &req.exec_id)? {
             Named::Init(container) => self.delete_init(&container)?,
-            Named::Exec(exec) => self.delete_exec(&*self.container(&req.id)?, &exec)?,
+            Named::Exec(exec) => self.delete_exec(&container, &exec)?,
         };
         Ok(DeleteResponse {
             pid: own_pid(),
@@ -328,7 +357,7 @@ impl Task for TaskService {
             container_id: req.id,
             ..TaskPaused::default()
         };
-        self.publish(topics::TASK_PAUSED_EVENT_TOPIC, Box::new(event));
+        self.pod.events.publish(&event);
         Ok(Empty::default())
     }
 
@@ -339,19 +368,18 @@ impl Task for TaskService {
             container_id: req.id,
             ..TaskResumed::default()
         };
-        self.publish(topics::TASK_RESUMED_EVENT_TOPIC, Box::new(event));
+        self.pod.events.publish(&event);
         Ok(Empty::default())
     }
 
     fn pids(&self, _: &TtrpcContext, req: PidsRequest) -> Result<PidsResponse> {
-        let container = self.container(&req.id)?;
-        let runs = container.life.exit().is_none();
-        let process = ProcessInfo {
-            pid: own_pid(),
-            ..ProcessInfo::default()
-        };
+        // containerd takes a container without a process for one that it has lost.
+        self.container(&req.id)?;
         Ok(PidsResponse {
-            processes: runs.then_some(process).into_iter().collect(),
+            processes: vec![ProcessInfo {
+                pid: own_pid(),
+                ..ProcessInfo::default()
+            }],
             ..PidsResponse::default()
         })
     }
@@ -396,9 +424,9 @@ impl Task for TaskService {
         let container = self.container(&req.id)?;
         let node = self.node()?;
         let record = node.container(&container.id).map_err(failed)?;
-        let figures = stats::read(&node.cgroups, &record.cgroup);
+        let figures = stats::read(&node.cgroups, &record.cgroup)?;
         Ok(StatsResponse {
-            stats: MessageField::some(convert_to_any(figures)?),
+            stats: MessageField::some(figures),
             ..StatsResponse::default()
         })
     }

@@ -2,8 +2,7 @@
 //!
 //! ```text
 //! <install dir>/bin/containerd-shim-torpor-v1  the shim
-//! <install dir>/bin/torpor-oci      the OCI runtime for the stock shim
-//! <install dir>/bin/torpor-oci.json configuration of both and of the agent
+//! <install dir>/bin/torpor-oci.json configuration of the shim and the agent
 //! <install dir>/bin/runsc-<digest>  a build of runsc
 //! <install dir>/bin/runsc-<digest>.flags  flags of this build
 //! <install dir>/bin/pause-<digest>.erofs  root file system of pause containers
@@ -37,20 +36,21 @@ use super::restart;
 use super::runsc::{Build, digest};
 use super::zram::Zram;
 use crate::args::{
-    ContainerdArgs, InstallArgs, NodePaths, PodShim, ShareOfMemory, StatsPeriod, UninstallArgs,
+    ContainerdArgs, InstallArgs, NodePaths, ShareOfMemory, StatsPeriod, UninstallArgs,
 };
 
-/// Name of torpor-oci's program, in the payload and in the directory of binaries.
-pub(crate) const OCI: &str = "torpor-oci";
-/// Name of the shim's program, in the same places.
+/// Name of the shim's program, in the payload and in the directory of binaries.
 pub(crate) const SHIM: &str = "containerd-shim-torpor-v1";
+/// Name of the OCI runtime of 0.1, which ran below containerd's stock shim. The pods that it has
+/// made need it until they are gone, so that only the uninstallation removes it.
+const OCI: &str = "torpor-oci";
 const DROP_IN: &str = "torpor.toml";
 const EXECUTABLE: Mode = Mode::New(0o755);
 
 /// The changes that an installation or an uninstallation made.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Outcome {
-    /// A binary or torpor-oci's configuration was written or removed.
+    /// A binary or the configuration was written or removed.
     pub(crate) binaries: bool,
     /// containerd's configuration was written.
     pub(crate) containerd: bool,
@@ -100,8 +100,7 @@ impl Node {
                 drop_in,
                 handler: Handler {
                     name: containerd.runtime_handler.clone(),
-                    shim: containerd.shim,
-                    binary: paths.bin_dir().join(program_of(containerd.shim)),
+                    shim: paths.bin_dir().join(SHIM),
                 },
                 stats_period,
             },
@@ -317,15 +316,7 @@ fn default_wakes() -> u32 {
     u32::try_from(online).unwrap_or(1).saturating_add(1)
 }
 
-/// Returns the name of the program that containerd, or its stock shim, runs for a pod.
-fn program_of(shim: PodShim) -> &'static str {
-    match shim {
-        PodShim::Torpor => SHIM,
-        PodShim::Runc => OCI,
-    }
-}
-
-/// Places runsc first and the programs that run it last. Returns whether a file was written.
+/// Places runsc first and the shim, which runs it, last. Returns whether a file was written.
 fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool, Error> {
     let runsc = build.file_name();
     let placed = node.bin.join(&runsc);
@@ -349,13 +340,7 @@ fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool
         debug_log_dir: args.runsc_debug_dir.clone(),
     };
     changed |= write_json(&node.bin.join(config::FILE_NAME), &config, Mode::New(0o644))?;
-    for program in [OCI, SHIM] {
-        changed |= place(
-            &args.payload_dir.join(program),
-            None,
-            &node.bin.join(program),
-        )?;
-    }
+    changed |= place(&args.payload_dir.join(SHIM), None, &node.bin.join(SHIM))?;
     Ok(changed)
 }
 

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use toml_edit::{Array, DocumentMut, Item, Value};
 
 use super::error::Error;
-use crate::args::{PodShim, StatsPeriod};
+use crate::args::StatsPeriod;
 
 const BEGIN: &str =
     "# begin torpor (written by torpor-agent install, removed by torpor-agent uninstall)\n";
@@ -24,9 +24,8 @@ const END: &str = "# end torpor\n";
 #[derive(Debug, Clone)]
 pub(super) struct Handler {
     pub(super) name: String,
-    pub(super) shim: PodShim,
-    /// The host's path of the shim's program, or of the OCI runtime that the stock shim runs.
-    pub(super) binary: PathBuf,
+    /// The host's path of the shim's program.
+    pub(super) shim: PathBuf,
 }
 
 /// The place of the handler in containerd's configuration.
@@ -85,26 +84,15 @@ pub(super) fn place(path: &Path, main: &DocumentMut) -> Result<Place, Error> {
 }
 
 fn sections(plugin: &str, handler: &Handler) -> String {
-    let Handler { name, shim, binary } = handler;
-    let binary = Value::from(binary.to_string_lossy().into_owned());
-    let section = format!("[plugins.\"{plugin}\".containerd.runtimes.{name}");
-    let annotations = "pod_annotations = [\"torpor.dev/*\"]\n\
-                       container_annotations = [\"torpor.dev/*\"]\n";
-    match shim {
-        PodShim::Torpor => format!(
-            "{section}]\n\
-             runtime_type = \"io.containerd.torpor.v1\"\n\
-             runtime_path = {binary}\n\
-             {annotations}"
-        ),
-        PodShim::Runc => format!(
-            "{section}]\n\
-             runtime_type = \"io.containerd.runc.v2\"\n\
-             {annotations}\
-             {section}.options]\n\
-             BinaryName = {binary}\n"
-        ),
-    }
+    let Handler { name, shim } = handler;
+    let shim = Value::from(shim.to_string_lossy().into_owned());
+    format!(
+        "[plugins.\"{plugin}\".containerd.runtimes.{name}]\n\
+         runtime_type = \"io.containerd.torpor.v1\"\n\
+         runtime_path = {shim}\n\
+         pod_annotations = [\"torpor.dev/*\"]\n\
+         container_annotations = [\"torpor.dev/*\"]\n"
+    )
 }
 
 /// The plugin of containerd 2 whose section holds the handlers.

@@ -123,7 +123,7 @@ impl Build {
         format!("{RUNSC}-{}", &self.digest.to_hex()[..12])
     }
 
-    /// Returns the build's digest in the form of torpor-oci's configuration, images and the API.
+    /// Returns the build's digest in the form of the node's configuration, images and the API.
     pub(super) fn config_digest(&self) -> String {
         format!("blake3:{}", self.digest.to_hex())
     }

@@ -2,8 +2,8 @@
 //!
 //! Only sandboxes that may fall asleep by themselves are watched. Each look costs one call on the
 //! control socket and a few file times. Before a sandbox falls asleep, the agent also requests the
-//! times of its packets from its keeper (which runs a process on the host, with a right that
-//! the agent does not have) and reads the busy mark in the sandbox.
+//! times of its packets from its keeper (which runs a command on the host, with a right that the
+//! agent does not have) and reads the busy mark in the sandbox.
 
 use std::time::{Duration, Instant, SystemTime};
 

@@ -243,8 +243,8 @@ fn memory_usage(node: &Node, record: &PodRecord) -> Option<u64> {
     asked.ok()
 }
 
-/// Requests the bytes of the sandbox's filestores through its keeper. None with a keeper
-/// of an older version.
+/// Requests the bytes of the sandbox's filestores through its keeper. None if they cannot be
+/// measured.
 fn filestores(node: &Node, record: &PodRecord, lock: &PodLock) -> Option<u64> {
     #[derive(serde::Deserialize)]
     #[serde(rename_all = "camelCase")]

@@ -1,6 +1,7 @@
 //! The reconcile loop: one task per Pod UID, which observes, plans, publishes and acts.
 //!
-//! Only this task and torpor-oci change a sandbox on this node; the sandbox's lock separates them.
+//! Only this task and the Pod's shim change a sandbox on this node; the sandbox's lock separates
+//! them.
 //! The caches deliver what the API wants. A task runs when something about its Pod changed, when
 //! its plan requires it, and at intervals in any case, because the node itself sends no events.
 

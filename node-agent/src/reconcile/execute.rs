@@ -21,7 +21,7 @@ use torpor_runsc::resume::{self, PausedSandbox};
 use torpor_runsc::save;
 use torpor_snapshots::{LedgerFile, Listed, Removed, SaveError, ledger_file};
 
-use crate::install::{OCI, SHIM};
+use crate::install::SHIM;
 use crate::policy::exec_leftovers;
 use crate::policy::probe_gap;
 use crate::policy::saves;
@@ -104,7 +104,7 @@ pub(crate) fn execute(context: &Context<'_>, step: &Step) -> Outcome {
     let outcome = act(context, &step.action, &ledger, left.as_ref());
     let entry = match (&outcome, &step.action) {
         (Outcome::Done | Outcome::Already, Action::DiscardLedger) => None,
-        // torpor-oci has written the entry already, before the sandbox could send anything.
+        // The shim's command has written the entry already, before the sandbox could send anything.
         (Outcome::Done, Action::Wake { .. }) if is_awake(&ledger) => None,
         (Outcome::Done | Outcome::Already, _) => step.after.clone(),
         (Outcome::Failed { reason, .. }, Action::Wake { image }) => Some(Entry::WakeFailed {
@@ -557,8 +557,8 @@ fn notify_keepers(
     }
 }
 
-/// Runs a verb of torpor-oci through the Pod's keeper. The program holds the lock until
-/// it ends, even if the agent ends before.
+/// Runs a command of the shim through the Pod's keeper. The command holds the lock until it ends,
+/// even if the agent ends before.
 fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
     let Some((record, lock)) = context.sandbox else {
         return no_sandbox();
@@ -581,15 +581,7 @@ fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
 fn reclaim(context: &Context<'_>, image: &ImageId) -> Outcome {
     let outcome = run_verb(context, Verb::Doze, image);
     if let (Outcome::Done, Some((record, _))) = (&outcome, context.sandbox) {
-        let pause = context
-            .node
-            .records
-            .container(&record.sandbox.clone().into());
-        let own = match pause.is_ok_and(|pause| pause.in_shim) {
-            true => SHIM,
-            false => OCI,
-        };
-        for program in [record.runsc.clone(), record.runsc.with_file_name(own)] {
+        for program in [record.runsc.clone(), record.runsc.with_file_name(SHIM)] {
             // A failure only makes the next wake slower.
             if let Err(error) = programs::keep_in_memory(&program) {
                 tracing::warn!(error = words(&error), "cannot keep a program in memory");

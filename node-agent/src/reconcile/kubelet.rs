@@ -308,7 +308,7 @@ mod tests {
                 {
                     "name": "b",
                     "readinessProbe": { "exec": { "command": ["true"] } },
-                    // A keeper without TLS is to leave the whole port alone.
+                    // The port counts as one over TLS, because another probe uses TLS there.
                     "livenessProbe": { "tcpSocket": { "port": 8443 } },
                 },
             ],

@@ -126,7 +126,7 @@ impl Node {
         self.limits.per_namespace.bytes(total)
     }
 
-    /// Requests from the Pod's keeper to run a verb of torpor-oci. The program holds the lock
+    /// Requests from the Pod's keeper to run a command of the shim. The command holds the lock
     /// until it ends, even if the agent ends before.
     pub(crate) fn ask_keeper(
         &self,

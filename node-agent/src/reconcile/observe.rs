@@ -212,7 +212,7 @@ fn capable(node: &Node) -> Result<(), String> {
     }
 }
 
-/// Returns the state of the Pod's restore, by the sandbox's state and torpor-oci's report.
+/// Returns the state of the Pod's restore, by the sandbox's state and the shim's report.
 fn restore(
     state: Option<&SandboxState>,
     report: Result<Option<RestoreReport>, torpor_records::Error>,

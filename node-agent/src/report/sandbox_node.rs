@@ -49,7 +49,7 @@ pub(crate) struct Subject {
     pub(crate) node: Arc<Node>,
     /// Name of Torpor's runtime handler in containerd's configuration.
     pub(crate) handler: String,
-    /// Path of torpor-oci's configuration, which the installer may write while this agent runs.
+    /// Path of the node's configuration, which the installer may write while this agent runs.
     pub(crate) config: PathBuf,
     pub(crate) pressure: Arc<NodePressure>,
     pub(crate) kata: Option<Arc<Kata>>,

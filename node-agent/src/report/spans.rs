@@ -1,7 +1,7 @@
 //! Spans of the agent's steps, and of wakes and restores by other processes.
 //!
-//! torpor-oci wakes and restores sandboxes without the agent, and leaves a note with the time of
-//! each stage (`wake.json`, `restore.json`). The agent makes the spans from this note afterwards. A
+//! Shims wake and restore sandboxes without the agent, and leave a note with the time of each stage
+//! (`wake.json`, `restore.json`). The agent makes the spans from this note afterwards. A
 //! wake itself therefore does no work for spans, whether they are exported or not.
 //!
 //! A span belongs to the trace of the Pod's Sandbox, which the controller writes into an annotation

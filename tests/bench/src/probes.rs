@@ -1,6 +1,7 @@
 //! Cost of a kubelet's probe while a sandbox dozes: answered for it, beside resuming it for the
 //! probe and the probe of a sandbox that is awake.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -9,6 +10,7 @@ use serde_json::{Value, json};
 use torpor_api::annotations::DOZE_AFTER;
 use torpor_tests::{
     case::Case,
+    machine::Process,
     pods::{PYTHON, annotated, with},
 };
 
@@ -88,6 +90,8 @@ struct Subjects {
     silent: Sleeper,
     /// Never sleeps, and is probed by the kubelet.
     awake: Sleeper,
+    /// The shims of all, by the UIDs of their Pods.
+    shims: HashMap<String, Process>,
 }
 
 /// Seconds of processor time.
@@ -104,17 +108,34 @@ impl Subjects {
     async fn of(case: &Case) -> anyhow::Result<Self> {
         let mut all = Sleeper::all(case).await?;
         let mut of = |name: &str| all.remove(name).with_context(|| format!("no Pod {name}"));
-        Ok(Self {
+        let mut subjects = Self {
             probed: of("probed")?,
             resumed: of("resumed")?,
             silent: of("silent")?,
             awake: of("awake")?,
-        })
+            shims: HashMap::new(),
+        };
+        let Self {
+            probed,
+            resumed,
+            silent,
+            awake,
+            ..
+        } = &subjects;
+        for uid in [probed, resumed, silent, awake].map(|pod| pod.uid.clone()) {
+            let shim = case.node.shim(&uid)?;
+            subjects.shims.insert(uid, shim);
+        }
+        Ok(subjects)
     }
 
-    /// Returns what each Pod, its keepers included, and the agent have used so far.
+    /// Returns what each Pod, its shim included, and the agent have used so far.
     fn used(&self) -> anyhow::Result<Used> {
-        let of = |pod: &Sleeper| anyhow::Ok(processor_time(pod.pod_cgroup())?.as_secs_f64());
+        let of = |pod: &Sleeper| {
+            let shim = self.shims.get(&pod.uid).map(std::slice::from_ref);
+            let shim = shim.map_or(Duration::ZERO, node::processor_time);
+            anyhow::Ok((processor_time(pod.pod_cgroup())? + shim).as_secs_f64())
+        };
         Ok(Used {
             probed: of(&self.probed)?,
             resumed: of(&self.resumed)?,
@@ -204,5 +225,5 @@ fn print(quiet: &Used, quiet_took: f64, busy: &Used, took: f64, rounds: u32) {
         "a probe for which the sandbox is resumed, until it dozes again",
         own + agent,
     );
-    println!("    of that: sandbox and keeper {own:.1}, agent {agent:.1}");
+    println!("    of that: sandbox and shim {own:.1}, agent {agent:.1}");
 }

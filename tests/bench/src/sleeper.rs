@@ -132,7 +132,7 @@ impl Sleeper {
         found.with_context(|| format!("the node has no record of Pod {name}"))
     }
 
-    /// Reads a record of torpor-oci; null where there is none.
+    /// Reads a record of the sandbox; null where there is none.
     pub(crate) fn record(&self, name: &str) -> Value {
         let text = fs::read(self.records.join(name)).unwrap_or_default();
         serde_json::from_slice(&text).unwrap_or_default()
@@ -150,7 +150,7 @@ impl Sleeper {
         stages(&self.record("wake.json")["stagesEndMicros"])
     }
 
-    /// Returns the cgroup of the Pod: of the sandbox and its keepers.
+    /// Returns the cgroup of the Pod: of the sandbox, without the Pod's shim.
     pub(crate) fn pod_cgroup(&self) -> &Path {
         self.cgroup.parent().unwrap_or(&self.cgroup)
     }

@@ -10,8 +10,8 @@ use torpor_tests::case::alone_within;
 use torpor_tests::chaos::schedule::Victim;
 use torpor_tests::chaos::{self, Plan};
 
-/// Kills agent, keepers, shims, containerd and gVisor at random points while sandboxes go to sleep
-/// and wake under load, and checks that nothing is lost, stuck or left over.
+/// Kills agent, shims, their commands, containerd and gVisor at random points while sandboxes go to
+/// sleep and wake under load, and checks that nothing is lost, stuck or left over.
 #[derive(Debug, Parser)]
 #[command(name = "hack/chaos")]
 struct Args {

@@ -1,5 +1,5 @@
-//! Commands of short duration, found by their command lines: torpor-oci as containerd's runtime,
-//! and runsc or its substitute.
+//! Commands of short duration, found by their command lines: those that the shim runs for
+//! containerd, and runsc or its substitute.
 
 use anyhow::Context;
 use torpor_core::ledger::LedgerState;
@@ -9,9 +9,9 @@ use super::strike::is_in_image;
 use crate::machine::{self, Process};
 use crate::node::Node;
 
-const VERBS_OF_OCI: [&str; 3] = ["create", "start", "delete"];
+const VERBS_OF_SHIM: [&str; 3] = ["create", "start", "delete"];
 const VERBS_OF_RUNSC: [&str; 4] = ["create", "restore", "delete", torpor_runsc_direct::COMMAND];
-/// Beginning of the arguments of each runsc that torpor-oci runs (`torpor_runsc::command`).
+/// Beginning of the arguments of each runsc that Torpor runs (`torpor_runsc::command`).
 const LOG_OF_RUNSC: &str = "--log=/proc/self/fd/";
 
 /// A command for one container.
@@ -19,18 +19,21 @@ const LOG_OF_RUNSC: &str = "--log=/proc/self/fd/";
 pub struct RunningCommand<'a> {
     pub verb: &'a str,
     pub container: &'a str,
-    /// Bundle in the arguments, if there is one.
+    /// The OCI bundle of a container that is created.
     bundle: Option<&'a str>,
 }
 
-/// Parses the command line of torpor-oci, run by containerd's shim.
-pub fn of_oci(command: &str) -> Option<RunningCommand<'_>> {
-    let program = command.split(' ').next()?;
-    let is_oci = program.rsplit('/').next() == Some("torpor-oci");
-    is_oci.then(|| RunningCommand::parse(command, &VERBS_OF_OCI))?
+/// Parses the command line of a command that the shim runs on a container.
+pub fn of_shim(command: &str) -> Option<RunningCommand<'_>> {
+    let mut words = command.split(' ');
+    let (program, first) = (words.next()?, words.next()?);
+    let is_command = program.strip_prefix("torpor-") == Some(first);
+    let bundle = words.next().filter(|_| first == "create");
+    let found = is_command.then(|| RunningCommand::parse(command, &VERBS_OF_SHIM))?;
+    found.map(|found| RunningCommand { bundle, ..found })
 }
 
-/// Parses the command line of a runsc that torpor-oci runs, or of the process that begins a sandbox
+/// Parses the command line of a runsc that Torpor runs, or of the process that begins a sandbox
 /// in its place.
 ///
 /// Processes that runsc leaves running (`runsc-sandbox`, `runsc-gofer`) do not match.
@@ -48,11 +51,10 @@ impl<'a> RunningCommand<'a> {
     fn parse(command: &'a str, verbs: &[&str]) -> Option<Self> {
         let words: Vec<&str> = command.split(' ').collect();
         let verb = words.iter().copied().find(|word| verbs.contains(word))?;
-        let bundle = words.iter().position(|word| *word == "--bundle");
         Some(Self {
             verb,
             container: words.last().copied()?,
-            bundle: bundle.and_then(|at| words.get(at + 1).copied()),
+            bundle: None,
         })
     }
 
@@ -107,14 +109,14 @@ mod tests {
 
     #[test]
     fn a_command_is_recognized_by_its_program_and_verb() {
-        let oci = "/usr/local/bin/torpor-oci --root /run/x --log /run/l create --bundle /run/b --pid-file /run/p c0ffee";
+        let command = "torpor-create create /run/b c0ffee";
         let create = RunningCommand {
             verb: "create",
             container: "c0ffee",
             bundle: Some("/run/b"),
         };
-        assert_eq!(of_oci(oci), Some(create));
-        assert_eq!(of_runsc(oci), None);
+        assert_eq!(of_shim(command), Some(create));
+        assert_eq!(of_runsc(command), None);
         let runsc = "/opt/torpor/runsc --log=/proc/self/fd/5 --log-format=json --root /run/r delete --force c0ffee";
         let delete = RunningCommand {
             verb: "delete",
@@ -122,7 +124,7 @@ mod tests {
             bundle: None,
         };
         assert_eq!(of_runsc(runsc), Some(delete));
-        assert_eq!(of_oci(runsc), None);
+        assert_eq!(of_shim(runsc), None);
         let begins = RunningCommand {
             verb: "sandbox-process",
             ..delete
@@ -132,16 +134,15 @@ mod tests {
             Some(begins)
         );
         for other in [
-            "/usr/local/bin/torpor-oci --root /run/x state c0ffee",
-            "/usr/local/bin/torpor-oci --root /run/x exec --process /tmp/start c0ffee",
-            "torpor-keeper keeper c0ffee --socket 4",
+            "torpor-wake-up wake-up c0ffee --cause Exec",
+            "/opt/torpor/bin/containerd-shim-torpor-v1 -id c0ffee start",
             "runsc-sandbox --log=/proc/self/fd/5 --root /run/r boot --bundle /run/b c0ffee",
             "runsc-gofer --log=/proc/self/fd/5 --root /run/r gofer --bundle /run/b",
             "/opt/torpor/runsc --log=/proc/self/fd/5 --root /run/r start c0ffee",
             "/bin/rm delete c0ffee",
             "",
         ] {
-            assert_eq!(of_oci(other), None, "{other}");
+            assert_eq!(of_shim(other), None, "{other}");
             assert_eq!(of_runsc(other), None, "{other}");
         }
     }
@@ -152,8 +153,8 @@ mod tests {
         let spec = r#"{"annotations":{"io.kubernetes.cri.sandbox-uid":"pod-a"}}"#;
         std::fs::write(dir.path().join("config.json"), spec).expect("written");
         let bundle = dir.path().to_str().expect("words");
-        let command = format!("torpor-oci create --bundle {bundle} c0ffee");
-        let command = of_oci(&command).expect("at work");
+        let command = format!("torpor-create create {bundle} c0ffee");
+        let command = of_shim(&command).expect("at work");
         assert!(command.is_for(&[], "pod-a"));
         assert!(!command.is_for(&["beef".to_owned()], "pod-b"));
         assert!(command.is_for(&["c0ffee".to_owned()], "pod-b"));

@@ -286,7 +286,7 @@ impl fmt::Debug for Lane<'_> {
 fn is_lost_shim(process: &Process) -> bool {
     let pid = process.pid;
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-    process.command.contains("/containerd-shim-runc-v2 ")
+    process.command.contains("/containerd-shim-torpor-v1 ")
         && children.is_ok_and(|children| children.trim().is_empty())
 }
 

@@ -49,21 +49,16 @@ pub enum Moment {
 pub enum Victim {
     Agent,
     Containerd,
-    /// containerd's shim of the Pod.
+    /// The Pod's shim, which holds packets and starts wakes.
     Shim,
-    /// The keeper of the pause container, which holds packets and starts wakes.
-    PauseKeeper,
-    /// The keeper of the program's container.
-    Keeper,
     /// gVisor's kernel.
     Sentry,
     /// One of gVisor's file servers.
     Gofer,
-    /// torpor-oci while it wakes, ends or reclaims the sandbox.
+    /// The shim's command that wakes, ends or reclaims the sandbox.
     Program,
-    /// torpor-oci as containerd's runtime, while it creates, starts or deletes a container of the
-    /// Pod.
-    Oci,
+    /// The shim's command that creates, starts or deletes a container of the Pod.
+    Command,
     /// A command of runsc for a container of the Pod (create, restore, delete).
     Runsc,
 }
@@ -71,7 +66,7 @@ pub enum Victim {
 impl Victim {
     /// Reports whether the victim runs only for moments, so that a kill waits for it a little.
     pub fn is_fleeting(self) -> bool {
-        matches!(self, Self::Oci | Self::Runsc)
+        matches!(self, Self::Command | Self::Runsc)
     }
 }
 
@@ -124,52 +119,22 @@ fn longest(depth: Depth, moment: Moment) -> u64 {
 
 /// Returns the victims that exist in a moment.
 pub fn victims(depth: Depth, moment: Moment) -> &'static [Victim] {
-    use Victim::{
-        Agent, Containerd, Gofer, Keeper, Oci, PauseKeeper, Program, Runsc, Sentry, Shim,
-    };
+    use Victim::{Agent, Command, Containerd, Gofer, Program, Runsc, Sentry, Shim};
     match (depth, moment) {
         (Depth::Suspend, Moment::Asleep) => &[Agent, Containerd],
         (Depth::Hibernate | Depth::Idle | Depth::Deepen, Moment::Asleep) => {
-            &[Agent, Containerd, Shim, PauseKeeper, Keeper]
+            &[Agent, Containerd, Shim]
         }
-        (Depth::Doze, Moment::Asleep) => {
-            &[Agent, Containerd, Shim, PauseKeeper, Keeper, Sentry, Gofer]
+        (Depth::Doze, Moment::Asleep) => &[Agent, Containerd, Shim, Sentry, Gofer],
+        (Depth::Doze, Moment::FallingAsleep | Moment::Waking) => {
+            &[Agent, Containerd, Shim, Sentry, Gofer, Program]
         }
-        (Depth::Doze, Moment::FallingAsleep | Moment::Waking) => &[
-            Agent,
-            Containerd,
-            Shim,
-            PauseKeeper,
-            Keeper,
-            Sentry,
-            Gofer,
-            Program,
-        ],
         (
             Depth::Hibernate | Depth::Idle | Depth::Deepen,
             Moment::FallingAsleep | Moment::Waking,
-        ) => &[
-            Agent,
-            Containerd,
-            Shim,
-            PauseKeeper,
-            Keeper,
-            Sentry,
-            Gofer,
-            Program,
-            Runsc,
-        ],
+        ) => &[Agent, Containerd, Shim, Sentry, Gofer, Program, Runsc],
         (Depth::Suspend, Moment::FallingAsleep | Moment::Waking) => &[
-            Agent,
-            Containerd,
-            Shim,
-            PauseKeeper,
-            Keeper,
-            Sentry,
-            Gofer,
-            Program,
-            Runsc,
-            Oci,
+            Agent, Containerd, Shim, Sentry, Gofer, Program, Runsc, Command,
         ],
     }
 }

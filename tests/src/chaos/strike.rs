@@ -11,13 +11,11 @@ use super::commands;
 use super::schedule::Victim;
 use crate::agent::Agent;
 use crate::machine::{self, Process};
-use crate::node::{self, Node, PAUSE};
+use crate::node::{self, Node};
 
 /// Time for a killed process to end: a Pod without requests gets a five-hundredth of a busy
 /// processor.
 const END_LIMIT: Duration = Duration::from_secs(10);
-/// The container of the program.
-const CONTAINER: &str = "counter";
 
 /// Result of a kill.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,8 +64,8 @@ pub fn strike(
         .map(|pod| pod.name)
         .collect();
     // A killed start costs memory only if the program may have started.
-    let started = victim == Victim::Oci
-        && commands::of_oci(&process.command).is_some_and(|command| command.verb == "start")
+    let started = victim == Victim::Command
+        && commands::of_shim(&process.command).is_some_and(|command| command.verb == "start")
         && after.as_ref().zip(uid).is_some_and(|(after, uid)| {
             commands::may_have_started(node.state_of(uid).ok().as_ref(), after)
         });
@@ -98,9 +96,7 @@ fn starting(node: &Node) -> anyhow::Result<Vec<PodRecord>> {
     let mut pods = node.records.pods()?;
     let starts: Vec<String> = machine::processes()
         .into_iter()
-        .filter(|process| {
-            process.command.contains("torpor-oci") && process.command.contains(" start ")
-        })
+        .filter(|process| process.command.starts_with("torpor-start start "))
         .map(|process| process.command)
         .collect();
     let is_named = |container: &ContainerId| {
@@ -155,10 +151,10 @@ fn slept_through(before: &LedgerState, after: &LedgerState, wanted: bool) -> boo
 fn costs_memory(victim: Victim, slept: bool) -> bool {
     match victim {
         // These processes are started again, and the next one completes their work.
-        Victim::Agent | Victim::Containerd | Victim::Program | Victim::Runsc | Victim::Oci => false,
-        Victim::Shim | Victim::PauseKeeper | Victim::Keeper | Victim::Sentry | Victim::Gofer => {
-            !slept
+        Victim::Agent | Victim::Containerd | Victim::Program | Victim::Runsc | Victim::Command => {
+            false
         }
+        Victim::Shim | Victim::Sentry | Victim::Gofer => !slept,
     }
 }
 
@@ -166,22 +162,20 @@ fn of_pod(node: &Node, uid: &str, victim: Victim) -> anyhow::Result<Process> {
     match victim {
         Victim::Agent | Victim::Containerd => anyhow::bail!("{victim:?} is the node's"),
         Victim::Shim => node.shim(uid),
-        Victim::PauseKeeper => node.keeper(uid, PAUSE),
-        Victim::Keeper => node.keeper(uid, CONTAINER),
         Victim::Sentry => node.sentry(uid),
         Victim::Gofer => node.gofer(uid),
         Victim::Program => program(node, uid),
-        Victim::Oci => commands::find(node, uid, commands::of_oci),
+        Victim::Command => commands::find(node, uid, commands::of_shim),
         Victim::Runsc => commands::find(node, uid, commands::of_runsc),
     }
 }
 
-/// Finds torpor-oci while it wakes, ends or reclaims the sandbox.
+/// Finds the command that wakes, ends or reclaims the sandbox.
 fn program(node: &Node, uid: &str) -> anyhow::Result<Process> {
     let sandbox = node.sandbox_of(uid)?.sandbox;
     let verbs = ["wake", "end", "doze"].map(|verb| format!(" {verb} {sandbox}"));
     let found = machine::processes_naming(&verbs).into_iter().next();
-    found.context("torpor-oci is not at work on the sandbox")
+    found.context("no command is at work on the sandbox")
 }
 
 #[cfg(test)]
@@ -200,17 +194,11 @@ mod tests {
             Victim::Containerd,
             Victim::Program,
             Victim::Runsc,
-            Victim::Oci,
+            Victim::Command,
         ] {
             assert!(!costs_memory(victim, true) && !costs_memory(victim, false));
         }
-        for victim in [
-            Victim::Shim,
-            Victim::PauseKeeper,
-            Victim::Keeper,
-            Victim::Sentry,
-            Victim::Gofer,
-        ] {
+        for victim in [Victim::Shim, Victim::Sentry, Victim::Gofer] {
             assert!(!costs_memory(victim, true), "{victim:?}");
             assert!(costs_memory(victim, false), "{victim:?}");
         }

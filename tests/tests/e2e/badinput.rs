@@ -133,23 +133,23 @@ async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_with_a_reported_reason_an
     .await
 }
 
-/// A container has ended, and its keeper, which would have noticed that, is stopped: an image
+/// A container has ended, and the shim, which would have noticed that, is stopped: an image
 /// without the container could never be restored.
 #[tokio::test]
 async fn a_sandbox_that_has_just_lost_a_container_is_not_saved_without_it() -> anyhow::Result<()> {
     case("halved", async |case| {
         let pod = case.start(shell_pod("p", COUNT)).await?;
         let uid = uid(&pod);
-        let keeper = case.node.keeper(&uid, "a")?;
+        let shim = case.node.shim(&uid)?;
         let gofer = case.node.gofer_of(&uid, "a")?;
-        keeper.stop()?;
+        shim.stop()?;
         gofer.kill()?;
         case.annotate("p", HIBERNATE, Some("true")).await?;
         let refused = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == SAVE_FAILED;
         let refused = case
             .pod_until("p", "it is not saved", SLEEP_LIMIT, refused)
             .await;
-        keeper.go_on()?;
+        shim.go_on()?;
         let told = condition(&refused?, POD_HIBERNATED).2.to_owned();
         anyhow::ensure!(
             told.contains("has ended"),

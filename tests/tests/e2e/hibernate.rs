@@ -8,7 +8,6 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use torpor_records::PauseMark;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
-use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{BUSYBOX, COUNT, mounts, pod, shell, shell_pod, with};
 use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
@@ -262,8 +261,7 @@ async fn memory_survives_the_death_of_the_shim_of_a_hibernated_pod() -> anyhow::
     survives("shimdies", async |case, uid| case.node.shim(uid)?.kill()).await
 }
 
-/// Between the shim's death and the removal of its remains the pause container's keeper still
-/// receives packets.
+/// Between the shim's death and the removal of its remains, nothing answers for the Pod.
 #[tokio::test]
 async fn a_packet_right_after_the_shims_death_costs_a_hibernated_pod_no_memory()
 -> anyhow::Result<()> {
@@ -274,22 +272,6 @@ async fn a_packet_right_after_the_shims_death_costs_a_hibernated_pod_no_memory()
         // Nothing answers: only the packet matters.
         let _ = tokio::time::timeout(Duration::from_secs(1), asked).await;
         Ok(())
-    })
-    .await
-}
-
-#[tokio::test]
-async fn memory_survives_the_death_of_a_keeper_of_a_hibernated_pod() -> anyhow::Result<()> {
-    survives("keeperdies", async |case, uid| {
-        case.node.keeper(uid, "count")?.kill()
-    })
-    .await
-}
-
-#[tokio::test]
-async fn memory_survives_the_death_of_the_pause_keeper_of_a_hibernated_pod() -> anyhow::Result<()> {
-    survives("pausedies", async |case, uid| {
-        case.node.keeper(uid, PAUSE)?.kill()
     })
     .await
 }

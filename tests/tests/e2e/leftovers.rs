@@ -12,7 +12,6 @@ use torpor_runsc::command::NodeRunsc;
 use torpor_runsc::keeper::{self, Request, Verb};
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::machine::{self, Process};
-use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
 use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
@@ -116,22 +115,6 @@ async fn the_kubelet_recovers_a_pod_whose_shim_was_killed() -> anyhow::Result<()
 }
 
 #[tokio::test]
-async fn the_kubelet_recovers_a_pod_whose_keeper_was_killed() -> anyhow::Result<()> {
-    killed("killkeeper", async |case, footprint| {
-        case.node.keeper(footprint.uid(), "a")?.kill()
-    })
-    .await
-}
-
-#[tokio::test]
-async fn the_kubelet_recovers_a_pod_whose_pause_keeper_was_killed() -> anyhow::Result<()> {
-    killed("killpause", async |case, footprint| {
-        case.node.keeper(footprint.uid(), PAUSE)?.kill()
-    })
-    .await
-}
-
-#[tokio::test]
 async fn the_kubelet_recovers_a_pod_whose_sandbox_the_agent_ended() -> anyhow::Result<()> {
     killed("forceend", async |case, footprint| {
         let node = &case.node;
@@ -204,7 +187,7 @@ async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_bac
             .write(true)
             .open(&state)?
             .set_len(100)?;
-        case.node.keeper(&uid(&pod), "a")?.kill()?;
+        case.node.gofer_of(&uid(&pod), "a")?.kill()?;
         let back = |pod: &Pod| restarts(pod) == 1 && is_ready(pod);
         case.pod_until("p", "a is there again", RECOVERY_LIMIT, back)
             .await?;

@@ -175,7 +175,7 @@ async fn one_container_is_restarted_while_the_other_runs_on() -> anyhow::Result<
     .await
 }
 
-/// containerd kills the process that waits for the probe's process; the latter runs in the sandbox.
+/// containerd has the shim kill the probe's process, which runs in the sandbox.
 #[tokio::test]
 async fn a_probe_by_exec_that_takes_too_long_leaves_nothing_and_the_next_one_is_made()
 -> anyhow::Result<()> {
@@ -301,7 +301,7 @@ async fn a_command_that_is_not_there_is_named_in_the_pods_description() -> anyho
         let container = with(shell("a", ""), json!({ "command": ["/no/such/program"] }));
         case.create(pod("p", json!({ "containers": [container] })))
             .await?;
-        described(case, &["torpor-oci", "/no/such/program"]).await
+        described(case, &["starting container", "/no/such/program"]).await
     })
     .await
 }

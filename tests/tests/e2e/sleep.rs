@@ -13,7 +13,6 @@ use torpor_records::SandboxState;
 use torpor_runsc::command::NodeRunsc;
 use torpor_tests::attached::{self, Attached};
 use torpor_tests::case::{Case, START_LIMIT, case, condition, uid};
-use torpor_tests::node::PAUSE;
 use torpor_tests::pods::{WORK, mounts, pod, python, shell, with};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::swap::Swap;
@@ -307,52 +306,17 @@ async fn goes_on_with(case: &Case, kept: &str) -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn memory_survives_the_death_of_a_keeper_of_a_dozing_pod() -> anyhow::Result<()> {
+async fn memory_survives_the_death_of_the_shim_of_a_dozing_pod() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
-    case("dozekeeper", async |case| {
+    case("dozeshim", async |case| {
         let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
         case.start(sleepy(DOZE_AFTER, spec)).await?;
         let kept = case.written("p", "a", "/mem").await?;
         let uid = uid(&dozes(case, 12 * MIB).await?);
-        case.node.keeper(&uid, "a")?.kill()?;
+        case.node.shim(&uid)?.kill()?;
         let restarted = |pod: &Pod| restarts(pod) > 0;
         case.pod_until("p", "the kubelet noticed", START_LIMIT, restarted)
             .await?;
-        goes_on_with(case, &kept).await
-    })
-    .await
-}
-
-/// The shim and the pause container's keeper, which would notice a keeper's death, are stopped.
-///
-/// The agent is asked to wake the sandbox in that moment, and must not let it run without its
-/// container.
-#[tokio::test]
-async fn a_wake_right_after_a_keepers_death_does_not_let_a_dozing_pod_run_without_it()
--> anyhow::Result<()> {
-    let _swap = Swap::on()?;
-    case("dozelost", async |case| {
-        let spec = json!({ "containers": [shell("a", "cat /proc/sys/kernel/random/uuid >/mem; sleep 1000000")] });
-        case.start(sleepy(DOZE_AFTER, spec)).await?;
-        let kept = case.written("p", "a", "/mem").await?;
-        let uid = uid(&dozes(case, 12 * MIB).await?);
-        let entries = case.node.ledger_seq(&uid)?;
-        let (shim, pause) = (case.node.shim(&uid)?, case.node.keeper(&uid, PAUSE)?);
-        shim.stop()?;
-        pause.stop()?;
-        let asked = async {
-            case.node.keeper(&uid, "a")?.kill()?;
-            case.annotate("p", DOZE_AFTER, None).await?;
-            wait::until("the agent has tried to wake it", START_LIMIT, async || {
-                let now = case.node.ledger_seq(&uid)?;
-                wait::holds(now > entries, || format!("entry {now}"))
-            })
-            .await
-        };
-        let asked = asked.await;
-        shim.go_on()?;
-        pause.go_on()?;
-        asked?;
         goes_on_with(case, &kept).await
     })
     .await
@@ -426,8 +390,8 @@ async fn memory_survives_the_death_of_a_gofer_of_a_frozen_pod_that_is_resumed() 
             .await?;
             case.node.gofer(&uid)?.kill()?;
             let container = case.node.container(&uid, "a")?.id;
-            let signal = (verb == "kill").then_some("CONT");
-            let done = tokio::process::Command::new(case.node.torpor_oci())
+            let signal = (verb == "kill").then_some("18");
+            let done = tokio::process::Command::new(case.node.shim_program())
                 .args([verb, container.as_str()])
                 .args(signal)
                 .output()

@@ -187,7 +187,7 @@ impl Agent {
             });
         }
         match (&outcome, &step.action) {
-            // torpor-oci has appended it.
+            // The command that woke the sandbox has appended it.
             (Outcome::Done, Action::Wake { .. }) if world.ledger().memory == Memory::Live => {}
             (Outcome::Done | Outcome::Already, _) => {
                 if let Some(after) = &step.after

@@ -9,7 +9,7 @@
 //!   change
 //! - agent.rs: the executor's protocol (fence, entry, act, entry), with faults and crashes between
 //!   any two of these
-//! - node.rs: what torpor-oci does, by the code of `torpor_core::transition` itself
+//! - node.rs: what the shim's commands do, by the code of `torpor_core::transition` itself
 //! - schedule.rs: what happens to a sandbox, at random; and the quiet afterwards, in which
 //!   everything must come right
 

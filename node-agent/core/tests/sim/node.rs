@@ -1,5 +1,5 @@
-//! The world's sandbox for [`torpor_core::transition`]: what torpor-oci does on a node, where each
-//! act can fail or be the last one of its process.
+//! The world's sandbox for [`torpor_core::transition`]: what the shim's commands do on a node,
+//! where each act can fail or be the last one of its process.
 
 use std::cell::{Cell, RefCell};
 

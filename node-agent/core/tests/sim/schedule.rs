@@ -355,7 +355,7 @@ impl Schedule {
     }
 
     /// A process in the Pod needs the sandbox (exec, a packet), or a container gets a signal that
-    /// does not end it. torpor-oci brings the sandbox there, and can die on the way.
+    /// does not end it. A command of the shim brings the sandbox there, and can die on the way.
     fn call(&mut self, faults: Faults) {
         if !self.world.containers {
             return;
@@ -417,7 +417,7 @@ impl Schedule {
         }
     }
 
-    /// torpor-oci makes a sandbox: from the image that is its memory if there is one.
+    /// The shim makes a sandbox: from the image that is its memory if there is one.
     fn boot(&mut self, faults: Faults) {
         let world = &mut self.world;
         assert_eq!(world.live, Live::None);

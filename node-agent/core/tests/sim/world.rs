@@ -213,7 +213,7 @@ impl World {
             .is_some_and(|i| i.state == ImageState::Committed)
     }
 
-    /// The image that torpor-oci would restore by itself.
+    /// The image that the shim would restore by itself.
     pub(crate) fn restorable(&self) -> Option<ImageId> {
         self.ledger().restorable(|image| self.held(image)).cloned()
     }

@@ -38,7 +38,7 @@ pub fn wanted_by(runsc: &Path, limit: Duration) -> Result<String, Error> {
 }
 
 /// Returns the path of the file with the flags of an installed build. The installer writes the file
-/// before it names the build in torpor-oci's configuration.
+/// before it names the build in the node's configuration.
 pub fn file_of(runsc: &Path) -> PathBuf {
     let mut name = OsString::from(runsc);
     name.push(".flags");

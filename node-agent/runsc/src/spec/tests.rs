@@ -65,7 +65,7 @@ fn volumes() -> Vec<SandboxVolume> {
     ]
 }
 
-/// Returns the volume as a torpor-oci of 2026-11-26 has recorded it.
+/// Returns the volume as the version of 2026-11-26 has recorded it.
 pub(crate) fn shm(source: PathBuf) -> SandboxVolume {
     SandboxVolume {
         name: SHM_HINT.to_owned(),

@@ -1,5 +1,5 @@
-//! The start of a sandbox that is restored. torpor-oci starts the sandbox where it can. Otherwise,
-//! and after torpor-oci has failed, runsc starts it.
+//! The start of a sandbox that is restored. Torpor starts the sandbox where it can. Otherwise, and
+//! after Torpor has failed, runsc starts it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::node::{COMMAND_LIMIT, Node};
 /// restore has given up, or will soon.
 pub(super) const SECOND_TRY_LIMIT: Duration = Duration::from_secs(20);
 
-/// The failed restore of a sandbox that torpor-oci has started. runsc may succeed.
+/// The failed restore of a sandbox that Torpor has started. runsc may succeed.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot restore a sandbox that Torpor started without runsc")]
 pub(super) struct StartedWithoutRunsc;
 
-/// Returns the kept record of runsc from which torpor-oci starts the sandbox; none where runsc
-/// starts it. An unreadable record is logged and counts as none: runsc does not need it.
+/// Returns the kept record of runsc from which Torpor starts the sandbox; none where runsc starts
+/// it. An unreadable record is logged and counts as none: runsc does not need it.
 pub(super) fn kept(node: &Node, pod: &PodRecord) -> Option<RunscRecord> {
     if !node.config.begin_sandboxes {
         return None;

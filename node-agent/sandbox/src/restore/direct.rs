@@ -1,5 +1,5 @@
-//! Restores of containers, beside the pause container, without runsc's command. torpor-oci must
-//! have started the sandbox.
+//! Restores of containers, beside the pause container, without runsc's command. Torpor must have
+//! started the sandbox.
 
 use anyhow::Context;
 use torpor_records::ContainerRecord;
@@ -10,7 +10,7 @@ use torpor_runsc_direct::{ContainerStart, Gofer};
 use crate::node::{COMMAND_LIMIT, Node};
 use crate::streams::stdio_of;
 
-/// A container that torpor-oci restores.
+/// A container that Torpor restores.
 #[derive(Debug)]
 pub(super) struct Direct<'a> {
     record: &'a ContainerRecord,
@@ -18,8 +18,8 @@ pub(super) struct Direct<'a> {
 }
 
 impl<'a> Direct<'a> {
-    /// `kept`: runsc's record of the sandbox, which torpor-oci starts. None where runsc must
-    /// restore the container.
+    /// `kept`: runsc's record of the sandbox, which Torpor starts. None where runsc must restore
+    /// the container.
     pub(super) fn new(
         node: &Node,
         runsc: &'a Runsc,

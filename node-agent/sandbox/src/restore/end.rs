@@ -8,8 +8,8 @@ use super::remains::remove_remains;
 use super::{begin, room};
 use crate::node::Node;
 
-/// Verb of the agent: records that the sandbox is hibernated, then ends its processes and removes
-/// runsc's records of it. The image is committed. The call may be repeated.
+/// Command of the agent: records that the sandbox is hibernated, then ends its processes and
+/// removes runsc's records of it. The image is committed. The call may be repeated.
 pub fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
     let pod = node.records.pod(sandbox)?;
     // The state must be written before the first process ends: by it the keepers distinguish a

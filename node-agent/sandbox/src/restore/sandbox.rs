@@ -109,7 +109,7 @@ struct Restore<'a> {
 }
 
 impl Restore<'_> {
-    /// Restores the pod once. `kept`: runsc's record from which torpor-oci starts the sandbox; none
+    /// Restores the pod once. `kept`: runsc's record from which Torpor starts the sandbox; none
     /// where runsc starts it.
     fn attempt(
         &self,
@@ -154,7 +154,7 @@ impl Restore<'_> {
             }
             keeper::ask(&dir, &Request::Attach, &[], CALL_LIMIT)?;
         }
-        // The kubelet is about to recreate a pod without the pause container's keeper or its shim.
+        // The kubelet is about to recreate a pod without its shim or the pause container's keeper.
         // The image stays the memory until a peer has received anything from the sandbox, so the
         // restore fails before that.
         keeper::ask(&root_dir, &Request::Stdio, &[], CALL_LIMIT)?;
@@ -239,7 +239,7 @@ impl Restore<'_> {
 
             // The restore of the root container makes the sandbox and hands the image over. The
             // restore of the last container loads the memory. The preparations of the other
-            // containers run concurrently. Gofers of torpor-oci start beside the sandbox, but not
+            // containers run concurrently. Torpor's own gofers start beside the sandbox, but not
             // before the image has been verified: three of them on two processors would delay the
             // sandbox. runsc's restores (a command and a gofer each) start when the image is about
             // to be handed over, and need longer until they are ready for the image.
@@ -299,7 +299,7 @@ pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
 
 /// Has the pause container's keeper hold the packets that the sandbox sends: gVisor runs a restored
 /// sandbox at once, and the restore may still fail and be repeated. Returns the barriers,
-/// descriptors that block the packets also after the keeper has ended.
+/// descriptors that block the packets also after the shim has ended.
 fn hold_egress(pod: &PodRecord, pause: &Path) -> Result<Vec<OwnedFd>, keeper::Error> {
     if pod.network_namespace.is_none() {
         return Ok(Vec::new());

@@ -49,7 +49,6 @@ impl Host {
             _socket,
         };
         host.ship_runsc(RUNSC);
-        host.ship("torpor-oci", "oci 1");
         host.ship(SHIM, "shim 1");
         host
     }
@@ -107,7 +106,6 @@ impl Host {
             containerd_socket: "/run/containerd/containerd.sock".into(),
             containerd_restart_timeout: Duration::from_secs(20),
             runtime_handler: "torpor".into(),
-            shim: PodShim::Torpor,
         }
     }
 
@@ -243,7 +241,7 @@ fn an_installation_places_everything_and_restarts_containerd_once() {
     assert!(pause.is_none_or(|path| path.is_file()));
     let tree = host.tree();
     let mode = |path: &str| tree[&host.root().join(path)].0 & 0o7777;
-    assert_eq!(mode("opt/torpor/bin/torpor-oci"), 0o755);
+    assert_eq!(mode("opt/torpor/bin/containerd-shim-torpor-v1"), 0o755);
     assert_eq!((mode("run/torpor"), mode("var/lib/torpor")), (0o700, 0o700));
     assert!(!host.root().join("opt/torpor/restart-pending").exists());
 }
@@ -301,7 +299,7 @@ fn new_binaries_need_no_restart_and_keep_the_old_runsc() {
     host.install();
     let old = host.config().runsc;
     host.ship_runsc(NEW_RUNSC);
-    host.ship("torpor-oci", "oci 2");
+    host.ship(SHIM, "shim 2");
     assert_eq!(
         host.install(),
         Outcome {
@@ -312,10 +310,7 @@ fn new_binaries_need_no_restart_and_keep_the_old_runsc() {
     assert_eq!(host.starts(), 2);
     assert_ne!(host.config().runsc, old);
     let bin = host.root().join("opt/torpor/bin");
-    assert_eq!(
-        fs::read(bin.join("torpor-oci")).expect("torpor-oci"),
-        b"oci 2"
-    );
+    assert_eq!(fs::read(bin.join(SHIM)).expect("the shim"), b"shim 2");
     assert!(
         host.root()
             .join(old.strip_prefix("/").expect("absolute"))

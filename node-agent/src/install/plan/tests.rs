@@ -1,5 +1,4 @@
 use super::*;
-use crate::args::PodShim;
 
 const MAIN: &str = "/etc/containerd/config.toml";
 const DROP_IN: &str = "/etc/containerd/conf.d/torpor.toml";
@@ -11,8 +10,7 @@ fn wanted() -> Wanted {
         drop_in: DROP_IN.into(),
         handler: Handler {
             name: "torpor".into(),
-            shim: PodShim::Runc,
-            binary: "/opt/torpor/bin/torpor-oci".into(),
+            shim: "/opt/torpor/bin/containerd-shim-torpor-v1".into(),
         },
         stats_period: "10s".parse().expect("a period"),
     }
@@ -45,34 +43,14 @@ fn installed(current: &Current) -> Current {
     carried_out(&plan, current)
 }
 
-#[test]
-fn containerd_starts_torpors_shim_by_its_path() {
-    let mut wanted = wanted();
-    wanted.handler.shim = PodShim::Torpor;
-    wanted.handler.binary = "/opt/torpor/bin/containerd-shim-torpor-v1".into();
-    let current = holding("version = 3\n");
-    let after = carried_out(&install(&wanted, &current).expect("a plan"), &current);
-    let text = after.drop_in.expect("a file");
-    let document: toml_edit::DocumentMut = text.parse().expect("TOML");
-    let found = &document["plugins"]["io.containerd.cri.v1.runtime"];
-    let found = &found["containerd"]["runtimes"]["torpor"];
-    assert_eq!(
-        found["runtime_type"].as_str(),
-        Some("io.containerd.torpor.v1")
-    );
-    let path = found["runtime_path"].as_str();
-    assert_eq!(path, Some("/opt/torpor/bin/containerd-shim-torpor-v1"));
-    assert!(found.get("options").is_none());
-}
-
-/// Returns the runtime's BinaryName in the section of `plugin` of this text.
+/// Returns the path of the runtime's shim in the section of `plugin` of this text.
 fn runtime(text: &str, plugin: &str) -> Option<String> {
     let document: toml_edit::DocumentMut = text.parse().expect("TOML");
     let found = document.get("plugins")?.get(plugin)?.get("containerd")?;
     let found = found.get("runtimes")?.get("torpor")?;
     assert_eq!(
         found["runtime_type"].as_str(),
-        Some("io.containerd.runc.v2")
+        Some("io.containerd.torpor.v1")
     );
     for passed in ["pod_annotations", "container_annotations"] {
         let patterns = found[passed].as_array().expect("a list");
@@ -81,7 +59,7 @@ fn runtime(text: &str, plugin: &str) -> Option<String> {
             [Some("torpor.dev/*")]
         );
     }
-    found["options"]["BinaryName"].as_str().map(str::to_owned)
+    found["runtime_path"].as_str().map(str::to_owned)
 }
 
 fn imports(text: &str) -> Vec<String> {
@@ -176,7 +154,7 @@ fn containerd_finds_the_handler_where_its_version_looks() {
         };
         assert_eq!(
             found.as_deref(),
-            Some("/opt/torpor/bin/torpor-oci"),
+            Some("/opt/torpor/bin/containerd-shim-torpor-v1"),
             "{case}"
         );
     }
@@ -342,12 +320,12 @@ fn a_node_that_moved_to_version_3_gets_the_drop_in_instead_of_the_block() {
 fn another_path_of_the_binary_replaces_the_block_once() {
     let after = installed(&holding("version = 2\n"));
     let mut moved = wanted();
-    moved.handler.binary = "/var/torpor/bin/torpor-oci".into();
+    moved.handler.shim = "/var/torpor/bin/containerd-shim-torpor-v1".into();
     let again = carried_out(&install(&moved, &after).expect("a plan"), &after);
     let main = again.main.as_deref().expect("main");
     assert_eq!(
         runtime(main, "io.containerd.grpc.v1.cri").as_deref(),
-        Some("/var/torpor/bin/torpor-oci")
+        Some("/var/torpor/bin/containerd-shim-torpor-v1")
     );
     assert_eq!(main.matches("[plugins.").count(), 2, "{main}");
     let removed = carried_out(&uninstall(&moved, &again).expect("a plan"), &again);
@@ -357,14 +335,17 @@ fn another_path_of_the_binary_replaces_the_block_once() {
 #[test]
 fn a_path_with_a_quote_stays_one_string() {
     let mut odd = wanted();
-    odd.handler.binary = "/opt/a\"b\\c/torpor-oci".into();
+    odd.handler.shim = "/opt/a\"b\\c/containerd-shim-torpor-v1".into();
     let current = holding("version = 2\n");
     let after = carried_out(&install(&odd, &current).expect("a plan"), &current);
     let found = runtime(
         after.main.as_deref().expect("main"),
         "io.containerd.grpc.v1.cri",
     );
-    assert_eq!(found.as_deref(), Some("/opt/a\"b\\c/torpor-oci"));
+    assert_eq!(
+        found.as_deref(),
+        Some("/opt/a\"b\\c/containerd-shim-torpor-v1")
+    );
 }
 
 #[test]

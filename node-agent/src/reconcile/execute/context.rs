@@ -13,7 +13,7 @@ use torpor_snapshots::{ManifestDraft, Partial};
 use crate::reconcile::node::Node;
 use crate::reconcile::observe::words;
 
-/// Time limit of torpor-oci's verbs. The kubelet gives an exec two minutes.
+/// Time limit of the shim's commands. The kubelet gives an exec two minutes.
 pub(super) const VERB_LIMIT: Duration = Duration::from_secs(110);
 
 /// The surroundings of the steps of one plan.

@@ -1,11 +1,11 @@
-//! Cost of hibernated Pods: memory and processor time of their keepers and shims.
+//! Cost of hibernated Pods: memory and processor time of their shims.
 
 use std::{collections::HashSet, time::Duration};
 
 use anyhow::Context as _;
 use torpor_tests::{
     case::Case,
-    machine::{Process, processes, processes_naming},
+    machine::{Process, processes_naming},
 };
 
 use crate::{node, setup, sleeper::Sleeper, table};
@@ -21,7 +21,7 @@ pub(super) async fn measure(case: &Case, sleepers: usize) -> anyhow::Result<()> 
     case.hibernate("small").await?;
     let alone = remaining(case, &["small".to_owned()]).await?;
     println!(
-        "one hibernated Pod on the node: shim and keepers: {} KiB PSS in {} processes",
+        "one hibernated Pod on the node, its shim: {} KiB PSS in {} processes",
         node::pss_kib(&alone),
         alone.len()
     );
@@ -38,7 +38,7 @@ pub(super) async fn measure(case: &Case, sleepers: usize) -> anyhow::Result<()> 
     let used = node::processor_time(&own) - before;
     let shims_used = node::processor_time(&shims) - shims_before;
     println!(
-        "{} hibernated Pods: shim and keepers: {} KiB PSS each",
+        "{} hibernated Pods, their shims: {} KiB PSS each",
         names.len(),
         node::pss_kib(&own) / names.len() as u64
     );
@@ -47,29 +47,19 @@ pub(super) async fn measure(case: &Case, sleepers: usize) -> anyhow::Result<()> 
     let unit = format!("% of a processor each over {} s", SHARE.as_secs());
     let words = format!("shims of {} Pods that runc runs", shims.len());
     println!("{}", table::value(&words, base, &unit, Some(base)));
-    let words = "shims and keepers of the hibernated Pods";
+    let words = "shims of the hibernated Pods";
     println!("{}", table::value(words, share, &unit, Some(base)));
     setup::delete_pods(case).await
 }
 
-/// Returns the processes that remain of hibernated Pods: their keepers and their shims.
+/// Returns the processes that remain of hibernated Pods: their shims.
 async fn remaining(case: &Case, names: &[String]) -> anyhow::Result<Vec<Process>> {
     let pods = Sleeper::all(case).await?;
-    let all = processes();
     let mut found = Vec::new();
     for name in names {
         let pod = pods
             .get(name)
             .with_context(|| format!("no record of Pod {name}"))?;
-        let sandbox = case.node.sandbox_of(&pod.uid)?.sandbox;
-        let containers = case.node.records.containers_of(&sandbox)?;
-        let keepers: Vec<u32> = containers
-            .iter()
-            .map(|container| container.keeper_pid)
-            .collect();
-        let is_keeper =
-            |process: &&Process| u32::try_from(process.pid).is_ok_and(|pid| keepers.contains(&pid));
-        found.extend(all.iter().filter(is_keeper).cloned());
         found.push(case.node.shim(&pod.uid)?);
     }
     Ok(found)

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
-use torpor_core::ids::ContainerId;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{Case, case_alone, uid};
+use torpor_tests::machine;
 use torpor_tests::node::containerd;
 use torpor_tests::pods::with;
 use torpor_tests::remains::Footprint;
@@ -67,14 +67,12 @@ async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow
     .await
 }
 
-/// When containerd starts, it waits for the shim's end of the output of a container whose keeper is
-/// gone.
 #[tokio::test]
-async fn containerd_comes_back_right_after_a_keeper_was_killed() -> anyhow::Result<()> {
-    case_alone("keeperctrd", async |case| {
+async fn containerd_comes_back_right_after_a_shim_was_killed() -> anyhow::Result<()> {
+    case_alone("shimctrd", async |case| {
         let pod = case.start(two_containers()).await?;
-        let footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
-        case.node.keeper(&uid(&pod), "a")?.kill()?;
+        let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
+        footprint.kill_shim(&case.node)?;
         containerd()?.kill()?;
         containerd_answers(case, "b").await?;
         let restarted = |pod: &Pod| restarts(pod) > 0 && is_ready(pod);
@@ -85,17 +83,18 @@ async fn containerd_comes_back_right_after_a_keeper_was_killed() -> anyhow::Resu
             restarted,
         )
         .await?;
+        footprint.add(&case.node)?;
         nothing_is_left(case, &footprint).await
     })
     .await
 }
 
-/// The process that paused a sandbox for a save is gone, and a container loses its keeper.
+/// The process that paused a sandbox for a save is gone, and so is the Pod's shim.
 ///
 /// The container's program cannot end while the sandbox is paused, and containerd waits for that.
 #[tokio::test]
-async fn a_keeper_that_dies_in_a_save_whose_agent_is_gone_blocks_nothing() -> anyhow::Result<()> {
-    case_alone("keeperpaused", async |case| {
+async fn a_shim_that_dies_in_a_save_whose_agent_is_gone_blocks_nothing() -> anyhow::Result<()> {
+    case_alone("shimpaused", async |case| {
         let pod = case.start(two_containers()).await?;
         let agent = Agent::find()?.process;
         let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
@@ -114,26 +113,30 @@ async fn a_keeper_that_dies_in_a_save_whose_agent_is_gone_blocks_nothing() -> an
         )
         .await?;
         let restarted = async {
-            let paused = tokio::process::Command::new(case.node.torpor_oci())
+            let paused = tokio::process::Command::new(case.node.shim_program())
                 .args(["pause", sandbox.as_str()])
                 .output()
                 .await?;
             anyhow::ensure!(paused.status.success(), "{paused:?}");
-            case.node.keeper(&uid(&pod), "a")?.kill()?;
-            let restarted = |pod: &Pod| restarts(pod) == 1 && is_ready(pod);
-            case.pod_until("p", "a is there again", RECOVERY_LIMIT, restarted)
-                .await
+            case.node.shim(&uid(&pod))?.kill()?;
+            let restarted = |pod: &Pod| restarts(pod) == 2 && is_ready(pod);
+            case.pod_until(
+                "p",
+                "both containers are there again",
+                RECOVERY_LIMIT,
+                restarted,
+            )
+            .await
         };
         let restarted = restarted.await;
         let goes_on = agent.go_on();
-        assert_eq!(restarts(&restarted?), 1);
+        assert_eq!(restarts(&restarted?), 2);
         goes_on
     })
     .await
 }
 
-/// Number of tries: the creation and the start of a container are a few hundredths of a second
-/// apart.
+/// Number of tries: the creation of a container takes a few hundredths of a second.
 const TRIES: usize = 8;
 
 /// When containerd starts, it ends a container that was created and not started. The sandbox's
@@ -148,7 +151,7 @@ async fn containerd_comes_back_to_a_container_that_it_had_not_started() -> anyho
             let pod = case
                 .pod_until(&name, "it is there", RECOVERY_LIMIT, |_| true)
                 .await?;
-            let created = created(case, &uid(&pod), "b").await?;
+            let created = created(case, &uid(&pod), "a").await?;
             containerd()?.kill()?;
             let has_run = |pod: &Pod| is_ready(pod);
             let words = "both containers run";
@@ -158,7 +161,7 @@ async fn containerd_comes_back_to_a_container_that_it_had_not_started() -> anyho
             let running = case.node.container(&uid(&pod), "b")?.id;
             let restarted = restarts_of(&pod, "a");
             case.delete_pod(&name, Duration::from_secs(30)).await?;
-            if running != created {
+            if running.as_str() != created {
                 assert_eq!(restarted, Some(0), "the other container went on");
                 return Ok(());
             }
@@ -168,14 +171,22 @@ async fn containerd_comes_back_to_a_container_that_it_had_not_started() -> anyho
     .await
 }
 
-/// Returns the container as soon as it has a keeper.
-async fn created(case: &Case, pod: &str, name: &str) -> anyhow::Result<ContainerId> {
+/// Returns the id of the Pod's last container while the shim creates it, after container `before`.
+async fn created(case: &Case, pod: &str, before: &str) -> anyhow::Result<String> {
     let deadline = tokio::time::Instant::now() + RECOVERY_LIMIT;
     loop {
-        match case.node.container(pod, name) {
-            Ok(record) => return Ok(record.id),
-            Err(error) => anyhow::ensure!(tokio::time::Instant::now() < deadline, error),
+        let known = case.node.container(pod, before);
+        if let Ok(known) = &known {
+            let commands = machine::processes_naming(&["torpor-create create ".to_owned()]);
+            let mut ids = commands
+                .iter()
+                .filter_map(|one| one.command.rsplit(' ').next());
+            if let Some(id) = ids.find(|id| *id != known.id.as_str()) {
+                return Ok(id.to_owned());
+            }
         }
+        let in_time = tokio::time::Instant::now() < deadline;
+        anyhow::ensure!(in_time, "no other container is created: {known:?}");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }

@@ -16,7 +16,7 @@ use torpor_tests::pods::{COUNT, shell_pod};
 use torpor_tests::sleep::{SLEEP_LIMIT, restarts};
 use torpor_tests::wait;
 
-/// Writes torpor-oci's configuration atomically, as the installer does.
+/// Writes the node's configuration atomically, as the installer does.
 fn write_config(path: &Path, config: &Config) -> anyhow::Result<()> {
     let new = path.with_extension("json.test");
     std::fs::write(&new, serde_json::to_vec_pretty(config)?)?;

@@ -1,17 +1,25 @@
-//! Verbs of the agent for a sandbox that is being saved: one measures the sandbox' files on the
-//! node's disk, the other ends a sandbox that does not stop writing its image.
+//! Commands of the agent for a sandbox that is or may be saved soon.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use serde_json::json;
 use torpor_core::ids::SandboxId;
+use torpor_link::traffic;
 use torpor_runsc::keeper::Answer;
 use torpor_runsc_direct::filestore;
 
 use torpor_sandbox::node::Node;
 use torpor_sandbox::restore;
+
+/// Returns when the pod's links last carried traffic that is not noise.
+pub(crate) fn traffic(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Answer> {
+    match node.records.traffic(sandbox)? {
+        Ok(watch) => Ok(Answer::ok(serde_json::to_value(traffic::last(watch)?)?)),
+        Err(why) => bail!(why),
+    }
+}
 
 /// Returns the bytes of the filestores, the files in which gVisor keeps the containers' writes. An
 /// image of the sandbox contains these bytes.
@@ -71,7 +79,7 @@ mod tests {
     fn a_keeper_runs_these_verbs_by_the_names_that_the_agent_says() {
         let parsed = |verb: Verb| {
             let sandbox = "5".repeat(64);
-            Cli::try_parse_from(["torpor-oci", verb.as_str(), &sandbox]).map(|cli| cli.command)
+            Cli::try_parse_from(["shim", verb.as_str(), &sandbox]).map(|cli| cli.command)
         };
         let measure = parsed(Verb::Measure).expect("a command");
         assert!(matches!(measure, Command::Measure { .. }));

@@ -1,6 +1,7 @@
-//! The programs that a keeper has started.
+//! The programs that a keeper has started: commands of the shim.
 //!
-//! The keeper detects their ends at once and removes them from the process table.
+//! The keeper detects their ends at once. It removes them from the process table, unless the shim's
+//! reaper was faster.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Child;
@@ -30,8 +31,8 @@ struct Program {
 
 /// The programs that run, or have ended since the last [`Children::reap`].
 ///
-/// The keeper polls a descriptor for each and not a signal: to poll for SIGCHLD it would have to
-/// block that signal, which would then be blocked in all processes that these programs run.
+/// The keeper polls a descriptor for each and not a signal: the shim's reaper handles SIGCHLD, and
+/// a blocked SIGCHLD would be blocked in all processes that these programs run, too.
 #[derive(Debug, Default)]
 pub(super) struct Children(Vec<Program>);
 

@@ -1,16 +1,14 @@
 //! `delete`: remove a container's processes, cgroup, socket and files. Images and ledgers stay:
 //! they belong to the Pod, and the agent removes them when the Pod is gone.
 
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::Context;
 use torpor_cgroup as cgroup;
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_records::Role;
-use torpor_records::{ContainerRecord, SandboxState};
+use torpor_records::{ContainerRecord, Error, SandboxState};
 use torpor_runsc::held_open::{has_lost_its_shim, keeper_lives};
 use torpor_runsc::keeper::{self, Request};
 
@@ -21,40 +19,21 @@ use torpor_sandbox::restore::{self, end_processes, kill_processes, transitions};
 /// unless it is stuck in the kernel.
 const CGROUP_EMPTY_LIMIT: Duration = Duration::from_secs(10);
 
-/// Deletes a container by force, in another process, and waits for that process.
-///
-/// containerd deletes the containers of a dead shim once, by force, and kills a delete that takes
-/// more than five seconds. The delete may take longer: a wake or an end that runs when the shim
-/// dies holds the pod's lock, and ended processes may be reaped late. The other process continues
-/// when containerd kills this one.
-pub(crate) fn delete_by_force(id: &ContainerId) -> anyhow::Result<()> {
-    let removed = Command::new("/proc/self/exe")
-        .arg0("torpor-remove")
-        .arg("remove")
-        .arg(id.as_str())
-        .current_dir("/")
-        .process_group(0)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        // containerd reads the standard error of this process to its end, so the other process
-        // gets a pipe.
-        .stderr(Stdio::piped())
-        .spawn()
-        .and_then(Child::wait_with_output)
-        .context("cannot start the removal")?;
-    let message = String::from_utf8_lossy(&removed.stderr);
-    ensure!(removed.status.success(), "{}", message.trim());
-    Ok(())
-}
-
+/// Deletes a container. A container that is gone is no error: the removal of its pod's sandbox has
+/// removed it. `force`: containerd deletes the containers of a dead shim once, by force.
 pub(crate) fn delete(node: &Node, id: &ContainerId, force: bool) -> anyhow::Result<()> {
+    let is_gone = |found: &Result<ContainerRecord, Error>| matches!(found, Err(Error::Missing(_)));
     let record = match node.records.container(id) {
         Ok(record) => record,
         // A create that failed half-way leaves a directory without a record.
         Err(_) if force => return remove_partial(node, id),
-        Err(_) => bail!("container {} does not exist", id.as_str()),
+        gone if is_gone(&gone) => return Ok(()),
+        Err(error) => return Err(error).context("cannot delete the container"),
     };
     let lock = node.records.lock(&record.sandbox).ok();
+    if is_gone(&node.records.container(id)) {
+        return Ok(());
+    }
     if force && has_lost_its_shim(&record) {
         // The pod's shim is dead, and containerd allows five seconds for each container's removal.
         // `runsc delete` waits until the process that inherited the sandbox' processes has reaped
@@ -152,15 +131,17 @@ fn remove_partial(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
     remove_pod(node, &sandbox)
 }
 
-/// Ends the container's keeper, which has usually ended before `delete`. A keeper that does not
-/// answer is killed with its cgroup.
+/// Ends the container's keeper, which has usually ended before `delete`.
 fn end_keeper(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     let dir = node.records.container_dir(&record.id);
-    match keeper::ask(&dir, &Request::Exit { code: 137 }, &[], CALL_LIMIT) {
-        Ok(_) | Err(keeper::Error::Gone { .. }) => {}
-        Err(_) => kill_processes(node, &record.cgroup)?,
-    }
-    Ok(())
+    let end = || match keeper::ask(&dir, &Request::Exit { code: 137 }, &[], CALL_LIMIT) {
+        Ok(_) | Err(keeper::Error::Gone { .. }) => Ok(()),
+        Err(error) => Err(error),
+    };
+    // A keeper that ends by itself at this moment closes the connection without an answer.
+    end()
+        .or_else(|_| end())
+        .context("cannot end the container's keeper")
 }
 
 fn remove_cgroup(node: &Node, path: &Path) -> anyhow::Result<()> {
@@ -174,5 +155,45 @@ fn remove_cgroup(node: &Node, path: &Path) -> anyhow::Result<()> {
             Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(2)),
             Err(error) => return Err(error).context("the cgroup does not become empty"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use torpor_cgroup::Hierarchies;
+    use torpor_records::Records;
+    use torpor_records::config::Config;
+    use torpor_runsc::command::NodeRunsc;
+
+    use super::*;
+    use crate::commands::kill::{FINISHED, kill};
+
+    /// The removal of a pod's pause container removes its other containers, and containerd deletes
+    /// each of them afterwards.
+    #[test]
+    fn a_container_that_is_gone_is_deleted_and_has_no_process_to_signal() {
+        let dir = tempfile::tempdir().expect("a directory");
+        std::fs::write(dir.path().join("cgroup.controllers"), "cpu").expect("written");
+        let config: Config = serde_json::from_value(json!({
+            "runsc": "/runsc",
+            "runsc_digest": "",
+            "state_dir": dir.path().join("state"),
+            "store_dir": dir.path().join("store"),
+            "kubelet_root": "/",
+        }))
+        .expect("a configuration");
+        let node = Node {
+            runsc: NodeRunsc::new(&config),
+            records: Records::new(&config),
+            cgroups: Hierarchies::find(dir.path()).expect("found"),
+            config,
+        };
+        let gone = ContainerId::try_from("c".repeat(64)).expect("an id");
+        for force in [false, true] {
+            delete(&node, &gone, force).expect("there is nothing to delete");
+        }
+        let error = kill(&node, &gone, 9, false).expect_err("no process");
+        assert_eq!(error.to_string(), FINISHED);
     }
 }

@@ -1,7 +1,7 @@
 //! `forward`: carries one connection to the pod's loopback (a `kubectl port-forward`) to the same
 //! port in the sandbox. A hibernated sandbox is woken first.
 //!
-//! The keeper starts one such program for each connection. It has set the connection so that it is
+//! The keeper starts one such command for each connection. It has set the connection so that it is
 //! reset when it is closed: after any failure here, the client sees an error.
 //!
 //! A helper makes the connection in the sandbox's own network stack. The helper is this same
@@ -39,18 +39,18 @@ pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
         .local_addr()
         .context("standard input is not a connection")?
         .port();
-    // Until the sandbox is awake, nothing may end this program: a wake must not be cut off.
+    // Until the sandbox is awake, nothing may end this process: a wake must not be cut off.
     let lock = transitions::lock_awake(node, sandbox, WakeCause::Forward)?;
     let pause = ContainerId::from(sandbox.clone());
     let record = node.container(&pause)?;
-    // The wake has moved this program into the sandbox's cgroup, whose processes are killed when
-    // the sandbox falls asleep. So the program moves to the pause container's.
+    // The wake has moved this process into the sandbox's cgroup, whose processes are killed when
+    // the sandbox falls asleep. So the process moves to the pause container's.
     node.cgroups.place(&record.cgroup, std::process::id())?;
     end_with_parent(record.keeper_pid)?;
     let open = forward::begin(&node.records, sandbox)?;
     let helper = Helper::start(node, sandbox, &pause, port)?;
     node.records.note_call(sandbox)?;
-    // From now on a pause requests the end of this program, and waits for it.
+    // From now on a pause requests the end of this process, and waits for it.
     drop(lock);
     let ended = serve(&client, &helper.stream, &open);
     helper.process.end(node, sandbox);
@@ -62,11 +62,11 @@ pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the kernel kill this program when its keeper ends.
+/// Makes the kernel kill this process when the keeper ends, the thread that has started it.
 fn end_with_parent(keeper: u32) -> anyhow::Result<()> {
     set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let keeper = i32::try_from(keeper).ok().and_then(Pid::from_raw);
-    ensure!(getppid() == keeper, "the keeper has ended");
+    ensure!(getppid() == keeper, "the shim has ended");
     Ok(())
 }
 

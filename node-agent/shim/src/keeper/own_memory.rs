@@ -1,8 +1,8 @@
-//! Gives back memory of a keeper whose sandbox sleeps: it has nothing to do for hours, and needs no
+//! Gives back memory of a shim whose sandbox sleeps: it has nothing to do for hours, and needs no
 //! page of its program before the next request.
 //!
 //! The pages of its program file that it has mapped count as its memory. They count most in a pod
-//! that is alone on its node, because no other keeper shares them. The kernel maps them again from
+//! that is alone on its node, because no other shim shares them. The kernel maps them again from
 //! the page cache, one by one, when they are used.
 
 use std::ffi::c_void;
@@ -45,8 +45,7 @@ fn drop_mapping(range: &Range<usize>) {
     let start = std::ptr::with_exposed_provenance_mut::<c_void>(range.start);
     // SAFETY: `unchanged` returns mappings of files that are not writable and have no page that
     // differs from the file. The next read of such a page therefore returns its present content.
-    // No thread of this program maps or unmaps its files, so nothing has changed since smaps was
-    // read.
+    // The mappings of the program's own file never change, so they are as smaps says.
     let _ = unsafe { madvise(start, range.len(), Advice::LinuxDontNeed) };
 }
 
@@ -97,20 +96,20 @@ mod tests {
     use super::*;
 
     const SMAPS: &str = "\
-7f10-7f20 r--p 00000000 fe:00 42 /opt/torpor/bin/torpor-oci
+7f10-7f20 r--p 00000000 fe:00 42 /opt/torpor/bin/containerd-shim-torpor-v1
 Size:                 64 kB
 Anonymous:             0 kB
 Swap:                  0 kB
-7f20-7f40 r-xp 00010000 fe:00 42 /opt/torpor/bin/torpor-oci
+7f20-7f40 r-xp 00010000 fe:00 42 /opt/torpor/bin/containerd-shim-torpor-v1
 Anonymous:             0 kB
 Swap:                  0 kB
-7f40-7f50 r--p 00030000 fe:00 42 /opt/torpor/bin/torpor-oci
+7f40-7f50 r--p 00030000 fe:00 42 /opt/torpor/bin/containerd-shim-torpor-v1
 Anonymous:            40 kB
 Swap:                  0 kB
-7f50-7f60 r--p 00040000 fe:00 42 /opt/torpor/bin/torpor-oci
+7f50-7f60 r--p 00040000 fe:00 42 /opt/torpor/bin/containerd-shim-torpor-v1
 Anonymous:             0 kB
 Swap:                 64 kB
-7f60-7f70 rw-p 00050000 fe:00 42 /opt/torpor/bin/torpor-oci
+7f60-7f70 rw-p 00050000 fe:00 42 /opt/torpor/bin/containerd-shim-torpor-v1
 Anonymous:             0 kB
 Swap:                  0 kB
 7f70-7f80 r--p 00000000 00:00 0
@@ -126,9 +125,12 @@ Anonymous:             0 kB
 
     #[test]
     fn what_cannot_be_read_is_left_alone() {
-        assert_eq!(unchanged(""), []);
-        assert_eq!(unchanged("x-y r-xp 0 0 0 /file\nAnonymous: 0 kB\n"), []);
-        assert_eq!(unchanged("7f10 r-xp\nAnonymous: 0 kB\n"), []);
+        assert_eq!(unchanged(""), [0..0; 0]);
+        assert_eq!(
+            unchanged("x-y r-xp 0 0 0 /file\nAnonymous: 0 kB\n"),
+            [0..0; 0]
+        );
+        assert_eq!(unchanged("7f10 r-xp\nAnonymous: 0 kB\n"), [0..0; 0]);
     }
 
     /// The program continues after its text was given back. Its relocated constants were not.

@@ -1,9 +1,9 @@
 //! The standard streams of a container or of an exec'd process, as containerd names them.
 //!
-//! containerd makes a named pipe for each stream and gives its path. The process in the sandbox gets
-//! the pipe itself, so that no byte passes through the shim. The shim holds the other end of each
-//! pipe, too: containerd closes its own when it restarts, and the process would get SIGPIPE or the
-//! end of its input.
+//! containerd makes a named pipe for each stream and gives its path. The process in the sandbox
+//! gets the pipe itself, so that no byte passes through the shim. The shim holds the other end of
+//! each pipe, too: containerd closes its own when it restarts, and the process would get SIGPIPE or
+//! the end of its input.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,7 +13,8 @@ use std::path::Path;
 use anyhow::{Context, bail};
 use nix::libc::O_NONBLOCK;
 use rustix::fs::OFlags;
-use torpor_oci::keeper::Streams;
+
+use crate::keeper::Streams;
 
 /// The paths of streams. An empty path is no stream.
 #[derive(Debug, Clone, Default)]

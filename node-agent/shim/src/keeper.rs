@@ -1,18 +1,19 @@
-//! The keeper: the thread of Torpor's shim, or the process below the stock shim, that containerd
-//! watches in place of the container's first process.
+//! The keeper of a container: a thread of the shim that stands for the container's first process,
+//! so that containerd sees a running container while its sandbox is hibernated.
 //!
-//! The keeper holds the container's standard streams. As a process it is in the container's cgroup.
-//! It waits for the container's end over the sandbox's control socket, and ends with the same code. The end
-//! of a sandbox that hibernates is not the container's end: the keeper listens until a request
-//! reports that the sandbox runs again. The keeper is one thread, which sleeps in poll.
+//! The keeper holds the container's standard streams. It waits for the container's end over the
+//! sandbox's control socket, and ends with the same code. The end of a sandbox that hibernates is
+//! not the container's end: the keeper listens until a request reports that the sandbox runs again.
+//! The thread sleeps in poll.
 //!
-//! The pause container's keeper also starts programs: wakes and ends for the agent, a program for
-//! each connection to the loopback of the pod's network namespace (port-forward), and a wake when a
-//! packet arrives for a sleeping sandbox.
+//! The pause container's keeper also runs commands of the shim: wakes and ends for the agent, a
+//! command for each connection to the loopback of the pod's network namespace (port-forward), and a
+//! wake when a packet arrives for a sleeping sandbox.
 
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -27,33 +28,28 @@ use torpor_records::{ContainerRecord, SandboxState, WakeCause};
 use torpor_runsc::control::{self, Control};
 use torpor_runsc::keeper::{Answer, Rules, SOCKET};
 
-use crate::args::KeeperArgs;
 use torpor_sandbox::node::{CALL_LIMIT, Node};
 use torpor_sandbox::restore::{self, transitions};
 
 mod children;
-mod container_keepers;
 mod egress_hold;
-mod execs;
 mod input;
 mod keepalive_probes;
 mod loopback;
 mod memory_room;
 mod own_memory;
-pub mod relay;
+pub(crate) mod relay;
 mod requests;
 mod sender;
 mod streams;
 mod watch;
 
 use children::{Children, Purpose};
-use container_keepers::ContainerKeepers;
-use execs::Execs;
 use input::Input;
 use loopback::{Accepted, Loopback, MAX_FORWARDS};
 use memory_room::{Attempt, MemoryRoom};
 use relay::Relay;
-pub use streams::Streams;
+pub(crate) use streams::Streams;
 use watch::Watch;
 
 /// Time between two checks by a keeper that holds packets whether it still has to: the process that
@@ -73,60 +69,44 @@ struct Keeper<'a> {
     relay: Option<Relay>,
     /// The settings of the container's terminal when the sandbox fell asleep.
     terminal_mode: Option<Termios>,
-    /// The last window size that the shim has requested.
+    /// The last window size that containerd has requested.
     window: Option<Winsize>,
     streams: Streams,
     input: Input,
     children: Children,
-    /// The keepers of the pod's other containers; only the pause container's keeper has any.
-    container_keepers: ContainerKeepers,
-    execs: Execs,
     /// Present in the pause container's keeper, if the kernel can direct the connections to the
     /// pod's loopback there.
     loopback: Option<Loopback>,
     /// Present while the pod's sandbox is saved, sleeps and wakes.
     watch: Option<Watch>,
-    /// An event was handled since the keeper gave its memory back.
+    /// An event was handled since the keeper gave the shim's memory back.
     was_active: bool,
     /// Present while the pod's limit of memory may be raised because of a wake.
     memory_room: Option<MemoryRoom>,
 }
 
-/// Runs as the keeper's process until the container has ended, and returns its exit code.
-pub(crate) fn run(node: &Node, args: &KeeperArgs) -> anyhow::Result<ExitCode> {
-    let loopback = match (args.loopback, args.loopback_link) {
-        (Some(listener), Some(link)) => Some(Loopback::new(inherited(listener)?, inherited(link)?)),
-        _ => None,
-    };
-    let record = node.container(&args.id)?;
-    if record.terminal {
-        relay::own_terminal()?;
-    }
-    let streams = Streams::own()?;
-    let keeper = Keeper::new(node, record, inherited(args.socket)?, loopback, streams);
-    Ok(ExitCode::from(keeper.watch_container()?))
-}
-
-/// What `create-in-shim` reports beside the keeper's descriptors: the listening socket, the two of
-/// the loopback, and the console.
+/// The answer of the command `create`. The keeper's descriptors come beside it: the listening
+/// socket, the two of the loopback, and the console.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Handover {
+pub(crate) struct Handover {
     /// Features that the container lacks.
-    pub warnings: Vec<String>,
-    pub loopback: bool,
-    pub console: bool,
+    pub(crate) warnings: Vec<String>,
+    pub(crate) loopback: bool,
+    pub(crate) console: bool,
 }
 
 /// Runs a keeper in this thread until the container has ended, and returns its exit code.
 ///
 /// `files`: the descriptors that [`Handover`] names.
-pub fn serve(
+pub(crate) fn serve(
     node: &Node,
     id: &ContainerId,
     handover: &Handover,
     files: Vec<OwnedFd>,
     streams: Streams,
 ) -> anyhow::Result<u8> {
+    let socket = node.records.container_dir(id).join(SOCKET);
+    let _removed = RemovedAtEnd(&socket);
     let mut files = files.into_iter();
     let mut next = || {
         files
@@ -142,24 +122,17 @@ pub fn serve(
     if handover.console {
         keeper.carry_console(next()?)?;
     }
-    let code = keeper.watch_container();
-    // From now on no process takes the keeper for one that lives.
-    let _ = std::fs::remove_file(node.records.container_dir(id).join(SOCKET));
-    code
+    keeper.watch_container()
 }
 
-/// Takes over a descriptor that create has passed to the keeper.
-#[allow(unsafe_code)]
-fn inherited(socket: i32) -> anyhow::Result<OwnedFd> {
-    anyhow::ensure!(
-        socket > 2,
-        "a descriptor that the keeper inherits must not be a standard stream"
-    );
-    // SAFETY: create passes this descriptor to the keeper alone, for one use, and the keeper has
-    // opened no descriptor with that number.
-    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
-    rustix::io::fcntl_setfd(&socket, rustix::io::FdFlags::CLOEXEC)?;
-    Ok(socket)
+/// Removes a keeper's socket when the keeper ends: from then on no process takes the keeper for one
+/// that lives.
+struct RemovedAtEnd<'a>(&'a Path);
+
+impl Drop for RemovedAtEnd<'_> {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(self.0);
+    }
 }
 
 impl<'a> Keeper<'a> {
@@ -181,8 +154,6 @@ impl<'a> Keeper<'a> {
             input: Input::new(&streams.stdin),
             streams,
             children: Children::default(),
-            container_keepers: ContainerKeepers::default(),
-            execs: Execs::default(),
             loopback,
             watch: None,
             was_active: true,
@@ -213,12 +184,6 @@ impl<'a> Keeper<'a> {
         let ready = self.poll()?;
         self.was_active = true;
         let ended = self.children.reap();
-        for container in self.container_keepers.remove_ended() {
-            self.end_container(&container);
-        }
-        for pid in self.execs.abandoned() {
-            self.end_exec(pid);
-        }
         if let Some(watch) = &mut self.watch {
             let sandbox = &self.record.sandbox;
             // Another process may have continued the sandbox's processes without a wake.
@@ -235,7 +200,7 @@ impl<'a> Keeper<'a> {
         {
             self.give_room_back();
         }
-        // The program that has woken the sandbox from a doze may not have sent a request.
+        // The command that has woken the sandbox from a doze may not have sent a request.
         if ended.contains(&Purpose::Wake) && self.waiting.is_some() && !self.is_dozing() {
             self.input.woke();
         }
@@ -249,7 +214,7 @@ impl<'a> Keeper<'a> {
         if ready.relay
             && let Some(relay) = &mut self.relay
         {
-            let (is_open, has_input) = (relay.carry()?, relay.has_input());
+            let (is_open, has_input) = (relay.carry(), relay.has_input());
             if !is_open {
                 self.terminal_mode = relay.mode();
                 self.relay = None;
@@ -305,8 +270,6 @@ impl<'a> Keeper<'a> {
             fds.extend(watch.fds().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
         }
         fds.extend(self.children.poll_fds());
-        fds.extend(self.container_keepers.poll_fds());
-        fds.extend(self.execs.poll_fds());
         let timed_out = match poll(&mut fds, timeout) {
             Ok(happened) => happened == 0,
             Err(nix::Error::EINTR) => false,
@@ -330,7 +293,8 @@ impl<'a> Keeper<'a> {
     fn poll_timeout(&mut self) -> PollTimeout {
         // A sandbox that is asleep needs no checks.
         let settled = self.watch.as_ref().is_none_or(Watch::is_asleep) && self.children.is_empty();
-        // Without a sandbox to wait for, the keeper gives its memory back once no event comes.
+        // Without a sandbox to wait for, the keeper gives the shim's memory back once no event
+        // comes.
         let may_give_back = self.waiting.is_none() && self.was_active;
         let check = (!settled || may_give_back).then_some(CHECK_INTERVAL);
         let watch = self.watch.as_mut().and_then(Watch::due_in);
@@ -449,11 +413,11 @@ impl<'a> Keeper<'a> {
 
     /// Takes an action of the watch.
     ///
-    /// The keeper itself resumes a dozing sandbox. Any other wake is the work of a program, which
+    /// The keeper itself resumes a dozing sandbox. Any other wake is the work of a command, which
     /// takes the pod's lock by itself.
     fn act(&mut self, next: Next) {
         let Next::Wake(cause) = next else { return };
-        // After a failure here, the program tries again and reports the failure.
+        // After a failure here, the command tries again and reports the failure.
         if transitions::resume_in_keeper(self.node, &self.record.sandbox).is_ok_and(|runs| runs) {
             return self.release();
         }
@@ -464,7 +428,7 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Starts the program that wakes the sandbox. Returns whether the program runs.
+    /// Starts the command that wakes the sandbox. Returns whether the command runs.
     ///
     /// `client`: a description of the client that needs the sandbox, for the log.
     fn begin_wake(&mut self, cause: WakeCause, client: std::fmt::Arguments<'_>) -> bool {
@@ -521,7 +485,7 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Starts a program for one connection to the pod's loopback. A connection without a program is
+    /// Starts a command for one connection to the pod's loopback. A connection without a command is
     /// reset.
     fn forward(&mut self) {
         let Some(loopback) = &self.loopback else {
@@ -613,26 +577,6 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Ends a container that has lost its keeper.
-    ///
-    /// This is the work of a program, because it may have to wait for the pod's lock. If the
-    /// program cannot be started, the container ends with the pod.
-    fn end_container(&mut self, container: &ContainerId) {
-        if let Ok(child) = spawn("torpor-bereave", &["bereave", container.as_str()]) {
-            self.children.add(Purpose::Command, child);
-        }
-    }
-
-    /// Ends an exec'd process whose waiter was killed. This is the work of a program, because the
-    /// sandbox may answer late.
-    fn end_exec(&mut self, pid: i32) {
-        let pid = pid.to_string();
-        let args = ["end-exec", self.record.id.as_str(), pid.as_str()];
-        if let Ok(child) = spawn("torpor-end-exec", &args) {
-            self.children.add(Purpose::Command, child);
-        }
-    }
-
     /// Connects to the sandbox and begins to wait for the container's end.
     fn attach(&self) -> Result<Control, control::Error> {
         let sandbox = &self.record.sandbox;
@@ -642,7 +586,7 @@ impl<'a> Keeper<'a> {
     }
 }
 
-/// Runs torpor-oci with a command whose answer is not needed.
+/// Runs a command whose answer is not needed.
 fn spawn(name: &str, args: &[&str]) -> std::io::Result<Child> {
     Command::new("/proc/self/exe")
         .arg0(name)

@@ -1,7 +1,7 @@
 //! Connections to the loopback of the pod's network namespace.
 //!
-//! Each connection gets a program of its own (see `crate::forward`), so that the keeper never waits
-//! for one.
+//! Each connection gets a command of its own (see `crate::commands::forward`), so that the keeper
+//! never waits for one.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -44,7 +44,7 @@ impl Loopback {
     }
 
     /// Accepts a connection, and sets a linger time of zero (SO_LINGER): the connection is reset
-    /// when it is closed, so that the client sees an error. A program that has delivered all bytes
+    /// when it is closed, so that the client sees an error. A command that has delivered all bytes
     /// removes the setting.
     pub(super) fn accept(&self) -> Accepted {
         match accept_with(&self.listener, SocketFlags::CLOEXEC) {
@@ -61,8 +61,8 @@ impl Loopback {
     }
 }
 
-/// Starts the program for a connection, which becomes its standard input. The program reports
-/// errors on the pause container's standard error.
+/// Starts the command for a connection, which becomes its standard input. The command reports
+/// errors on the shim's standard error, containerd's log.
 pub(super) fn forward(sandbox: &SandboxId, connection: OwnedFd) -> std::io::Result<Child> {
     Command::new("/proc/self/exe")
         .arg0("torpor-forward")

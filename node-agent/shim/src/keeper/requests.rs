@@ -2,8 +2,11 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
+use nix::errno::Errno;
 use nix::sys::socket::{SockFlag, accept4};
 use rustix::termios::Winsize;
 use torpor_core::ids::ImageId;
@@ -15,13 +18,21 @@ use super::Keeper;
 use super::children::Purpose;
 use super::watch::{self, Watch};
 
+/// Time between two attempts to accept a connection while the shim has no descriptor left.
+const EXHAUSTED_INTERVAL: Duration = Duration::from_millis(50);
+
 impl Keeper<'_> {
     /// Receives and handles one request. Returns the keeper's exit code if the request ends it.
     ///
-    /// If the request runs a program, that program sends the answer.
+    /// If the request runs a command, that command sends the answer.
     pub(super) fn serve(&mut self) -> anyhow::Result<Option<u8>> {
         let peer = match accept4(self.listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
             Ok(raw) => own(raw),
+            // The connection stays, and would end each poll at once.
+            Err(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM) => {
+                std::thread::sleep(EXHAUSTED_INTERVAL);
+                return Ok(None);
+            }
             // The caller has closed its connection.
             Err(_) => return Ok(None),
         };
@@ -180,23 +191,6 @@ impl Keeper<'_> {
                 answer(&peer, &done, &[]);
                 return Some(*code);
             }
-            Request::Mind { container } => match files.pop_front() {
-                Some(pidfd) => {
-                    self.container_keepers.add(container.clone(), pidfd);
-                    answer(&peer, &done, &[]);
-                }
-                None => {
-                    let missing = "no pidfd of the keeper".into();
-                    answer(&peer, &Answer::refused("BadRequest", missing), &[]);
-                }
-            },
-            Request::Exec { pid } => match files.pop_front() {
-                Some(pipe) => {
-                    self.execs.add(*pid, pipe);
-                    answer(&peer, &done, &[]);
-                }
-                None => answer(&peer, &Answer::refused("BadRequest", "no pipe".into()), &[]),
-            },
             Request::Run { verb, image, cause } => match files.pop_front() {
                 Some(lock) => self.run(*verb, image.as_ref(), *cause, lock, peer),
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
@@ -205,8 +199,8 @@ impl Keeper<'_> {
         None
     }
 
-    /// Runs torpor-oci with a command. Its standard output is the connection to the caller, so that
-    /// the program sends the answer.
+    /// Runs a command of the shim. Its standard output is the connection to the caller, so that the
+    /// command sends the answer.
     fn run(
         &mut self,
         verb: Verb,
@@ -220,6 +214,7 @@ impl Keeper<'_> {
         let cause = cause.map(|cause| format!("--cause={}", cause.as_str()));
         let Ok(copy) = peer.try_clone() else { return };
         let spawned = Command::new("/proc/self/exe")
+            .arg0(format!("torpor-{}", verb.as_str()))
             .arg(verb.as_str())
             .arg(self.record.sandbox.as_str())
             .args(image.map(ToString::to_string))
@@ -231,7 +226,7 @@ impl Keeper<'_> {
         match spawned {
             Ok(child) => self.children.add(Purpose::Command, child),
             Err(error) => {
-                let message = format!("cannot run torpor-oci {}: {error}", verb.as_str());
+                let message = format!("cannot run the command {}: {error}", verb.as_str());
                 answer(&copy, &Answer::refused("SpawnFailed", message), &[]);
             }
         }

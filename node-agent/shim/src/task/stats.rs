@@ -3,19 +3,22 @@
 use std::path::Path;
 use std::time::Duration;
 
-use containerd_shim::protos::protobuf::MessageDyn;
+use containerd_shim::Error;
 use containerd_shim::protos::protobuf::MessageField;
+use containerd_shim::protos::protobuf::well_known_types::any::Any;
 use containerd_shim::protos::{cgroups, cgroups_v2};
 use torpor_cgroup::Hierarchies;
 
+use super::events::to_any;
+
 /// Reads the figures of a container's cgroup. The processes of the sandbox are in the pod's cgroup
 /// and do not count for one container.
-pub(crate) fn read(cgroups: &Hierarchies, cgroup: &Path) -> Box<dyn MessageDyn> {
+pub(crate) fn read(cgroups: &Hierarchies, cgroup: &Path) -> Result<Any, Error> {
     let memory = cgroups.working_set(cgroup).unwrap_or(0);
     let used = cgroups.processor_time(cgroup).unwrap_or(Duration::ZERO);
     match cgroups.is_unified() {
-        true => Box::new(unified(memory, used)),
-        false => Box::new(split(memory, used)),
+        true => to_any("io.containerd.cgroups.v2", &unified(memory, used)),
+        false => to_any("io.containerd.cgroups.v1", &split(memory, used)),
     }
 }
 

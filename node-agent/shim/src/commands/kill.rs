@@ -1,13 +1,11 @@
 //! `kill`: send a signal to a container. A signal that ends a hibernated container needs no wake.
 
-use std::str::FromStr;
-
 use anyhow::{Context, bail, ensure};
 use nix::sys::signal::Signal;
 use torpor_cgroup as cgroup;
 use torpor_core::ids::ContainerId;
-use torpor_core::transition::{Delivery, Recorded};
-use torpor_records::{ContainerRecord, WakeCause};
+use torpor_core::transition::Delivery;
+use torpor_records::{ContainerRecord, Error, WakeCause};
 use torpor_runsc::control::{self, SignalScope};
 use torpor_runsc::keeper::{self, Request};
 
@@ -15,8 +13,9 @@ use torpor_sandbox::doze;
 use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use torpor_sandbox::restore::{self, transitions};
 
-/// Error for a container without processes. The shim recognizes it by these words.
-const FINISHED: &str = "container not running";
+/// Error for a container without processes. The task service recognizes it by these words, and
+/// reports them to containerd.
+pub(crate) const FINISHED: &str = "process already finished";
 
 /// The number of a signal. nix has no real-time signals, and the stop signal of an image that runs
 /// systemd is one (SIGRTMIN+3).
@@ -28,6 +27,14 @@ impl SignalNumber {
     const LAST: i32 = 64;
     /// The first signal without a meaning of its own.
     const FIRST_REAL_TIME: i32 = 32;
+
+    fn new(number: i32) -> anyhow::Result<Self> {
+        ensure!(
+            (1..=Self::LAST).contains(&number),
+            "unknown signal {number}"
+        );
+        Ok(Self(number))
+    }
 }
 
 impl From<Signal> for SignalNumber {
@@ -50,9 +57,13 @@ enum Method {
     ByForce,
 }
 
-pub(crate) fn kill(node: &Node, id: &ContainerId, signal: &str, all: bool) -> anyhow::Result<()> {
-    let signal = parse(signal)?;
-    let record = node.container(id)?;
+pub(crate) fn kill(node: &Node, id: &ContainerId, signal: i32, all: bool) -> anyhow::Result<()> {
+    let signal = SignalNumber::new(signal)?;
+    let record = match node.records.container(id) {
+        // The removal of its pod's sandbox has removed it.
+        Err(Error::Missing(_)) => bail!(FINISHED),
+        record => record.context("cannot signal the container")?,
+    };
     if ends(signal) {
         // An error here occurs again below, where the lock is held.
         let _ = doze::wait_for_agent(node, &record.sandbox);
@@ -95,25 +106,6 @@ fn prepare(
 ) -> anyhow::Result<Delivery> {
     let keeper_has_ended = || keeper_is_gone(node, &record.id);
     transitions::before_signal(node, &record.sandbox, ends(signal), keeper_has_ended)
-}
-
-/// Ends a container whose keeper has ended. Without the keeper the end of the program cannot be
-/// reported. containerd takes the container for ended, and waits for the end of its output, which
-/// the program still holds.
-pub(crate) fn handle_lost_keeper(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
-    // A container without a record has ended normally, and was removed.
-    let Ok(record) = node.container(id) else {
-        return Ok(());
-    };
-    let _lock = node.records.lock(&record.sandbox)?;
-    let exists = node.container(id).is_ok();
-    if !exists {
-        return Ok(());
-    }
-    match transitions::settle(node, &record.sandbox)? {
-        Recorded::Running => end_orphaned(node, &record),
-        Recorded::Hibernated { .. } | Recorded::Restoring => end_sandbox(node, &record),
-    }
 }
 
 /// Ends every process of the sandbox. An interrupted restore leaves processes, which hold the
@@ -245,38 +237,18 @@ fn ends(signal: SignalNumber) -> bool {
     known || signal.0 >= SignalNumber::FIRST_REAL_TIME
 }
 
-/// Parses a signal: a number, or a name with or without `SIG`.
-fn parse(signal: &str) -> anyhow::Result<SignalNumber> {
-    if let Ok(number) = signal.parse::<i32>() {
-        let known = (1..=SignalNumber::LAST).contains(&number);
-        ensure!(known, "unknown signal {signal}");
-        return Ok(SignalNumber(number));
-    }
-    let upper = signal.to_ascii_uppercase();
-    let name = if upper.starts_with("SIG") {
-        upper
-    } else {
-        format!("SIG{upper}")
-    };
-    let named = Signal::from_str(&name).map(SignalNumber::from);
-    named.with_context(|| format!("unknown signal {signal}"))
-}
-
 #[cfg(test)]
 mod tests {
 
     use super::*;
 
     #[test]
-    fn signals_are_understood_by_number_and_by_name() {
-        for text in ["15", "TERM", "SIGTERM", "term"] {
-            assert_eq!(parse(text).expect("a signal"), Signal::SIGTERM, "{text}");
-        }
-        for text in ["SIGNONE", "0", "65", "-1"] {
-            parse(text).expect_err(text);
+    fn only_signals_of_linux_are_sent() {
+        for number in [0, 65, -1] {
+            SignalNumber::new(number).expect_err("no signal");
         }
         // The stop signal of an image that runs systemd.
-        let real_time = parse("37").expect("a signal");
+        let real_time = SignalNumber::new(37).expect("a signal");
         assert!(ends(real_time) && real_time == SignalNumber(37));
     }
 

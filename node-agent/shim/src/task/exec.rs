@@ -2,32 +2,33 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use containerd_shim::protos::events::task::{TaskExecStarted, TaskExit};
 use containerd_shim::protos::protobuf::MessageField;
-use containerd_shim::protos::topics::{TASK_EXEC_STARTED_EVENT_TOPIC, TASK_EXIT_EVENT_TOPIC};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 use rustix::termios::Winsize;
 use serde_json::Value;
 use torpor_core::ids::{ContainerId, SandboxId};
-use torpor_oci::exec::{Begun, Running, Target, begin};
-use torpor_oci::keeper::Streams;
-use torpor_oci::keeper::relay::Relay;
 use torpor_records::WakeCause;
 use torpor_runsc::control::{self, SignalScope};
 use torpor_sandbox::console::Terminal;
 
-use crate::container::{Pod, lock};
-use crate::process::Life;
-use crate::streams::{self, Held, Paths};
-use crate::task::{own_pid, timestamp};
-use crate::verbs;
+use super::container::{Pod, lock};
+use super::process::Life;
+use super::run::{Begun, Running, Target, begin};
+use super::streams::{self, Held, Paths};
+use super::verbs::{self, Caller};
+use super::{own_pid, timestamp};
+use crate::keeper::Streams;
+use crate::keeper::relay::Relay;
 
 /// Exit code of a process whose end cannot be observed any more: that of a killed process.
 const KILLED: u8 = 137;
+/// Time for which the shim holds an end of the input of a process.
+const STDIN_HELD: Duration = Duration::from_secs(5);
 /// Time in which a client takes the last output of a terminal.
 const OUTPUT_LIMIT: Duration = Duration::from_secs(2);
 
@@ -69,7 +70,11 @@ impl Exec {
     }
 
     /// Runs the process. A sandbox that sleeps is woken first.
-    pub(crate) fn start(self: &Arc<Self>, pod: &Arc<Pod>) -> anyhow::Result<()> {
+    pub(crate) fn start(
+        self: &Arc<Self>,
+        pod: &Arc<Pod>,
+        caller: Caller<'_>,
+    ) -> anyhow::Result<()> {
         let (streams, held) = streams::open(&self.paths)?;
         *lock(&self.held) = held;
         let (relay, slave) = match self.paths.terminal {
@@ -83,6 +88,7 @@ impl Exec {
             None => streams.fds(),
         };
         let node = pod.node()?;
+        let wake = |sandbox: &SandboxId| wake(caller, sandbox);
         let begun = begin(node, &self.container, self.process.clone(), files, &wake)?;
         // From now on the sandbox alone holds the streams, so that their end is noticed.
         drop((streams, slave));
@@ -93,7 +99,7 @@ impl Exec {
             pid: own_pid(),
             ..TaskExecStarted::default()
         };
-        pod.events.publish(TASK_EXEC_STARTED_EVENT_TOPIC, Box::new(event));
+        pod.events.publish(&event);
         let running = match begun {
             Begun::Answered => {
                 self.end(pod, 0);
@@ -101,12 +107,22 @@ impl Exec {
             }
             Begun::Running(running) => running,
         };
-        *lock(&self.target) = Some(running.target(SignalScope::Process));
-        let (exec, pod) = (Arc::clone(self), Arc::clone(pod));
-        std::thread::Builder::new()
+        let target = running.target(SignalScope::Process)?;
+        *lock(&self.target) = Some(target.clone());
+        let kill = || Running::signal(node, &target, Signal::SIGKILL as i32);
+        // containerd has given the start up, and has deleted the process.
+        if self.life.exit().is_some() {
+            let _ = kill();
+        }
+        let (exec, of) = (Arc::clone(self), Arc::clone(pod));
+        let waits = std::thread::Builder::new()
             .name("exec".to_owned())
-            .spawn(move || exec.wait(&pod, running, relay))
-            .context("cannot wait for the process")?;
+            .spawn(move || exec.wait(&of, running, relay));
+        if let Err(error) = waits {
+            let _ = kill();
+            self.end(pod, KILLED);
+            return Err(error).context("cannot wait for the process");
+        }
         Ok(())
     }
 
@@ -125,7 +141,10 @@ impl Exec {
 
     /// Waits for the end of the process, and carries the bytes of its terminal.
     fn wait(&self, pod: &Pod, running: Running, mut relay: Option<Relay>) {
-        while let Ok(false) = self.carry(pod, &running, &mut relay) {}
+        // containerd has opened its end of the input by then. From then on the input ends with
+        // containerd, whose client is gone when it has died.
+        let keeps_stdin_until = Instant::now() + STDIN_HELD;
+        while let Ok(false) = self.carry(pod, &running, &mut relay, keeps_stdin_until) {}
         let code = pod.node().map_or(KILLED, |node| running.wait(node));
         if let Some(relay) = &mut relay {
             relay.finish(OUTPUT_LIMIT);
@@ -140,10 +159,19 @@ impl Exec {
         pod: &Pod,
         running: &Running,
         relay: &mut Option<Relay>,
+        keeps_stdin_until: Instant,
     ) -> anyhow::Result<bool> {
+        let left = keeps_stdin_until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            self.close_stdin();
+        }
+        let left = match left.is_zero() {
+            true => PollTimeout::NONE,
+            false => PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX),
+        };
         let mut fds = vec![PollFd::new(running.ended(), PollFlags::POLLIN)];
         fds.extend(relay.iter().flat_map(Relay::poll_fds));
-        match poll(&mut fds, PollTimeout::NONE) {
+        match poll(&mut fds, left) {
             Ok(_) => {}
             Err(nix::Error::EINTR) => return Ok(false),
             Err(error) => return Err(error).context("cannot poll"),
@@ -152,9 +180,10 @@ impl Exec {
             return Ok(true);
         }
         if let Some(open) = relay {
-            let is_open = open.carry()?;
+            let is_open = open.carry();
             for signal in open.take_signals() {
-                self.signal_foreground(pod, &running.target(SignalScope::Foreground), signal);
+                let target = running.target(SignalScope::Foreground)?;
+                self.signal_foreground(pod, &target, signal);
             }
             if !is_open {
                 *relay = None;
@@ -184,7 +213,7 @@ impl Exec {
             exited_at: MessageField::some(timestamp(exit.at)),
             ..TaskExit::default()
         };
-        pod.events.publish(TASK_EXIT_EVENT_TOPIC, Box::new(event));
+        pod.events.publish(&event);
     }
 
     /// Signals the process. None: it does not run.
@@ -192,6 +221,13 @@ impl Exec {
         let target = lock(&self.target).clone()?;
         let node = pod.node().ok()?;
         Some(Running::signal(node, &target, signal))
+    }
+
+    /// Ends the wait for a process whose sandbox does not answer.
+    pub(crate) fn give_up(&self) {
+        if let Some(target) = &*lock(&self.target) {
+            target.give_up();
+        }
     }
 
     /// Sets the size of the process' terminal.
@@ -217,7 +253,7 @@ impl Exec {
 }
 
 /// Wakes the sandbox by a command, for an exec.
-fn wake(sandbox: &SandboxId) -> anyhow::Result<()> {
+fn wake(caller: Caller<'_>, sandbox: &SandboxId) -> anyhow::Result<()> {
     let cause = WakeCause::Exec.as_str();
-    verbs::run("wake-up", &[sandbox.as_str(), "--cause", cause])
+    verbs::run_for(caller, "wake-up", &[sandbox.as_str(), "--cause", cause])
 }

@@ -9,10 +9,10 @@ use containerd_shim::ExitSignal;
 use torpor_core::ids::ContainerId;
 use torpor_sandbox::node::Node;
 
-use crate::events::Events;
-use crate::exec::Exec;
-use crate::process::Life;
-use crate::streams::{Held, Paths};
+use super::events::Events;
+use super::exec::Exec;
+use super::process::Life;
+use super::streams::{Held, Paths};
 
 /// Locks data that stays whole when a thread panics.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -24,6 +24,9 @@ pub(crate) struct Pod {
     node: OnceLock<Node>,
     pub(crate) events: Events,
     containers: Mutex<HashMap<ContainerId, Arc<Container>>>,
+    /// Held while a container is created: containerd may give up the call, and delete the container
+    /// before it is there.
+    pub(crate) creating: Mutex<()>,
     /// Ends the shim.
     pub(crate) exit: Arc<ExitSignal>,
 }
@@ -48,6 +51,7 @@ impl Pod {
             node: OnceLock::new(),
             events,
             containers: Mutex::default(),
+            creating: Mutex::default(),
             exit,
         }
     }
@@ -74,8 +78,17 @@ impl Pod {
         lock(&self.containers).remove(id);
     }
 
+    /// Reports whether the pod has no container. A container that has ended and is not recorded any
+    /// more is none: containerd has lost it.
     pub(crate) fn is_empty(&self) -> bool {
-        lock(&self.containers).is_empty()
+        let _creating = lock(&self.creating);
+        let is_recorded = |id| {
+            self.node()
+                .is_ok_and(|node| node.records.container(id).is_ok())
+        };
+        lock(&self.containers)
+            .values()
+            .all(|container| container.life.exit().is_some() && !is_recorded(&container.id))
     }
 }
 

@@ -1,7 +1,7 @@
 //! The life of a container's first process, or of an exec'd one, as containerd sees it.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 /// The end of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,6 +17,9 @@ pub(crate) enum Stage {
     Started,
     Ended(Exit),
 }
+
+/// Time between two looks whether a caller still waits: each wait holds a thread.
+const LOOK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The stage of a process, whose end can be waited for.
 #[derive(Debug)]
@@ -71,13 +74,25 @@ impl Life {
 
     /// Waits for the end.
     pub(crate) fn wait(&self) -> Exit {
+        loop {
+            if let Some(exit) = self.wait_unless(|| false) {
+                return exit;
+            }
+        }
+    }
+
+    /// Waits for the end; none once `is_over`, which is asked from time to time.
+    pub(crate) fn wait_unless(&self, is_over: impl Fn() -> bool) -> Option<Exit> {
         let mut stage = self.lock();
         loop {
             if let Stage::Ended(exit) = *stage {
-                return exit;
+                return Some(exit);
             }
-            let woken = self.ended.wait(stage);
-            stage = woken.unwrap_or_else(PoisonError::into_inner);
+            if is_over() {
+                return None;
+            }
+            let woken = self.ended.wait_timeout(stage, LOOK_INTERVAL);
+            stage = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

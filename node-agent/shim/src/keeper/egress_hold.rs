@@ -217,7 +217,7 @@ pub(crate) mod tests {
         assert_eq!(received, ["a", "b", "c", "c", "after"]);
     }
 
-    /// The keeper may be killed while a sandbox already runs that is about to be ended and restored
+    /// The shim may be killed while a sandbox already runs that is about to be ended and restored
     /// once more.
     #[test]
     fn who_restores_keeps_the_pod_mute_when_its_keeper_dies() {
@@ -233,7 +233,7 @@ pub(crate) mod tests {
             .map(|link| link.try_clone_to_owned().expect("copied"))
             .collect();
         assert_eq!(copies.len(), pairs.len());
-        // All descriptors of the keeper are closed, as at its death.
+        // All descriptors of the keeper are closed, as at the shim's death.
         drop(held);
         send("from a life that is taken back");
         assert_eq!(receive(&receiver), None);

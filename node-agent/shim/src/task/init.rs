@@ -8,43 +8,54 @@ use anyhow::Context;
 use containerd_shim::mount::{mount_rootfs, umount_recursive};
 use containerd_shim::protos::events::task::{TaskExit, TaskOOM, TaskStart};
 use containerd_shim::protos::protobuf::MessageField;
-use containerd_shim::protos::topics::{
-    TASK_EXIT_EVENT_TOPIC, TASK_OOM_EVENT_TOPIC, TASK_START_EVENT_TOPIC,
-};
 use containerd_shim::protos::types::mount::Mount;
 use torpor_core::ids::ContainerId;
-use torpor_oci::keeper::{self, Handover, Streams};
 use torpor_sandbox::log_line;
 
-use crate::container::{Container, Pod, lock, rootfs};
-use crate::process::Life;
-use crate::streams::{self, Paths};
-use crate::task::{own_pid, timestamp};
-use crate::verbs;
+use super::container::{Container, Pod, lock, rootfs};
+use super::process::Life;
+use super::streams::{self, Paths};
+use super::verbs::{self, Caller};
+use super::{own_pid, timestamp};
+use crate::keeper::{self, Handover, Streams};
 
 /// The exit code of a container whose keeper has failed: that of a killed process.
 const KILLED: u8 = 137;
+/// The number of SIGKILL.
+const SIGKILL: &str = "9";
 
 /// Creates a container, and starts its keeper.
 pub(crate) fn create(
     pod: &Arc<Pod>,
+    caller: Caller<'_>,
     id: ContainerId,
     bundle: &Path,
     mounts: &[Mount],
     paths: Paths,
 ) -> anyhow::Result<()> {
     pod.node()?;
+    let _creating = lock(&pod.creating);
     mount(bundle, mounts)?;
-    let created = begin(pod, id, bundle, paths);
+    let created = begin(pod, caller, id.clone(), bundle, paths);
     if created.is_err() {
+        // containerd does not delete a container that it could not create.
+        if let Err(error) = verbs::run("delete", &["--force", id.as_str()]) {
+            log_line!("cannot remove the container: {error:#}");
+        }
         unmount(bundle);
     }
     created
 }
 
-fn begin(pod: &Arc<Pod>, id: ContainerId, bundle: &Path, paths: Paths) -> anyhow::Result<()> {
+fn begin(
+    pod: &Arc<Pod>,
+    caller: Caller<'_>,
+    id: ContainerId,
+    bundle: &Path,
+    paths: Paths,
+) -> anyhow::Result<()> {
     let (streams, held) = streams::open(&paths)?;
-    let (handover, files) = verbs::create(bundle, &id)?;
+    let (handover, files) = verbs::create(caller, bundle, &id)?;
     for warning in &handover.warnings {
         log_line!("container {}: {warning}", id.as_str());
     }
@@ -81,22 +92,25 @@ fn keep(
         .node()
         .and_then(|node| keeper::serve(node, &container.id, handover, files, streams));
     let code = served.unwrap_or_else(|error| {
-        log_line!(
-            "the keeper of container {} has failed: {error:#}",
-            container.id.as_str()
-        );
+        let id = container.id.as_str();
+        log_line!("the keeper of container {id} has failed: {error:#}");
+        // The program holds the container's output, and nothing would report its end.
+        if let Err(error) = verbs::run("kill", &[id, SIGKILL]) {
+            log_line!("cannot end container {id}: {error:#}");
+        }
         KILLED
     });
     // containerd waits for the end of the output.
     drop(std::mem::take(&mut *lock(&container.held)));
     let kills_before = *lock(&container.starting);
     let id = container.id.to_string();
-    if code == KILLED && oom_kills(pod, container) > kills_before {
+    let kills = oom_kills(pod, container).zip(kills_before);
+    if code == KILLED && kills.is_some_and(|(now, before)| now > before) {
         let event = TaskOOM {
             container_id: id.clone(),
             ..TaskOOM::default()
         };
-        pod.events.publish(TASK_OOM_EVENT_TOPIC, Box::new(event));
+        pod.events.publish(&event);
     }
     let exit = container.life.end(code);
     let event = TaskExit {
@@ -107,21 +121,21 @@ fn keep(
         exited_at: MessageField::some(timestamp(exit.at)),
         ..TaskExit::default()
     };
-    pod.events.publish(TASK_EXIT_EVENT_TOPIC, Box::new(event));
+    pod.events.publish(&event);
 }
 
 /// Starts a created container.
-pub(crate) fn start(pod: &Pod, container: &Container) -> anyhow::Result<()> {
+pub(crate) fn start(pod: &Pod, caller: Caller<'_>, container: &Container) -> anyhow::Result<()> {
     let mut starting = lock(&container.starting);
     *starting = oom_kills(pod, container);
-    verbs::run("start", &[container.id.as_str()])?;
+    verbs::run_for(caller, "start", &[container.id.as_str()])?;
     container.life.start();
     let event = TaskStart {
         container_id: container.id.to_string(),
         pid: own_pid(),
         ..TaskStart::default()
     };
-    pod.events.publish(TASK_START_EVENT_TOPIC, Box::new(event));
+    pod.events.publish(&event);
     Ok(())
 }
 
@@ -138,6 +152,10 @@ pub(crate) fn delete(pod: &Pod, container: &Container) -> anyhow::Result<()> {
     verbs::run("delete", &[container.id.as_str()])?;
     // The command has ended the keeper.
     container.life.wait();
+    // Exec'd processes that never started end with their container: containerd may wait for them.
+    for exec in lock(&container.execs).values() {
+        exec.life.end(KILLED);
+    }
     unmount(&container.bundle);
     pod.remove(&container.id);
     Ok(())

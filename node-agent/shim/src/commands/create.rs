@@ -1,13 +1,13 @@
-//! `create`: make a container's record, cgroup and keeper, and its gVisor container. A container
-//! that is part of an image to be restored gets its gVisor container in the restore.
+//! `create`: make a container's record and cgroup, its gVisor container, and all that its keeper
+//! needs. A container that is part of an image to be restored gets its gVisor container in the
+//! restore.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::process::CommandExt;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::parent_id;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 
-use anyhow::{Context, bail};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use anyhow::{Context, bail, ensure};
 use torpor_cgroup as cgroup;
 use torpor_cgroup::swap;
 use torpor_core::ids::{ContainerId, Namespace, PodUid, SandboxId};
@@ -18,7 +18,7 @@ use torpor_link::unacknowledged;
 use torpor_records::{
     ContainerRecord, PodLock, PodRecord, Role, SandboxState, SandboxVolume, WakeCause,
 };
-use torpor_runsc::keeper::{self, Answer, Request};
+use torpor_runsc::keeper::{self, Answer};
 use torpor_runsc::limits::write_boot_flags;
 use torpor_runsc::root::Root;
 use torpor_runsc::spec::{
@@ -27,13 +27,12 @@ use torpor_runsc::spec::{
 };
 use torpor_snapshots::Digest;
 
-use crate::args::CreateArgs;
+use super::{FAILED, delete};
 use crate::keeper::Handover;
-use crate::{FAILED, delete};
-use torpor_sandbox::console::{Terminal, create_with_console, hand_over};
+use torpor_sandbox::console::create_with_console;
 use torpor_sandbox::generation;
 use torpor_sandbox::limits;
-use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node, read_oci_json};
+use torpor_sandbox::node::{COMMAND_LIMIT, Node, read_oci_json};
 use torpor_sandbox::restore::{self, transitions};
 
 const ON_RESTORE_FAILURE: &str = "torpor.dev/on-restore-failure";
@@ -51,69 +50,45 @@ struct Created {
     warnings: Vec<anyhow::Error>,
 }
 
-/// Creates a container, with a keeper in a process of its own. Returns warnings: features that this
-/// container lacks.
-pub(crate) fn create(node: &Node, args: &CreateArgs) -> anyhow::Result<Vec<anyhow::Error>> {
-    let mut created = prepare(node, &args.bundle, &args.id)?;
-    let console_socket = args.console_socket.as_deref();
-    let pid = start_keeper(node, &mut created, console_socket)?;
-    created.record.keeper_pid = pid;
-    let Created { record, dir, .. } = &created;
-    node.records.write_container(record)?;
-    if record.role == Role::Container {
-        register_keeper(node, record);
+/// Creates a container. Sends its keeper's descriptors with the answer over standard output.
+pub(crate) fn create(node: &Node, bundle: &Path, id: &ContainerId) -> anyhow::Result<ExitCode> {
+    let shim = std::io::stdout().as_fd().try_clone_to_owned()?;
+    let pid = parent_id();
+    let created = prepare(node, bundle, id).and_then(|created| {
+        ensure!(parent_id() == pid, "the shim has ended");
+        hand_over(node, created, pid, &shim)
+    });
+    match created {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(error) => {
+            let refused = restore::refused(FAILED, &error);
+            keeper::send(&shim, &serde_json::to_vec(&refused)?, &[])?;
+            Ok(ExitCode::FAILURE)
+        }
     }
-    if let Some(console) = &created.console {
-        keeper::ask(dir, &Request::Console, &[console.as_fd()], CALL_LIMIT)?;
-    }
-    if let Some(path) = &args.pid_file {
-        std::fs::write(path, pid.to_string())
-            .with_context(|| format!("cannot write {}", path.display()))?;
-    }
-    Ok(created.warnings)
 }
 
-/// Creates a container whose keeper is a thread of the parent process, the shim. Sends the keeper's
-/// descriptors with an answer over standard output.
-pub(crate) fn create_in_shim(
-    node: &Node,
-    bundle: &Path,
-    id: &ContainerId,
-) -> anyhow::Result<ExitCode> {
-    let shim = std::io::stdout().as_fd().try_clone_to_owned()?;
-    let created = prepare(node, bundle, id).and_then(|mut created| {
-        let socket = keeper::listen(&created.dir.join(keeper::SOCKET))?;
-        created.record.keeper_pid = std::os::unix::process::parent_id();
-        created.record.in_shim = true;
-        node.records.write_container(&created.record)?;
-        Ok((created, socket))
-    });
-    let (created, socket) = match &created {
-        Ok(created) => created,
-        Err(error) => {
-            let refused = restore::refused(FAILED, error);
-            keeper::send(&shim, &serde_json::to_vec(&refused)?, &[])?;
-            return Ok(ExitCode::FAILURE);
-        }
-    };
+/// Records the keeper, a thread of the shim, and sends its descriptors. The keeper's socket listens
+/// from here on, so no caller has to wait for it.
+fn hand_over(node: &Node, mut created: Created, pid: u32, shim: &OwnedFd) -> anyhow::Result<()> {
+    let socket = keeper::listen(&created.dir.join(keeper::SOCKET))?;
+    created.record.keeper_pid = pid;
+    created.record.in_shim = true;
+    node.records.write_container(&created.record)?;
+    let warnings = created.warnings.iter();
     let handover = Handover {
-        warnings: created
-            .warnings
-            .iter()
-            .map(|one| format!("{one:#}"))
-            .collect(),
+        warnings: warnings.map(|one| format!("{one:#}")).collect(),
         loopback: created.loopback.is_some(),
         console: created.console.is_some(),
     };
     let answer = Answer::ok(serde_json::to_value(handover)?);
     let loopback = created.loopback.iter();
-    let files: Vec<_> = std::iter::once(socket)
+    let files: Vec<_> = std::iter::once(&socket)
         .chain(loopback.flat_map(|loopback| [&loopback.listener, &loopback.link]))
         .chain(&created.console)
         .map(AsFd::as_fd)
         .collect();
-    keeper::send(&shim, &serde_json::to_vec(&answer)?, &files)?;
-    Ok(ExitCode::SUCCESS)
+    Ok(keeper::send(shim, &serde_json::to_vec(&answer)?, &files)?)
 }
 
 /// Creates all of a container but its keeper. `bundle`: its OCI bundle.
@@ -240,26 +215,6 @@ fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Resu
         SandboxState::Hibernated { .. } | SandboxState::Restoring { .. } => {}
     }
     Ok(())
-}
-
-/// Registers the container's keeper with the pause container's keeper, which handles the container
-/// when its keeper is killed. That fails with an old kernel or a keeper of an older version: then
-/// the end of such a container is noticed only at the end of the pod.
-fn register_keeper(node: &Node, record: &ContainerRecord) {
-    let pid = i32::try_from(record.keeper_pid)
-        .ok()
-        .and_then(Pid::from_raw);
-    let Some(Ok(end)) = pid.map(|pid| pidfd_open(pid, PidfdFlags::empty())) else {
-        return;
-    };
-    let pause = node.records.container_dir(&record.sandbox.clone().into());
-    let container = record.id.clone();
-    let _ = keeper::ask(
-        &pause,
-        &Request::Mind { container },
-        &[end.as_fd()],
-        CALL_LIMIT,
-    );
 }
 
 /// Opens the loopback of the pod's network namespace for port-forward. On failure (an old kernel,
@@ -445,53 +400,4 @@ pub(crate) fn create_in_sandbox(
     }
     runsc.create(record.id.as_str(), dir, None, COMMAND_LIMIT)?;
     Ok(None)
-}
-
-/// Starts the keeper; returns its pid. The keeper's socket listens before the keeper runs, so no
-/// caller has to wait for it.
-fn start_keeper(
-    node: &Node,
-    created: &mut Created,
-    console_socket: Option<&Path>,
-) -> anyhow::Result<u32> {
-    let Created { record, dir, .. } = &*created;
-    // The keeper reads its record when it starts.
-    node.records.write_container(record)?;
-    let socket = keeper::listen(&dir.join(keeper::SOCKET))?;
-    let mut command = Command::new("/proc/self/exe");
-    command
-        .arg0("torpor-keeper")
-        .arg("keeper")
-        .arg(record.id.as_str());
-    command
-        .arg("--socket")
-        .arg(socket.as_raw_fd().to_string())
-        .current_dir("/");
-    if let Some(Loopback { listener, link }) = &created.loopback {
-        // The descriptors become inheritable only here, so that programs that were run before did
-        // not inherit them.
-        for fd in [listener, link] {
-            rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
-        }
-        command
-            .arg("--loopback")
-            .arg(listener.as_raw_fd().to_string());
-        command
-            .arg("--loopback-link")
-            .arg(link.as_raw_fd().to_string());
-    }
-    if record.terminal {
-        let path = console_socket.context("a container with a terminal, but no console socket")?;
-        let terminal = Terminal::open()?;
-        hand_over(path, &terminal.master)?;
-        command.stdin(terminal.slave.try_clone()?);
-        command.stdout(terminal.slave.try_clone()?);
-        command.stderr(Stdio::from(terminal.slave));
-    }
-    let child = command.spawn().context("cannot start the keeper")?;
-    // The keeper has copies.
-    created.loopback = None;
-    let record = &created.record;
-    node.cgroups.place(&record.cgroup, child.id())?;
-    Ok(child.id())
 }

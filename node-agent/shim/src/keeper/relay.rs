@@ -1,43 +1,29 @@
-//! Carries bytes between a client's side of a terminal and the terminal in the sandbox.
-//!
-//! The client's side is the slave of the stock shim's terminal, or the pipes to a client of
-//! Torpor's shim.
+//! Carries bytes between the pipes to a client of a terminal and the terminal in the sandbox.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, Signal};
-use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::signal::Signal;
 use rustix::termios::{
-    LocalModes, OptionalActions, SpecialCodeIndex, Termios, Winsize, isatty, tcgetattr,
-    tcgetwinsize, tcsetattr, tcsetwinsize,
+    LocalModes, OptionalActions, SpecialCodeIndex, Termios, Winsize, tcgetattr, tcsetattr,
+    tcsetwinsize,
 };
 
 use super::Streams;
 
 const CHUNK: usize = 4096;
 
-/// Makes the keeper's standard input its controlling terminal, so that the kernel reports new
-/// window sizes (SIGWINCH).
-pub(super) fn own_terminal() -> anyhow::Result<()> {
-    // Only the leader of a session may have a controlling terminal.
-    rustix::process::setsid().context("cannot start a session")?;
-    rustix::process::ioctl_tiocsctty(std::io::stdin()).context("cannot take the terminal")
-}
-
 /// A client's side and the terminal in the sandbox.
 #[derive(Debug)]
-pub struct Relay {
+pub(crate) struct Relay {
     /// The master of the terminal in the sandbox.
     console: OwnedFd,
-    /// Bytes of the client; none once the client's side is closed.
+    /// Bytes of the client; none once its pipe is closed.
     input: Option<OwnedFd>,
     /// Bytes for the client.
     output: OwnedFd,
-    /// Readable when the window of the client's terminal has changed. Pipes have no window.
-    resized: Option<SignalFd>,
     /// Bytes from the client that the sandbox has not taken yet.
     to_container: Vec<u8>,
     /// Bytes from the sandbox that the client has not taken yet.
@@ -52,22 +38,21 @@ impl Relay {
     /// Begins to carry bytes to and from `console`, the terminal in the sandbox.
     ///
     /// `mode`: the settings of the terminal before this one, if the same program continues with it.
-    pub fn new(console: OwnedFd, mode: Option<Termios>, streams: &Streams) -> anyhow::Result<Self> {
+    pub(crate) fn new(
+        console: OwnedFd,
+        mode: Option<Termios>,
+        streams: &Streams,
+    ) -> anyhow::Result<Self> {
         if let Some(mode) = mode {
             tcsetattr(&console, OptionalActions::Now, &mode)
                 .context("cannot set the terminal's mode")?;
         }
-        let is_terminal = isatty(&streams.stdin);
-        let (input, output) = match is_terminal {
-            true => (streams.stdin.try_clone()?, streams.stdin.try_clone()?),
-            false => (streams.stdin.try_clone()?, streams.stdout.try_clone()?),
-        };
+        let (input, output) = (streams.stdin.try_clone()?, streams.stdout.try_clone()?);
         for fd in [&input, &output, &console] {
             let flags = rustix::fs::fcntl_getfl(fd)?;
             rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)?;
         }
-        let relay = Self {
-            resized: is_terminal.then(|| watch_window(&input)).transpose()?,
+        Ok(Self {
             console,
             input: Some(input),
             output,
@@ -75,26 +60,24 @@ impl Relay {
             to_client: Vec::new(),
             has_input: false,
             signals: None,
-        };
-        relay.copy_size();
-        Ok(relay)
+        })
     }
 
     /// Notes the signals of keys such as Ctrl-C from now on: no process has the terminal as its
     /// controlling terminal, so that the kernel sends none.
-    pub fn note_signals(&mut self) {
+    pub(crate) fn note_signals(&mut self) {
         self.signals = Some(Vec::new());
     }
 
     /// Returns the signals of the keys that were pressed since the last call.
-    pub fn take_signals(&mut self) -> Vec<Signal> {
+    pub(crate) fn take_signals(&mut self) -> Vec<Signal> {
         self.signals
             .as_mut()
             .map(std::mem::take)
             .unwrap_or_default()
     }
 
-    pub fn poll_fds(&self) -> Vec<PollFd<'_>> {
+    pub(crate) fn poll_fds(&self) -> Vec<PollFd<'_>> {
         let wanted = |can_read: bool, has_output: bool| {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::POLLIN, can_read);
@@ -102,34 +85,28 @@ impl Relay {
             flags
         };
         let (reads_input, has_output) = (self.to_container.is_empty(), !self.to_client.is_empty());
-        let mut fds = vec![PollFd::new(
-            self.console.as_fd(),
-            wanted(!has_output, !reads_input),
-        )];
-        // A closed client's side would end each poll at once.
+        let mut fds = Vec::new();
+        // A closed terminal ends each poll at once, whatever is wanted of it.
+        let wants_console = wanted(!has_output, !reads_input);
+        if !wants_console.is_empty() {
+            fds.push(PollFd::new(self.console.as_fd(), wants_console));
+        }
+        // A closed pipe would end each poll at once.
         let input = self.input.as_ref().filter(|_| reads_input);
         fds.extend(input.map(|input| PollFd::new(input.as_fd(), PollFlags::POLLIN)));
         if has_output {
             fds.push(PollFd::new(self.output.as_fd(), PollFlags::POLLOUT));
         }
-        let resized = self.resized.iter();
-        fds.extend(resized.map(|resized| PollFd::new(resized.as_fd(), PollFlags::POLLIN)));
         fds
     }
 
-    /// Carries the available bytes and the window size.
+    /// Carries the available bytes.
     ///
     /// Returns false if the terminal in the sandbox is gone: the sandbox sleeps or has ended.
-    pub fn carry(&mut self) -> anyhow::Result<bool> {
-        if let Some(resized) = &self.resized {
-            let read = || resized.read_signal().context("cannot read a signal");
-            while read()?.is_some() {
-                self.copy_size();
-            }
-        }
+    pub(crate) fn carry(&mut self) -> bool {
         self.has_input = false;
         if let Some(input) = self.input.take_if(|_| self.to_container.is_empty()) {
-            // A client that detaches leaves its side open.
+            // A client that detaches leaves the pipe open.
             if fill(input.as_fd(), &mut self.to_container) {
                 self.input = Some(input);
             }
@@ -140,20 +117,20 @@ impl Relay {
         }
         if self.to_client.is_empty() && !fill(self.console.as_fd(), &mut self.to_client) {
             flush(self.output.as_fd(), &mut self.to_client);
-            return Ok(false);
+            return false;
         }
         flush(self.console.as_fd(), &mut self.to_container);
         flush(self.output.as_fd(), &mut self.to_client);
-        Ok(true)
+        true
     }
 
     /// Reports whether the last [`Relay::carry`] has read input of a client.
-    pub(super) fn has_input(&self) -> bool {
+    pub(crate) fn has_input(&self) -> bool {
         self.has_input
     }
 
     /// Carries the rest of the container's output, after the container has ended.
-    pub fn drain(&mut self) {
+    pub(crate) fn drain(&mut self) {
         loop {
             flush(self.output.as_fd(), &mut self.to_client);
             if !self.to_client.is_empty() {
@@ -165,38 +142,31 @@ impl Relay {
         }
     }
 
-    /// Carries the rest of the output to a client that may read slowly, at most for `limit` without
-    /// progress.
-    pub fn finish(&mut self, limit: Duration) {
+    /// Carries the rest of the output to a client that may read slowly, at most for `limit`.
+    pub(crate) fn finish(&mut self, limit: Duration) {
+        let deadline = Instant::now() + limit;
         loop {
             self.drain();
-            if self.to_client.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if self.to_client.is_empty() || left.is_zero() {
                 return;
             }
             let mut fds = [PollFd::new(self.output.as_fd(), PollFlags::POLLOUT)];
-            let limit = PollTimeout::try_from(limit).unwrap_or(PollTimeout::MAX);
-            if !matches!(poll(&mut fds, limit), Ok(1..)) {
+            let left = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+            if !matches!(poll(&mut fds, left), Ok(1..)) {
                 return;
             }
         }
     }
 
     /// Returns the settings that the program has made for its terminal.
-    pub(super) fn mode(&self) -> Option<Termios> {
+    pub(crate) fn mode(&self) -> Option<Termios> {
         tcgetattr(&self.console).ok()
     }
 
     /// Sets the size of the terminal in the sandbox. A failure means that the terminal is gone.
-    pub fn resize(&self, size: Winsize) {
+    pub(crate) fn resize(&self, size: Winsize) {
         let _ = tcsetwinsize(&self.console, size);
-    }
-
-    /// Copies the window size of the client's terminal.
-    fn copy_size(&self) {
-        let input = self.input.as_ref().filter(|_| self.resized.is_some());
-        if let Some(Ok(size)) = input.map(tcgetwinsize) {
-            self.resize(size);
-        }
     }
 }
 
@@ -220,19 +190,6 @@ fn key_signals(mode: &Termios, bytes: &[u8]) -> Vec<Signal> {
         .filter_map(|byte| signal_of(*byte))
         .map(|(_, signal)| *signal)
         .collect()
-}
-
-/// Makes the client's terminal pass bytes unchanged, and reports its new window sizes: the line
-/// discipline is that of the terminal in the sandbox.
-fn watch_window(terminal: &OwnedFd) -> anyhow::Result<SignalFd> {
-    let mut raw = tcgetattr(terminal).context("cannot read the terminal's mode")?;
-    raw.make_raw();
-    tcsetattr(terminal, OptionalActions::Now, &raw).context("cannot make the terminal raw")?;
-    let mut mask = SigSet::empty();
-    mask.add(Signal::SIGWINCH);
-    mask.thread_block().context("cannot block SIGWINCH")?;
-    let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
-    SignalFd::with_flags(&mask, flags).context("cannot watch for SIGWINCH")
 }
 
 /// Reads one chunk. Returns false at the end of the file, or after an error other than EAGAIN and
@@ -286,7 +243,7 @@ mod tests {
     fn bytes_of_pipes_reach_the_terminal_and_its_output_the_pipes() {
         let (mut relay, mut client_in, mut client_out, slave) = piped();
         client_in.write_all(b"ls\n").expect("written");
-        assert!(relay.carry().expect("carried") && relay.has_input());
+        assert!(relay.carry() && relay.has_input());
         let mut line = [0; 3];
         let mut slave = std::fs::File::from(slave);
         slave.read_exact(&mut line).expect("read");
@@ -294,13 +251,13 @@ mod tests {
         // The terminal echoes the line, and the program prints.
         slave.write_all(b"a").expect("written");
         let mut shown = [0; 5];
-        while !relay.carry().expect("carried") || relay.has_input() {}
+        while !relay.carry() || relay.has_input() {}
         client_out.read_exact(&mut shown).expect("read");
         assert_eq!(&shown, b"ls\r\na");
         drop(client_in);
-        assert!(relay.carry().expect("carried"), "only the input has ended");
+        assert!(relay.carry(), "only the input has ended");
         drop(slave);
-        assert!(!relay.carry().expect("carried"), "the terminal is gone");
+        assert!(!relay.carry(), "the terminal is gone");
     }
 
     #[test]
@@ -313,7 +270,7 @@ mod tests {
             ws_ypixel: 0,
         };
         relay.resize(size);
-        let found = tcgetwinsize(&slave).expect("a size");
+        let found = rustix::termios::tcgetwinsize(&slave).expect("a size");
         assert_eq!((found.ws_row, found.ws_col), (40, 120));
     }
 
@@ -322,7 +279,7 @@ mod tests {
         let (mut relay, mut client_in, _client_out, slave) = piped();
         let mut press = |relay: &mut Relay| {
             client_in.write_all(b"a\x03b\x1c\x1a\0").expect("written");
-            assert!(relay.carry().expect("carried"));
+            assert!(relay.carry());
             relay.take_signals()
         };
         assert_eq!(press(&mut relay), [], "nobody has asked for them");

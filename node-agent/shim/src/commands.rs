@@ -1,0 +1,131 @@
+//! Work on a sandbox that runs in a process of its own: it must survive the shim's or the agent's
+//! death, hold the pod's lock to its end, or put its children into the pod's cgroup.
+
+use std::process::ExitCode;
+
+use anyhow::ensure;
+use clap::Parser;
+use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use serde_json::Value;
+use torpor_records::WakeCause;
+use torpor_runsc::keeper::Answer;
+use torpor_sandbox::node::Node;
+use torpor_sandbox::restore::transitions;
+use torpor_sandbox::{doze, generation, log_line, restore};
+
+use crate::args::{Cli, Command};
+
+mod create;
+mod delete;
+mod forward;
+mod kill;
+mod pause;
+mod save;
+mod start;
+
+pub(crate) use kill::FINISHED;
+
+/// Reason of a failed command whose error has none.
+const FAILED: &str = "Failed";
+
+/// Runs the command that this process' arguments name.
+pub(crate) fn run() -> ExitCode {
+    let command = Cli::parse().command;
+    match silent(&command).or_else(|| with_descriptors(&command)) {
+        Some(Ok(code)) => code,
+        Some(Err(error)) => {
+            log_line!("{error:#}");
+            ExitCode::FAILURE
+        }
+        None => restore::answer(reason(&command), answered(&command)),
+    }
+}
+
+/// Has this process killed when the shim ends: containerd takes the containers of a dead shim for
+/// ended.
+fn end_with_shim() -> anyhow::Result<()> {
+    let shim = getppid();
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    ensure!(getppid() == shim, "the shim has ended");
+    Ok(())
+}
+
+/// Runs a command that needs no file of the node, and may run in a sandbox.
+fn silent(command: &Command) -> Option<anyhow::Result<ExitCode>> {
+    let done = match command {
+        Command::ForwardInside { port } => forward::inside(*port),
+        Command::SetGeneration { generation } => generation::set(generation),
+        Command::SandboxProcess { .. } => {
+            torpor_runsc_direct::become_process().map_err(anyhow::Error::new)
+        }
+        _ => return None,
+    };
+    Some(done.map(|()| ExitCode::SUCCESS))
+}
+
+/// Runs a command whose standard input or output is a connection.
+fn with_descriptors(command: &Command) -> Option<anyhow::Result<ExitCode>> {
+    let done = match command {
+        Command::Create { bundle, id } => end_with_shim()
+            .and_then(|()| Node::load())
+            .and_then(|node| create::create(&node, bundle, id)),
+        Command::Forward { sandbox } => Node::load()
+            .and_then(|node| forward::forward(&node, sandbox))
+            .map(|()| ExitCode::SUCCESS),
+        _ => return None,
+    };
+    Some(done)
+}
+
+/// Returns the reason of a failure of the command for the agent.
+fn reason(command: &Command) -> &'static str {
+    match command {
+        Command::Wake { .. } => "WakeFailed",
+        Command::Doze { .. } => "DozeFailed",
+        Command::End { .. } | Command::ForceEnd { .. } => "EndFailed",
+        Command::Traffic { .. } => "TrafficUnknown",
+        Command::Measure { .. } => "MeasureFailed",
+        _ => FAILED,
+    }
+}
+
+/// Runs a command that prints its answer.
+fn answered(command: &Command) -> anyhow::Result<Answer> {
+    let node = &Node::load()?;
+    if let Command::Start { .. } | Command::WakeUp { .. } = command {
+        end_with_shim()?;
+    }
+    match command {
+        Command::Start { id } => start::start(node, id)?,
+        Command::Kill { id, signal, all } => kill::kill(node, id, *signal, *all)?,
+        Command::Delete { id, force } => delete::delete(node, id, *force)?,
+        Command::Pause { id } => pause::pause(node, id)?,
+        Command::Resume { id } => pause::resume(node, id)?,
+        Command::WakeUp { sandbox, cause } => {
+            transitions::lock_awake(node, sandbox, *cause).map(drop)?;
+        }
+        Command::Wake {
+            sandbox,
+            image,
+            cause,
+        } => {
+            return match image {
+                Some(image) => {
+                    restore::wake(node, sandbox, image, cause.unwrap_or(WakeCause::Asked))
+                }
+                None => doze::wake(node, sandbox, cause.unwrap_or(WakeCause::Packet)),
+            };
+        }
+        Command::Doze { sandbox, image } => return doze::doze(node, sandbox, image),
+        Command::End { sandbox, image } => return restore::end(node, sandbox, image),
+        Command::Traffic { sandbox } => return save::traffic(node, sandbox),
+        Command::Measure { sandbox } => return save::measure(node, sandbox),
+        Command::ForceEnd { sandbox } => return save::force_end(node, sandbox),
+        Command::Create { .. }
+        | Command::Forward { .. }
+        | Command::SandboxProcess { .. }
+        | Command::SetGeneration { .. }
+        | Command::ForwardInside { .. } => {}
+    }
+    Ok(Answer::ok(Value::Null))
+}
