@@ -22,7 +22,6 @@ use containerd_shim::{Task, TtrpcContext};
 use nix::sys::signal::Signal;
 use rustix::termios::Winsize;
 use torpor_core::ids::ContainerId;
-use torpor_records::SandboxState;
 use torpor_runsc::control;
 use torpor_runsc::keeper::{self, Request};
 use torpor_sandbox::node::{CALL_LIMIT, Node};
@@ -125,18 +124,6 @@ impl TaskService {
 
     fn node(&self) -> Result<&Node> {
         self.pod.node().map_err(failed)
-    }
-
-    /// Reports whether a user has paused the sandbox. A sandbox that sleeps counts as running.
-    fn is_paused(&self, container: &Container) -> bool {
-        let paused = || -> anyhow::Result<bool> {
-            let node = self.pod.node()?;
-            let sandbox = node.container(&container.id)?.sandbox;
-            Ok(node.records.state(&sandbox)? == SandboxState::Running
-                && node.records.is_noted_paused(&sandbox)
-                && node.records.doze(&sandbox)?.is_none())
-        };
-        paused().unwrap_or(false)
     }
 
     fn kill_init(&self, container: &Container, signal: u32, all: bool) -> Result<()> {
@@ -291,11 +278,12 @@ impl Task for TaskService {
     fn state(&self, _: &TtrpcContext, req: StateRequest) -> Result<StateResponse> {
         let named = self.named(&req.id, &req.exec_id)?;
         let exit = named.life().exit();
-        let status = match (named.life().stage(), &named) {
-            (Stage::Created, _) => Status::CREATED,
-            (Stage::Started, Named::Init(container)) if self.is_paused(container) => Status::PAUSED,
-            (Stage::Started, _) => Status::RUNNING,
-            (Stage::Ended(_), _) => Status::STOPPED,
+        let status = match named.life().stage() {
+            Stage::Created => Status::CREATED,
+            // Also while the sandbox is paused, for a save or by a user: a containerd that starts
+            // gives up the containers of a paused task.
+            Stage::Started => Status::RUNNING,
+            Stage::Ended(_) => Status::STOPPED,
         };
         let paths = named.paths().clone();
         Ok(StateResponse {

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
+use torpor_core::ids::SandboxId;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{Case, case_alone, uid};
 use torpor_tests::machine;
@@ -89,6 +90,47 @@ async fn containerd_comes_back_right_after_a_shim_was_killed() -> anyhow::Result
     .await
 }
 
+/// Calls `act` while the sandbox is paused as for a save, and its agent is stopped.
+async fn in_a_save<T>(
+    case: &Case,
+    pod: &Pod,
+    act: impl AsyncFnOnce(&SandboxId) -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    let agent = Agent::find()?.process;
+    let sandbox = case.node.sandbox_of(&uid(pod))?.sandbox;
+    // An agent that works on this Pod would be stopped with the Pod's lock.
+    wait::until(
+        "the agent is stopped without the lock",
+        RECOVERY_LIMIT,
+        async || {
+            agent.stop()?;
+            let free = case.node.records.try_lock(&sandbox)?.is_some();
+            if !free {
+                agent.go_on()?;
+            }
+            wait::holds(free, || "it has the lock".to_owned())
+        },
+    )
+    .await?;
+    let acted = async {
+        command(case, "pause", &sandbox).await?;
+        act(&sandbox).await
+    };
+    let acted = acted.await;
+    agent.go_on()?;
+    acted
+}
+
+/// Runs a command of the shim on the sandbox.
+async fn command(case: &Case, name: &str, sandbox: &SandboxId) -> anyhow::Result<()> {
+    let done = tokio::process::Command::new(case.node.shim_program())
+        .args([name, sandbox.as_str()])
+        .output()
+        .await?;
+    anyhow::ensure!(done.status.success(), "{name}: {done:?}");
+    Ok(())
+}
+
 /// The process that paused a sandbox for a save is gone, and so is the Pod's shim.
 ///
 /// The container's program cannot end while the sandbox is paused, and containerd waits for that.
@@ -96,42 +138,40 @@ async fn containerd_comes_back_right_after_a_shim_was_killed() -> anyhow::Result
 async fn a_shim_that_dies_in_a_save_whose_agent_is_gone_blocks_nothing() -> anyhow::Result<()> {
     case_alone("shimpaused", async |case| {
         let pod = case.start(two_containers()).await?;
-        let agent = Agent::find()?.process;
-        let sandbox = case.node.sandbox_of(&uid(&pod))?.sandbox;
-        // An agent that works on this Pod would be stopped with the Pod's lock.
-        wait::until(
-            "the agent is stopped without the lock",
-            RECOVERY_LIMIT,
-            async || {
-                agent.stop()?;
-                let free = case.node.records.try_lock(&sandbox)?.is_some();
-                if !free {
-                    agent.go_on()?;
-                }
-                wait::holds(free, || "it has the lock".to_owned())
-            },
-        )
-        .await?;
-        let restarted = async {
-            let paused = tokio::process::Command::new(case.node.shim_program())
-                .args(["pause", sandbox.as_str()])
-                .output()
-                .await?;
-            anyhow::ensure!(paused.status.success(), "{paused:?}");
+        let restarted = in_a_save(case, &pod, async |_| {
             case.node.shim(&uid(&pod))?.kill()?;
             let restarted = |pod: &Pod| restarts(pod) == 2 && is_ready(pod);
-            case.pod_until(
-                "p",
-                "both containers are there again",
-                RECOVERY_LIMIT,
-                restarted,
-            )
-            .await
-        };
-        let restarted = restarted.await;
-        let goes_on = agent.go_on();
-        assert_eq!(restarts(&restarted?), 2);
-        goes_on
+            let words = "both containers are there again";
+            case.pod_until("p", words, RECOVERY_LIMIT, restarted).await
+        });
+        assert_eq!(restarts(&restarted.await?), 2);
+        Ok(())
+    })
+    .await
+}
+
+/// A containerd that starts gives up the containers of a paused task, so a save must not show as
+/// one.
+#[tokio::test]
+async fn containerd_comes_back_in_a_save_and_ends_no_container() -> anyhow::Result<()> {
+    case_alone("savectrd", async |case| {
+        let pod = case.start(two_containers()).await?;
+        let other = json!({ "metadata": { "name": "other" } });
+        case.start(with(two_containers(), other)).await?;
+        in_a_save(case, &pod, async |sandbox| {
+            containerd()?.kill()?;
+            // containerd answers for any Pod once it knows the containers of all.
+            wait::until("containerd answers again", RECOVERY_LIMIT, async || {
+                let asked = case.kubectl.exec("other", "a", &["cat", "/n"]).await?;
+                wait::holds(asked.code == 0, || asked.err.clone())
+            })
+            .await?;
+            command(case, "resume", sandbox).await
+        })
+        .await?;
+        containerd_answers(case, "a").await?;
+        assert_eq!(restarts(&case.ready("p").await?), 0);
+        Ok(())
     })
     .await
 }
