@@ -29,8 +29,8 @@ fn command(name: &str, args: &[&str]) -> Command {
     command
 }
 
-/// The client of a call, which may give it up: containerd does so when a limit of time is over, and
-/// when it ends.
+/// The client of a call, which gives the call up when it ends. A client whose limit of time is over
+/// is not noticed: the limits of the commands are below the kubelet's.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Caller<'a>(pub(crate) &'a TtrpcContext);
 
