@@ -301,8 +301,7 @@ impl Hierarchies {
             if name.split(',').any(|controller| controller == "memory") {
                 return Some(MemoryGroup::V1(root.join(relative)));
             }
-            let one = root.join("cgroup.controllers").exists() && self.roots.len() == 1;
-            one.then(|| MemoryGroup::V2 {
+            self.is_unified().then(|| MemoryGroup::V2 {
                 root: root.to_path_buf(),
                 group: root.join(relative),
             })

@@ -1,7 +1,8 @@
 //! Work on a sandbox that runs in a process of its own: it must survive the shim's or the agent's
 //! death, hold the pod's lock to its end, or put its children into the pod's cgroup.
 
-use std::process::ExitCode;
+use std::os::unix::process::CommandExt;
+use std::process::{self, ExitCode, Stdio};
 
 use anyhow::ensure;
 use clap::Parser;
@@ -27,6 +28,15 @@ pub(crate) use kill::FINISHED;
 
 /// Reason of a failed command whose error has none.
 const FAILED: &str = "Failed";
+
+/// Returns a command of this program to run as a child: in the root directory, with this name, and
+/// without input.
+pub(crate) fn child(name: &str) -> process::Command {
+    let mut command = process::Command::new("/proc/self/exe");
+    command.arg0(format!("torpor-{name}")).arg(name);
+    command.current_dir("/").stdin(Stdio::null());
+    command
+}
 
 /// Runs the command that this process' arguments name.
 pub(crate) fn run() -> ExitCode {

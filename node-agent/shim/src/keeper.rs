@@ -11,9 +11,8 @@
 //! wake when a packet arrives for a sleeping sandbox.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -30,6 +29,8 @@ use torpor_runsc::keeper::{Answer, Rules, SOCKET};
 
 use torpor_sandbox::node::{CALL_LIMIT, Node};
 use torpor_sandbox::restore::{self, transitions};
+
+use crate::{KILLED, commands};
 
 mod children;
 mod egress_hold;
@@ -57,8 +58,6 @@ use watch::Watch;
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Time limit of a garbage collection of gVisor, which takes some hundredths of a second.
 const COLLECT_LIMIT: Duration = Duration::from_secs(1);
-/// The exit code of a container whose sandbox has died: that of a killed process.
-const KILLED: u8 = 137;
 
 struct Keeper<'a> {
     node: &'a Node,
@@ -433,8 +432,11 @@ impl<'a> Keeper<'a> {
     /// `client`: a description of the client that needs the sandbox, for the log.
     fn begin_wake(&mut self, cause: WakeCause, client: std::fmt::Arguments<'_>) -> bool {
         let sandbox = self.record.sandbox.as_str();
-        let args = ["wake", sandbox, "--cause", cause.as_str()];
-        match spawn("torpor-wake", &args) {
+        let spawned = commands::child("wake")
+            .args([sandbox, "--cause", cause.as_str()])
+            .stdout(Stdio::null())
+            .spawn();
+        match spawned {
             Ok(child) => {
                 self.children.add(Purpose::Wake, child);
                 true
@@ -584,17 +586,6 @@ impl<'a> Keeper<'a> {
         control.begin_wait(self.record.id.as_str())?;
         Ok(control)
     }
-}
-
-/// Runs a command whose answer is not needed.
-fn spawn(name: &str, args: &[&str]) -> std::io::Result<Child> {
-    Command::new("/proc/self/exe")
-        .arg0(name)
-        .args(args)
-        .current_dir("/")
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .spawn()
 }
 
 /// The events of one poll.

@@ -24,6 +24,8 @@ mod task;
 
 /// Name of the runtime in containerd's configuration.
 const RUNTIME: &str = "io.containerd.torpor.v1";
+/// Exit code of a killed process, also of one whose end cannot be observed.
+const KILLED: u8 = 137;
 
 /// Answers containerd 2's question for the runtime's name and abilities, which the library does not
 /// know.

@@ -16,17 +16,15 @@ use containerd_shim::{
 use torpor_runsc::spec::Spec;
 use torpor_sandbox::node::read_oci_json;
 
-use crate::log;
 use crate::task::container::Pod;
 use crate::task::events::Events;
 use crate::task::{TaskService, init, timestamp, verbs};
+use crate::{KILLED, log};
 
 /// Environment variable with the address of containerd's ttrpc socket.
 const TTRPC_ADDRESS: &str = "TTRPC_ADDRESS";
 /// Time in which the calls under way end once the shim is to end.
 const END_LIMIT: Duration = Duration::from_secs(3);
-/// Exit code of a container whose shim has died: that of a killed process.
-const KILLED: u32 = 137;
 
 /// A process of the shim's program that containerd has started.
 pub(crate) struct Service {
@@ -38,6 +36,11 @@ pub(crate) struct Service {
     bundle: PathBuf,
     exit: Arc<ExitSignal>,
     pod: OnceLock<Arc<Pod>>,
+}
+
+/// Returns the path of a socket, by its address.
+fn path_of(address: &str) -> &str {
+    address.strip_prefix("unix://").unwrap_or(address)
 }
 
 fn other(error: impl std::fmt::Display) -> Error {
@@ -67,8 +70,7 @@ impl Shim for Service {
         let spec = read_oci_json(Path::new("config.json"), "spec").map_err(other)?;
         let sandbox = Spec(spec).sandbox_id().map(str::to_owned).map_err(other)?;
         let address = socket_address(&opts.address, &opts.namespace, &sandbox);
-        let path = address.strip_prefix("unix://").unwrap_or(&address);
-        if UnixStream::connect(path).is_err() {
+        if UnixStream::connect(path_of(&address)).is_err() {
             if opts.id != sandbox {
                 return Err(other(
                     "the pod's shim has ended, and its containers with it",
@@ -87,7 +89,7 @@ impl Shim for Service {
         verbs::run_detached("delete", &["--force", &self.id]).map_err(other)?;
         init::unmount(&self.bundle);
         Ok(DeleteResponse {
-            exit_status: KILLED,
+            exit_status: KILLED.into(),
             exited_at: MessageField::some(timestamp(SystemTime::now())),
             ..DeleteResponse::default()
         })
@@ -100,8 +102,7 @@ impl Shim for Service {
         }
         // containerd removes the directory of this process meanwhile, with the file by which the
         // library finds the socket.
-        let path = self.socket.strip_prefix("unix://").unwrap_or(&self.socket);
-        let _ = std::fs::remove_file(path);
+        let _ = std::fs::remove_file(path_of(&self.socket));
         // The library waits for calls that containerd has given up.
         std::thread::spawn(|| {
             std::thread::sleep(END_LIMIT);

@@ -12,7 +12,7 @@ use containerd_shim::api::{
     UpdateTaskRequest, WaitRequest, WaitResponse,
 };
 use containerd_shim::protos::events::task::{
-    TaskCreate, TaskDelete, TaskExecAdded, TaskIO, TaskPaused, TaskResumed,
+    TaskCreate, TaskDelete, TaskExecAdded, TaskExit, TaskIO, TaskPaused, TaskResumed,
 };
 use containerd_shim::protos::protobuf::well_known_types::timestamp::Timestamp;
 use containerd_shim::protos::protobuf::{EnumOrUnknown, MessageField};
@@ -20,13 +20,13 @@ use containerd_shim::protos::ttrpc::{self, Code, get_status};
 use containerd_shim::protos::types::task::ProcessInfo;
 use containerd_shim::{Task, TtrpcContext};
 use nix::sys::signal::Signal;
-use rustix::termios::Winsize;
 use torpor_core::ids::ContainerId;
 use torpor_runsc::control;
 use torpor_runsc::keeper::{self, Request};
 use torpor_sandbox::node::{CALL_LIMIT, Node};
 
 use crate::commands::FINISHED;
+use crate::keeper::relay::window;
 
 pub(crate) mod container;
 pub(crate) mod events;
@@ -58,6 +58,18 @@ pub(crate) fn own_pid() -> u32 {
 
 pub(crate) fn timestamp(time: SystemTime) -> Timestamp {
     time.into()
+}
+
+/// Returns the event of the end of a process. `id`: the container's, for its first process.
+fn exited(container: &ContainerId, id: &str, exit: Exit) -> TaskExit {
+    TaskExit {
+        container_id: container.to_string(),
+        id: id.to_owned(),
+        pid: own_pid(),
+        exit_status: exit.code.into(),
+        exited_at: MessageField::some(timestamp(exit.at)),
+        ..TaskExit::default()
+    }
 }
 
 fn status(code: Code, message: impl std::fmt::Display) -> ttrpc::Error {
@@ -114,7 +126,10 @@ impl TaskService {
 
     /// Returns the process: of an empty `exec`, the container's first one.
     fn named(&self, id: &str, exec: &str) -> Result<Named> {
-        let container = self.container(id)?;
+        Self::named_in(self.container(id)?, exec)
+    }
+
+    fn named_in(container: Arc<Container>, exec: &str) -> Result<Named> {
         if exec.is_empty() {
             return Ok(Named::Init(container));
         }
@@ -277,13 +292,12 @@ impl Task for TaskService {
 
     fn state(&self, _: &TtrpcContext, req: StateRequest) -> Result<StateResponse> {
         let named = self.named(&req.id, &req.exec_id)?;
-        let exit = named.life().exit();
-        let status = match named.life().stage() {
-            Stage::Created => Status::CREATED,
+        let (status, exit) = match named.life().stage() {
+            Stage::Created => (Status::CREATED, None),
             // Also while the sandbox is paused, for a save or by a user: a containerd that starts
             // gives up the containers of a paused task.
-            Stage::Started => Status::RUNNING,
-            Stage::Ended(_) => Status::STOPPED,
+            Stage::Started => (Status::RUNNING, None),
+            Stage::Ended(exit) => (Status::STOPPED, Some(exit)),
         };
         let paths = named.paths().clone();
         Ok(StateResponse {
@@ -326,7 +340,7 @@ impl Task for TaskService {
 
     fn delete(&self, _: &TtrpcContext, req: DeleteRequest) -> Result<DeleteResponse> {
         let container = self.container_to_delete(&req.id)?;
-        let exit = match self.named(&req.id, &req.exec_id)? {
+        let exit = match Self::named_in(Arc::clone(&container), &req.exec_id)? {
             Named::Init(container) => self.delete_init(&container)?,
             Named::Exec(exec) => self.delete_exec(&container, &exec)?,
         };
@@ -382,15 +396,7 @@ impl Task for TaskService {
                 keeper::ask(&dir, &request, &[], CALL_LIMIT)
                     .map_err(|error| failed(anyhow::Error::new(error)))?;
             }
-            Named::Exec(exec) => exec.resize(
-                &self.pod,
-                Winsize {
-                    ws_row: rows,
-                    ws_col: columns,
-                    ws_xpixel: 0,
-                    ws_ypixel: 0,
-                },
-            ),
+            Named::Exec(exec) => exec.resize(&self.pod, window(rows, columns)),
         }
         Ok(Empty::default())
     }

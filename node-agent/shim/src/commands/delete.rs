@@ -15,6 +15,8 @@ use torpor_runsc::keeper::{self, Request};
 use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use torpor_sandbox::restore::{self, end_processes, kill_processes, transitions};
 
+use crate::KILLED;
+
 /// Limit for a cgroup to become empty. A killed process leaves its cgroup within milliseconds,
 /// unless it is stuck in the kernel.
 const CGROUP_EMPTY_LIMIT: Duration = Duration::from_secs(10);
@@ -134,7 +136,7 @@ fn remove_partial(node: &Node, id: &ContainerId) -> anyhow::Result<()> {
 /// Ends the container's keeper, which has usually ended before `delete`.
 fn end_keeper(node: &Node, record: &ContainerRecord) -> anyhow::Result<()> {
     let dir = node.records.container_dir(&record.id);
-    let end = || match keeper::ask(&dir, &Request::Exit { code: 137 }, &[], CALL_LIMIT) {
+    let end = || match keeper::ask(&dir, &Request::Exit { code: KILLED }, &[], CALL_LIMIT) {
         Ok(_) | Err(keeper::Error::Gone { .. }) => Ok(()),
         Err(error) => Err(error),
     };

@@ -4,13 +4,14 @@
 //! never waits for one.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 use torpor_core::ids::SandboxId;
+
+use crate::commands;
 
 /// The largest number of forwarded connections at once. A browser opens half a dozen, and each one
 /// is a process of two megabytes.
@@ -64,11 +65,8 @@ impl Loopback {
 /// Starts the command for a connection, which becomes its standard input. The command reports
 /// errors on the shim's standard error, containerd's log.
 pub(super) fn forward(sandbox: &SandboxId, connection: OwnedFd) -> std::io::Result<Child> {
-    Command::new("/proc/self/exe")
-        .arg0("torpor-forward")
-        .arg("forward")
+    commands::child("forward")
         .arg(sandbox.as_str())
-        .current_dir("/")
         .stdin(connection)
         .stdout(Stdio::null())
         .spawn()

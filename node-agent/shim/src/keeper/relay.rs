@@ -170,6 +170,16 @@ impl Relay {
     }
 }
 
+/// Returns the size of a window in characters.
+pub(crate) fn window(rows: u16, columns: u16) -> Winsize {
+    Winsize {
+        ws_row: rows,
+        ws_col: columns,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    }
+}
+
 /// Returns the signals that the kernel would send for these bytes (termios(3), `ISIG`).
 fn key_signals(mode: &Termios, bytes: &[u8]) -> Vec<Signal> {
     if !mode.local_modes.contains(LocalModes::ISIG) {
@@ -263,13 +273,7 @@ mod tests {
     #[test]
     fn a_window_of_pipes_is_set_on_request() {
         let (relay, _client_in, _client_out, slave) = piped();
-        let size = Winsize {
-            ws_row: 40,
-            ws_col: 120,
-            ws_xpixel: 0,
-            ws_ypixel: 0,
-        };
-        relay.resize(size);
+        relay.resize(window(40, 120));
         let found = rustix::termios::tcgetwinsize(&slave).expect("a size");
         assert_eq!((found.ws_row, found.ws_col), (40, 120));
     }

@@ -2,13 +2,11 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::sys::socket::{SockFlag, accept4};
-use rustix::termios::Winsize;
 use torpor_core::ids::ImageId;
 use torpor_link::sensor::Next;
 use torpor_records::WakeCause;
@@ -16,7 +14,9 @@ use torpor_runsc::keeper::{Answer, Request, Verb, receive, send};
 
 use super::Keeper;
 use super::children::Purpose;
+use super::relay::window;
 use super::watch::{self, Watch};
+use crate::commands;
 
 /// Time between two attempts to accept a connection while the shim has no descriptor left.
 const EXHAUSTED_INTERVAL: Duration = Duration::from_millis(50);
@@ -175,12 +175,7 @@ impl Keeper<'_> {
                 answer(&peer, &done, &[]);
             }
             Request::Resize { rows, columns } => {
-                let window = Winsize {
-                    ws_row: *rows,
-                    ws_col: *columns,
-                    ws_xpixel: 0,
-                    ws_ypixel: 0,
-                };
+                let window = window(*rows, *columns);
                 self.window = Some(window);
                 if let Some(relay) = &self.relay {
                     relay.resize(window);
@@ -213,9 +208,7 @@ impl Keeper<'_> {
         let cause = cause.filter(|_| verb == Verb::Wake);
         let cause = cause.map(|cause| format!("--cause={}", cause.as_str()));
         let Ok(copy) = peer.try_clone() else { return };
-        let spawned = Command::new("/proc/self/exe")
-            .arg0(format!("torpor-{}", verb.as_str()))
-            .arg(verb.as_str())
+        let spawned = commands::child(verb.as_str())
             .arg(self.record.sandbox.as_str())
             .args(image.map(ToString::to_string))
             .args(cause)

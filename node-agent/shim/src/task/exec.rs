@@ -5,8 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use containerd_shim::protos::events::task::{TaskExecStarted, TaskExit};
-use containerd_shim::protos::protobuf::MessageField;
+use containerd_shim::protos::events::task::TaskExecStarted;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 use rustix::termios::Winsize;
@@ -21,12 +20,11 @@ use super::process::Life;
 use super::run::{Begun, Running, Target, begin};
 use super::streams::{self, Held, Paths};
 use super::verbs::{self, Caller};
-use super::{own_pid, timestamp};
+use super::{exited, own_pid};
+use crate::KILLED;
 use crate::keeper::Streams;
 use crate::keeper::relay::Relay;
 
-/// Exit code of a process whose end cannot be observed any more: that of a killed process.
-const KILLED: u8 = 137;
 /// Time for which the shim holds an end of the input of a process.
 const STDIN_HELD: Duration = Duration::from_secs(5);
 /// Time in which a client takes the last output of a terminal.
@@ -107,9 +105,9 @@ impl Exec {
             }
             Begun::Running(running) => running,
         };
-        let target = running.target(SignalScope::Process)?;
+        let target = running.target().clone();
         *lock(&self.target) = Some(target.clone());
-        let kill = || Running::signal(node, &target, Signal::SIGKILL as i32);
+        let kill = || target.signal(node, SignalScope::Process, Signal::SIGKILL as i32);
         // containerd has given the start up, and has deleted the process.
         if self.life.exit().is_some() {
             let _ = kill();
@@ -182,8 +180,7 @@ impl Exec {
         if let Some(open) = relay {
             let is_open = open.carry();
             for signal in open.take_signals() {
-                let target = running.target(SignalScope::Foreground)?;
-                self.signal_foreground(pod, &target, signal);
+                self.signal_foreground(pod, signal);
             }
             if !is_open {
                 *relay = None;
@@ -192,12 +189,10 @@ impl Exec {
         Ok(false)
     }
 
-    /// Signals the processes in the terminal's foreground. A process that has just ended needs no
-    /// signal.
-    fn signal_foreground(&self, pod: &Pod, target: &Target, signal: Signal) {
-        if let Ok(node) = pod.node() {
-            let _ = Running::signal(node, target, signal as i32);
-        }
+    /// Signals the processes in the terminal's foreground. A process that has just ended or has not
+    /// started needs no signal.
+    fn signal_foreground(&self, pod: &Pod, signal: Signal) {
+        let _ = self.signal_scope(pod, SignalScope::Foreground, signal as i32);
     }
 
     /// Records and publishes the end.
@@ -205,22 +200,23 @@ impl Exec {
         drop(std::mem::take(&mut *lock(&self.held)));
         lock(&self.terminal).master = None;
         let exit = self.life.end(code);
-        let event = TaskExit {
-            container_id: self.container.to_string(),
-            id: self.id.clone(),
-            pid: own_pid(),
-            exit_status: exit.code.into(),
-            exited_at: MessageField::some(timestamp(exit.at)),
-            ..TaskExit::default()
-        };
-        pod.events.publish(&event);
+        pod.events.publish(&exited(&self.container, &self.id, exit));
     }
 
     /// Signals the process. None: it does not run.
     pub(crate) fn signal(&self, pod: &Pod, signal: i32) -> Option<Result<(), control::Error>> {
+        self.signal_scope(pod, SignalScope::Process, signal)
+    }
+
+    fn signal_scope(
+        &self,
+        pod: &Pod,
+        scope: SignalScope,
+        signal: i32,
+    ) -> Option<Result<(), control::Error>> {
         let target = lock(&self.target).clone()?;
         let node = pod.node().ok()?;
-        Some(Running::signal(node, &target, signal))
+        Some(target.signal(node, scope, signal))
     }
 
     /// Ends the wait for a process whose sandbox does not answer.
@@ -239,11 +235,7 @@ impl Exec {
             let _ = rustix::termios::tcsetwinsize(master, size);
         }
         drop(window);
-        let target = lock(&self.target).clone();
-        if let Some(target) = target {
-            let target = target.with_scope(SignalScope::Foreground);
-            self.signal_foreground(pod, &target, Signal::SIGWINCH);
-        }
+        self.signal_foreground(pod, Signal::SIGWINCH);
     }
 
     /// Closes the process' standard input.

@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use containerd_shim::mount::{mount_rootfs, umount_recursive};
-use containerd_shim::protos::events::task::{TaskExit, TaskOOM, TaskStart};
-use containerd_shim::protos::protobuf::MessageField;
+use containerd_shim::protos::events::task::{TaskOOM, TaskStart};
 use containerd_shim::protos::types::mount::Mount;
 use torpor_core::ids::ContainerId;
 use torpor_sandbox::log_line;
@@ -16,11 +15,10 @@ use super::container::{Container, Pod, lock, rootfs};
 use super::process::Life;
 use super::streams::{self, Paths};
 use super::verbs::{self, Caller};
-use super::{own_pid, timestamp};
+use super::{exited, own_pid};
+use crate::KILLED;
 use crate::keeper::{self, Handover, Streams};
 
-/// The exit code of a container whose keeper has failed: that of a killed process.
-const KILLED: u8 = 137;
 /// The number of SIGKILL.
 const SIGKILL: &str = "9";
 
@@ -113,15 +111,7 @@ fn keep(
         pod.events.publish(&event);
     }
     let exit = container.life.end(code);
-    let event = TaskExit {
-        container_id: id.clone(),
-        id,
-        pid: own_pid(),
-        exit_status: exit.code.into(),
-        exited_at: MessageField::some(timestamp(exit.at)),
-        ..TaskExit::default()
-    };
-    pod.events.publish(&event);
+    pod.events.publish(&exited(&container.id, &id, exit));
 }
 
 /// Starts a created container.

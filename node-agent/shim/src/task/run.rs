@@ -18,11 +18,11 @@ use torpor_runsc::{left, pause};
 use torpor_sandbox::node::{CALL_LIMIT, Node};
 use torpor_sandbox::restore::transitions;
 
+use crate::KILLED;
+
 /// Time between two reads of the state of a sandbox whose lock another process holds. The kubelet's
 /// default timeout of a probe is a second.
 const PROBE_INTERVAL: Duration = Duration::from_millis(20);
-/// Exit code of a process whose sandbox ended: that of a killed process.
-const KILLED: u8 = 137;
 
 /// Runs a command that wakes the sandbox, for a caller that needs it, and waits for its end.
 pub(crate) type WakeByCommand<'a> = &'a dyn Fn(&SandboxId) -> anyhow::Result<()>;
@@ -38,10 +38,7 @@ pub(crate) enum Begun {
 /// A process that runs in a container.
 #[derive(Debug)]
 pub(crate) struct Running {
-    sandbox: SandboxId,
-    container: ContainerId,
-    /// In the sandbox.
-    pid: i32,
+    target: Target,
     /// The connection on which the sandbox reports the end of the process.
     waiting: Control,
     session: Session,
@@ -91,22 +88,22 @@ pub(crate) fn begin(
     let began = Instant::now();
     let joined = node.records.join_sessions(sandbox, session).ok();
     let mut waiting = node.runsc.connect(sandbox)?;
-    let pid = start(node, sandbox, &request, files)?;
+    let copy = Arc::new(waiting.as_fd().try_clone_to_owned()?);
+    let target = Target {
+        sandbox: sandbox.clone(),
+        container: id.clone(),
+        pid: start(node, sandbox, &request, files)?,
+        waiting: copy,
+    };
     // Without the note the time of the last session is an earlier one.
     let _ = node.records.note_session(sandbox, session);
-    if let Err(error) = waiting.begin_wait_pid(id.as_str(), pid) {
+    if let Err(error) = waiting.begin_wait_pid(id.as_str(), target.pid) {
         // Nothing would observe the process any more.
-        let (kill, scope) = (Signal::SIGKILL as i32, SignalScope::Process);
-        let _ = node
-            .runsc
-            .connect(sandbox)
-            .and_then(|mut control| control.signal(id.as_str(), pid, kill, scope, CALL_LIMIT));
+        let _ = target.signal(node, SignalScope::Process, Signal::SIGKILL as i32);
         return Err(error).context("cannot wait for the process");
     }
     Ok(Begun::Running(Running {
-        sandbox: sandbox.clone(),
-        container: id.clone(),
-        pid,
+        target,
         waiting,
         session,
         _joined: joined,
@@ -146,22 +143,9 @@ impl Running {
         self.waiting.as_fd()
     }
 
-    /// Sends a signal to the process.
-    pub(crate) fn signal(node: &Node, target: &Target, signal: i32) -> Result<(), control::Error> {
-        let mut control = node.runsc.connect(&target.sandbox)?;
-        let container = target.container.as_str();
-        control.signal(container, target.pid, signal, target.scope, CALL_LIMIT)
-    }
-
     /// The target of signals to the process.
-    pub(crate) fn target(&self, scope: SignalScope) -> std::io::Result<Target> {
-        Ok(Target {
-            sandbox: self.sandbox.clone(),
-            container: self.container.clone(),
-            pid: self.pid,
-            scope,
-            waiting: Arc::new(self.waiting.as_fd().try_clone_to_owned()?),
-        })
+    pub(crate) fn target(&self) -> &Target {
+        &self.target
     }
 
     /// Waits for the end of the process; returns its exit code.
@@ -169,43 +153,44 @@ impl Running {
         // The result is there in one piece. A sandbox may send a part of it to block this thread.
         let status = self.waiting.wait_result_within(CALL_LIMIT);
         let code = status.map_or(KILLED, |status| status.exit_code());
-        let used = self.used_before.zip(processor_time(node, &self.sandbox));
+        let sandbox = &self.target.sandbox;
+        let used = self.used_before.zip(processor_time(node, sandbox));
         // The pod may have been removed when the process ended, so that notes fail.
         if let Some((before, after)) = used {
-            let _ = note_probe(
-                node,
-                &self.sandbox,
-                after.saturating_sub(before),
-                self.began,
-            );
+            let _ = note_probe(node, sandbox, after.saturating_sub(before), self.began);
         }
-        let _ = node.records.note_session(&self.sandbox, self.session);
+        let _ = node.records.note_session(sandbox, self.session);
         code
     }
 }
 
-/// The process, or the processes, that a signal goes to.
+/// A process in a container, as the target of signals.
 #[derive(Debug, Clone)]
 pub(crate) struct Target {
     sandbox: SandboxId,
     container: ContainerId,
+    /// In the sandbox.
     pid: i32,
-    scope: SignalScope,
     /// A copy of the connection on which the sandbox reports the end of the process.
     waiting: Arc<OwnedFd>,
 }
 
 impl Target {
+    /// Sends a signal to the process, or to more processes by `scope`.
+    pub(crate) fn signal(
+        &self,
+        node: &Node,
+        scope: SignalScope,
+        signal: i32,
+    ) -> Result<(), control::Error> {
+        let mut control = node.runsc.connect(&self.sandbox)?;
+        control.signal(self.container.as_str(), self.pid, signal, scope, CALL_LIMIT)
+    }
+
     /// Ends the wait for the process, as if its sandbox had ended.
     pub(crate) fn give_up(&self) {
         // A connection that is closed already has ended the wait.
         let _ = rustix::net::shutdown(&self.waiting, rustix::net::Shutdown::Both);
-    }
-
-    /// Returns the target with another scope.
-    #[must_use]
-    pub(crate) fn with_scope(self, scope: SignalScope) -> Self {
-        Self { scope, ..self }
     }
 }
 

@@ -18,16 +18,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use torpor_core::ids::ContainerId;
 use torpor_runsc::keeper::{Answer, MAX_MESSAGE, receive};
 
+use crate::commands::child;
 use crate::keeper::Handover;
-
-/// Returns a command of this program, which runs in the root directory with this name.
-fn command(name: &str, args: &[&str]) -> Command {
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0(format!("torpor-{name}"));
-    command.arg(name).args(args).current_dir("/");
-    command.stdin(Stdio::null());
-    command
-}
 
 /// The client of a call, which gives the call up when it ends. A client whose limit of time is over
 /// is not noticed: the limits of the commands are below the kubelet's.
@@ -44,19 +36,19 @@ impl Caller<'_> {
 
 /// Runs a command to its end, also if its caller is gone.
 pub(crate) fn run(name: &str, args: &[&str]) -> anyhow::Result<()> {
-    finish(name, &mut command(name, args), None)
+    finish(name, child(name).args(args), None)
 }
 
 /// Runs a command, and kills it if its caller is gone. containerd takes a container whose start it
 /// has not seen for one that has not started, and ends it: a program that was restored meanwhile
 /// would lose its memory.
 pub(crate) fn run_for(caller: Caller<'_>, name: &str, args: &[&str]) -> anyhow::Result<()> {
-    finish(name, &mut command(name, args), Some(caller))
+    finish(name, child(name).args(args), Some(caller))
 }
 
 /// Runs a command that continues when the caller of this process kills this process.
 pub(crate) fn run_detached(name: &str, args: &[&str]) -> anyhow::Result<()> {
-    finish(name, command(name, args).process_group(0), None)
+    finish(name, child(name).args(args).process_group(0), None)
 }
 
 fn finish(name: &str, command: &mut Command, caller: Option<Caller<'_>>) -> anyhow::Result<()> {
@@ -128,13 +120,12 @@ pub(crate) fn create(
     let (own, far) = socketpair(unix, packets, None, SockFlag::SOCK_CLOEXEC)
         .context("cannot make a pair of sockets")?;
     let bundle = bundle.to_str().context("the bundle's path is not UTF-8")?;
-    let mut command = command(name, &[bundle, id.as_str()]);
-    let mut child = command
+    // The child's end is the only other one from here on.
+    let mut child = child(name)
+        .args([bundle, id.as_str()])
         .stdout(far)
         .spawn()
         .context("cannot run the command create")?;
-    // The child's end is the only other one from here on.
-    drop(command);
     kill_without_caller(&child, own.as_fd(), caller)?;
     let received = receive(&own).context("cannot receive the new container's descriptors");
     let _ = child.wait();
