@@ -17,9 +17,9 @@ use torpor_tests::wait;
 use crate::leftovers::{RECOVERY_LIMIT, nothing_is_left, two_containers};
 
 /// Waits until an exec succeeds again, by way of the kubelet.
-async fn containerd_answers(case: &Case, container: &str) -> anyhow::Result<()> {
+async fn containerd_answers(case: &Case, pod: &str, container: &str) -> anyhow::Result<()> {
     wait::until("containerd answers again", RECOVERY_LIMIT, async || {
-        let asked = case.kubectl.exec("p", container, &["cat", "/n"]).await?;
+        let asked = case.kubectl.exec(pod, container, &["cat", "/n"]).await?;
         wait::holds(asked.code == 0, || asked.err.clone())
     })
     .await
@@ -55,7 +55,7 @@ async fn a_killed_containerd_comes_back_to_running_and_sleeping_pods() -> anyhow
         let of_sleeper = Footprint::take(&case.node, &case.namespace, &uid(&sleeper))?;
         let before: u64 = case.written("p", "a", "/n").await?.parse()?;
         containerd()?.kill()?;
-        containerd_answers(case, "a").await?;
+        containerd_answers(case, "p", "a").await?;
         let now: u64 = case.written("p", "a", "/n").await?.parse()?;
         assert!(now >= before, "{before} → {now}");
         assert_eq!(restarts(&case.wake("sleeper").await?), 0);
@@ -75,7 +75,7 @@ async fn containerd_comes_back_right_after_a_shim_was_killed() -> anyhow::Result
         let mut footprint = Footprint::take(&case.node, &case.namespace, &uid(&pod))?;
         footprint.kill_shim(&case.node)?;
         containerd()?.kill()?;
-        containerd_answers(case, "b").await?;
+        containerd_answers(case, "p", "b").await?;
         let restarted = |pod: &Pod| restarts(pod) > 0 && is_ready(pod);
         case.pod_until(
             "p",
@@ -161,15 +161,11 @@ async fn containerd_comes_back_in_a_save_and_ends_no_container() -> anyhow::Resu
         in_a_save(case, &pod, async |sandbox| {
             containerd()?.kill()?;
             // containerd answers for any Pod once it knows the containers of all.
-            wait::until("containerd answers again", RECOVERY_LIMIT, async || {
-                let asked = case.kubectl.exec("other", "a", &["cat", "/n"]).await?;
-                wait::holds(asked.code == 0, || asked.err.clone())
-            })
-            .await?;
+            containerd_answers(case, "other", "a").await?;
             command(case, "resume", sandbox).await
         })
         .await?;
-        containerd_answers(case, "a").await?;
+        containerd_answers(case, "p", "a").await?;
         assert_eq!(restarts(&case.ready("p").await?), 0);
         Ok(())
     })
