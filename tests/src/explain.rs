@@ -104,6 +104,10 @@ fn node(text: &mut String, case: &Case) {
         for process in case.node.sandbox_processes(uid).unwrap_or_default() {
             let _ = writeln!(body, "process {} {:.120}", process.pid, process.command);
         }
+        for shim in case.node.shims_of(&pod.sandbox) {
+            let _ = writeln!(body, "shim {} {:.120}", shim.pid, shim.command);
+            body.push_str(&threads(shim.pid));
+        }
         add(
             text,
             &format!(
@@ -113,6 +117,22 @@ fn node(text: &mut String, case: &Case) {
             &body,
         );
     }
+}
+
+/// Returns a line for each thread of the process: its name and the function of the kernel in which
+/// it waits.
+fn threads(pid: i32) -> String {
+    let mut text = String::new();
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task"));
+    for thread in threads.into_iter().flatten().flatten() {
+        let read = |file: &str| std::fs::read_to_string(thread.path().join(file));
+        // A thread may have ended meanwhile.
+        let (Ok(name), Ok(waits_in)) = (read("comm"), read("wchan")) else {
+            continue;
+        };
+        let _ = writeln!(text, "  thread {} {waits_in}", name.trim());
+    }
+    text
 }
 
 /// Adds the lines about the namespace in a program's log.
