@@ -105,10 +105,18 @@ async fn containerd_pauses_and_resumes_a_pod_as_the_driver_expects_and_its_memor
             matches!(&refused, Outcome::Failed { reason, .. } if reason == "NotPaused"),
             "{refused:?}"
         );
-        for expected in [Outcome::Done, Outcome::Already] {
-            let (again, outcome) = Subject::of(&pod).await?.act(Action::Doze).await?;
-            assert_eq!((outcome, again.live().await?.1), (expected, Live::Paused));
-        }
+        // runc gives up a pause while processes of the container start ("unable to freeze", its
+        // freezer of cgroup v1). The agent repeats it at its next turn.
+        torpor_tests::wait::until("the Pod to be paused", LIMIT, async || {
+            let (_, outcome) = Subject::of(&pod).await?.act(Action::Doze).await?;
+            torpor_tests::wait::holds(outcome == Outcome::Done, || format!("{outcome:?}"))
+        })
+        .await?;
+        let (again, outcome) = Subject::of(&pod).await?.act(Action::Doze).await?;
+        assert_eq!(
+            (outcome, again.live().await?.1),
+            (Outcome::Already, Live::Paused)
+        );
         let before = subject
             .driver
             .working_set(&blocking_look(&pod).await?.sandbox);
