@@ -10,6 +10,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"strings"
 	"time"
 )
 
@@ -88,6 +89,61 @@ func hasCondition(path, kind string) func(context.Context) error {
 		}
 		return errors.New("no condition " + kind + " yet")
 	}
+}
+
+// jobComplete is a check for waitFor: the Job must be Complete. Its error names the Job's Pods, and
+// ends the wait once the Job has failed.
+func jobComplete(namespace, name string) func(context.Context) error {
+	return func(ctx context.Context) error {
+		path := fmt.Sprintf("/apis/batch/v1/namespaces/%s/jobs/%s", namespace, name)
+		if hasCondition(path, "Complete")(ctx) == nil {
+			return nil
+		}
+		pods := podsOfJob(ctx, namespace, name)
+		if hasCondition(path, "Failed")(ctx) == nil {
+			return permanentError{fmt.Errorf("it has failed: %s", pods)}
+		}
+		return errors.New(pods)
+	}
+}
+
+// podsOfJob says how far each Pod of a Job is.
+func podsOfJob(ctx context.Context, namespace, name string) string {
+	var list struct {
+		Items []struct {
+			Metadata struct{ Name string }
+			Status   struct {
+				Phase             string
+				ContainerStatuses []struct {
+					State struct {
+						Waiting    *struct{ Reason, Message string }
+						Terminated *struct{ ExitCode int }
+					}
+				}
+			}
+		}
+	}
+	path := fmt.Sprintf("/api/v1/namespaces/%s/pods?labelSelector=job-name%%3D%s", namespace, name)
+	if err := get(ctx, path, &list); err != nil {
+		return err.Error()
+	}
+	var said []string
+	for _, pod := range list.Items {
+		words := fmt.Sprintf("Pod %s is %s", pod.Metadata.Name, pod.Status.Phase)
+		for _, container := range pod.Status.ContainerStatuses {
+			if waiting := container.State.Waiting; waiting != nil {
+				words += fmt.Sprintf(", %s %s", waiting.Reason, waiting.Message)
+			}
+			if ended := container.State.Terminated; ended != nil {
+				words += fmt.Sprintf(", exit code %d", ended.ExitCode)
+			}
+		}
+		said = append(said, words)
+	}
+	if len(said) == 0 {
+		return "it has no Pod yet"
+	}
+	return strings.Join(said, "; ")
 }
 
 func exists(path string) func(context.Context) error {

@@ -506,8 +506,7 @@ func runUninstallJobs(jobs []manifest) error {
 		if m.kind != "Job" {
 			continue
 		}
-		path := fmt.Sprintf("/apis/batch/v1/namespaces/%s/jobs/%s", m.namespace, m.name)
-		if err := waitFor("Job "+m.name, 3*time.Minute, hasCondition(path, "Complete")); err != nil {
+		if err := waitFor("Job "+m.name, 3*time.Minute, jobComplete(m.namespace, m.name)); err != nil {
 			return fmt.Errorf("%w\n%s", err, explainPods())
 		}
 	}
