@@ -42,7 +42,7 @@ use container::{Container, Pod, lock};
 use exec::Exec;
 use process::{Exit, Life, Stage};
 use streams::Paths;
-use verbs::Caller;
+use verbs::{Caller, Refused};
 
 /// Most processes of exec in one container at once. Each holds up to eight descriptors of the shim,
 /// which needs some to end the container.
@@ -78,6 +78,12 @@ fn status(code: Code, message: impl std::fmt::Display) -> ttrpc::Error {
 
 fn failed(error: anyhow::Error) -> ttrpc::Error {
     status(Code::UNKNOWN, format_args!("{error:#}"))
+}
+
+/// Returns the error for a process that has ended: containerd reads the code; the words are those
+/// of its own shim (`cmd/containerd-shim-runc-v2/process/utils.go`).
+fn finished() -> ttrpc::Error {
+    status(Code::NOT_FOUND, "process already finished")
 }
 
 fn missing(id: &str) -> ttrpc::Error {
@@ -143,20 +149,20 @@ impl TaskService {
 
     fn kill_init(&self, container: &Container, signal: u32, all: bool) -> Result<()> {
         if container.life.exit().is_some() {
-            return Err(status(Code::NOT_FOUND, FINISHED));
+            return Err(finished());
         }
         let signal = signal.to_string();
         let mut args = vec![container.id.as_str(), signal.as_str()];
         args.extend(all.then_some("--all"));
-        verbs::run("kill", &args).map_err(|error| match format!("{error:#}") {
-            text if text.contains(FINISHED) => status(Code::NOT_FOUND, FINISHED),
+        verbs::run("kill", &args).map_err(|error| match error.downcast_ref::<Refused>() {
+            Some(refused) if refused.reason == FINISHED => finished(),
             _ => failed(error),
         })
     }
 
     fn kill_exec(&self, exec: &Exec, signal: u32) -> Result<()> {
         if exec.life.exit().is_some() {
-            return Err(status(Code::NOT_FOUND, FINISHED));
+            return Err(finished());
         }
         let number = i32::try_from(signal).unwrap_or(0);
         match exec.signal(&self.pod, number) {
@@ -167,7 +173,7 @@ impl TaskService {
             Some(Ok(())) => Ok(()),
             // The process has just ended.
             Some(Err(control::Error::NotRunning { .. } | control::Error::Refused { .. })) => {
-                Err(status(Code::NOT_FOUND, FINISHED))
+                Err(finished())
             }
             // A sandbox that does not answer cannot keep the caller from giving the process up.
             Some(Err(_)) if number == Signal::SIGKILL as i32 => {

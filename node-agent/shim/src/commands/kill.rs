@@ -1,6 +1,6 @@
 //! `kill`: send a signal to a container. A signal that ends a hibernated container needs no wake.
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use nix::sys::signal::Signal;
 use torpor_cgroup as cgroup;
 use torpor_core::ids::ContainerId;
@@ -11,11 +11,18 @@ use torpor_runsc::keeper::{self, Request};
 
 use torpor_sandbox::doze;
 use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
-use torpor_sandbox::restore::{self, transitions};
+use torpor_sandbox::restore::{self, Refusal, transitions};
 
-/// Error for a container without processes. The task service recognizes it by these words, and
-/// reports them to containerd.
-pub(crate) const FINISHED: &str = "process already finished";
+/// Reason of the answer for a container without processes.
+pub(crate) const FINISHED: &str = "ProcessFinished";
+
+/// Returns the error for a container without processes.
+fn finished() -> anyhow::Error {
+    anyhow::Error::new(Refusal {
+        reason: FINISHED,
+        message: "the container has no process".to_owned(),
+    })
+}
 
 /// The number of a signal. nix has no real-time signals, and the stop signal of an image that runs
 /// systemd is one (SIGRTMIN+3).
@@ -61,7 +68,7 @@ pub(crate) fn kill(node: &Node, id: &ContainerId, signal: i32, all: bool) -> any
     let signal = SignalNumber::new(signal)?;
     let record = match node.records.container(id) {
         // The removal of its pod's sandbox has removed it.
-        Err(Error::Missing(_)) => bail!(FINISHED),
+        Err(Error::Missing(_)) => return Err(finished()),
         record => record.context("cannot signal the container")?,
     };
     if ends(signal) {
@@ -159,7 +166,7 @@ fn end_keeper(node: &Node, id: &ContainerId, signal: SignalNumber) -> anyhow::Re
     let code = 128 + u8::try_from(signal.0).unwrap_or(0);
     let dir = node.records.container_dir(id);
     match keeper::ask(&dir, &Request::Exit { code }, &[], CALL_LIMIT) {
-        Err(keeper::Error::Gone { .. }) => bail!(FINISHED),
+        Err(keeper::Error::Gone { .. }) => Err(finished()),
         other => other.map(drop).context("cannot end the container's keeper"),
     }
 }
@@ -206,11 +213,11 @@ fn send(
         Err(control::Error::NotRunning { .. }) if ends(signal) => {
             end_keeper(node, &record.id, Signal::SIGKILL.into())
         }
-        Err(control::Error::NotRunning { .. }) => bail!(FINISHED),
+        Err(control::Error::NotRunning { .. }) => Err(finished()),
         Err(control::Error::Refused { message, .. })
             if message.contains("no such process") || message.contains("not found") =>
         {
-            bail!(FINISHED)
+            Err(finished())
         }
         // The container has not been started, or has no process. An interrupted start may already
         // hold the container's output, and containerd waits for its end. Other containers may run

@@ -34,6 +34,14 @@ impl Caller<'_> {
     }
 }
 
+/// The answer of a command that has failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub(crate) struct Refused {
+    pub(crate) reason: String,
+    message: String,
+}
+
 /// Runs a command to its end, also if its caller is gone.
 pub(crate) fn run(name: &str, args: &[&str]) -> anyhow::Result<()> {
     finish(name, child(name).args(args), None)
@@ -103,10 +111,13 @@ fn succeeded(name: &str, text: &[u8]) -> anyhow::Result<Answer> {
     }
     let answer: Answer = serde_json::from_slice(text)
         .with_context(|| format!("cannot parse the answer of the command {name}"))?;
-    if !answer.ok {
-        bail!(answer.message);
+    match answer.ok {
+        true => Ok(answer),
+        false => Err(anyhow::Error::new(Refused {
+            reason: answer.reason,
+            message: answer.message,
+        })),
     }
-    Ok(answer)
 }
 
 /// Creates a container; returns what its keeper gets.
@@ -148,6 +159,10 @@ mod tests {
         let text = br#"{"ok":false,"reason":"Failed","message":"no room"}"#;
         let error = succeeded("start", text).expect_err("a refusal");
         assert_eq!(error.to_string(), "no room");
+        let refused = error
+            .downcast_ref::<Refused>()
+            .expect("the command's reason");
+        assert_eq!(refused.reason, "Failed");
         succeeded("start", br#"{"ok":true}"#).expect("an answer");
     }
 }
