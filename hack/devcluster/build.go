@@ -31,7 +31,7 @@ const (
 type artifact struct {
 	name  string
 	files []string // what must be there afterwards
-	// One of: Go packages at a version, a Go module of this repository, a package of a copy of a Go
+	// One of: Go packages at a version, a Go module of this repository, packages of a copy of a Go
 	// module, a C file of it, or a crate at a version.
 	packages []string
 	module   string
@@ -46,25 +46,16 @@ type artifact struct {
 	about   string   // cold build time on two cores, printed before it starts
 }
 
-// copiedModule is built in a copy of its sources, where a program of ours has made what its own
-// build system makes and its Go module lacks.
+// copiedModule is built in a copy of its sources. A program of ours may make there what the
+// module's own build system makes and its Go module lacks.
 type copiedModule struct {
 	module    string // with its version
-	generator string // a Go file of this repository that runs in the copy
-	main      string // the package that is built then, a path in the module
+	generator string // a Go file of this repository that runs in the copy; may be empty
+	main      string // the packages that are built then, paths in the module
 }
 
 var artifacts = []artifact{
-	{
-		name: "containerd", about: "80 s",
-		packages: []string{
-			"github.com/containerd/containerd/v2/cmd/containerd@v2.4.2",
-			"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2@v2.4.2",
-			"github.com/containerd/containerd/v2/cmd/ctr@v2.4.2",
-		},
-		ldflags: "-X github.com/containerd/containerd/v2/version.Version=v2.4.2",
-		files:   []string{"containerd", "containerd-shim-runc-v2", "ctr"},
-	},
+	containerd(),
 	{
 		name: "runc", about: "12 s", cgo: true, tags: "seccomp",
 		packages: []string{"github.com/opencontainers/runc@v1.4.3"},
@@ -104,6 +95,39 @@ var artifacts = []artifact{
 		packages: []string{"github.com/coredns/coredns@v1.15.0"},
 		files:    []string{"coredns"},
 	},
+}
+
+// containerdOlder is the environment variable that selects the older containerd that Torpor supports.
+const containerdOlder = "TORPOR_CONTAINERD"
+
+// isContainerd1 reports whether the cluster runs the older containerd.
+func isContainerd1() bool { return os.Getenv(containerdOlder) == "1.7" }
+
+// containerd is the container runtime of the cluster.
+func containerd() artifact {
+	files := []string{"containerd", "containerd-shim-runc-v2", "ctr"}
+	if isContainerd1() {
+		return artifact{
+			name: "containerd", about: "80 s",
+			// Its module excludes a version of another one, which `go install` refuses.
+			copied: &copiedModule{
+				module: "github.com/containerd/containerd@v1.7.35",
+				main:   "./cmd/containerd ./cmd/containerd-shim-runc-v2 ./cmd/ctr",
+			},
+			ldflags: "-X github.com/containerd/containerd/version.Version=v1.7.35",
+			files:   files,
+		}
+	}
+	return artifact{
+		name: "containerd", about: "80 s",
+		packages: []string{
+			"github.com/containerd/containerd/v2/cmd/containerd@v2.4.2",
+			"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2@v2.4.2",
+			"github.com/containerd/containerd/v2/cmd/ctr@v2.4.2",
+		},
+		ldflags: "-X github.com/containerd/containerd/v2/version.Version=v2.4.2",
+		files:   files,
+	}
 }
 
 // helmArtifact is built only by what uses it: nothing of the cluster needs it.
@@ -150,7 +174,9 @@ func (a artifact) key(goVersion string) (string, error) {
 		sources = []string{filepath.Join(repoRoot, a.cSource)}
 	case a.copied != nil:
 		fmt.Fprintf(h, "%q %q", a.copied.module, a.copied.main)
-		sources = []string{filepath.Join(repoRoot, a.copied.generator)}
+		if a.copied.generator != "" {
+			sources = []string{filepath.Join(repoRoot, a.copied.generator)}
+		}
 	case a.module != "":
 		entries, err := os.ReadDir(filepath.Join(repoRoot, a.module))
 		if err != nil {
@@ -338,7 +364,8 @@ func (a artifact) compile(work string) error {
 		args = append(args, "-tags", a.tags)
 	}
 	if a.copied != nil {
-		args = append(append([]string{"build"}, args...), "-o", filepath.Join(work, a.files[0]), a.copied.main)
+		args = append(append([]string{"build"}, args...), "-o", work+"/")
+		args = append(args, strings.Fields(a.copied.main)...)
 		return a.copied.compile(work, limit, goEnvironment(a.cgo), args)
 	}
 	if a.module != "" {
@@ -397,8 +424,10 @@ func (m copiedModule) compile(work string, limit time.Duration, environment, arg
 	if err := os.CopyFS(sources, os.DirFS(place.Dir)); err != nil {
 		return err
 	}
-	if _, err := outputIn(limit, sources, environment, nil, "go", "run", filepath.Join(repoRoot, m.generator)); err != nil {
-		return err
+	if m.generator != "" {
+		if _, err := outputIn(limit, sources, environment, nil, "go", "run", filepath.Join(repoRoot, m.generator)); err != nil {
+			return err
+		}
 	}
 	_, err = outputIn(limit, sources, environment, nil, "go", args...)
 	return err

@@ -40,6 +40,8 @@ const usage = `usage: hack/cluster COMMAND
                         development cluster, from nothing at each up (see hack/dev bench claims)
   build                 install the Debian packages and build the programs that are missing, start nothing
   help                  this text
+
+TORPOR_CONTAINERD=1.7 runs containerd 1.7 in place of 2; every command needs it then.
 `
 
 func main() {
@@ -47,6 +49,10 @@ func main() {
 	syscall.Umask(0o022)
 	if len(os.Args) < 2 {
 		fmt.Fprint(os.Stderr, usage)
+		os.Exit(2)
+	}
+	if wanted := os.Getenv(containerdOlder); wanted != "" && !isContainerd1() {
+		fmt.Fprintf(os.Stderr, "hack/cluster: %s is %q; allowed: 1.7, or nothing for containerd 2\n", containerdOlder, wanted)
 		os.Exit(2)
 	}
 	if err := run(os.Args[1], os.Args[2:]); err != nil {

@@ -61,6 +61,9 @@ func (n node) write() error {
 // containerdTOML keeps containerd within our folders. Handlers are added by files in conf.d, which
 // the product's installer writes.
 func (n node) containerdTOML() string {
+	if isContainerd1() {
+		return n.containerd1TOML()
+	}
 	return fmt.Sprintf(`version = 3
 root = "%[1]s"
 state = "%[2]s"
@@ -95,6 +98,43 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.bt
     [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
       runtime_type = "io.containerd.runc.v2"
       [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
+        BinaryName = "%[7]s/runc"
+        Root = "%[9]s"
+        SystemdCgroup = false
+`, n.state("containerd", "root"), n.run("containerd"), n.state("containerd", "conf.d"), n.containerdSocket(),
+		pauseImage, !hasCapability(capSysResource), binDir(), n.state("cni", "net.d"), n.run("runc"))
+}
+
+// containerd1TOML is the same for containerd 1.7.
+func (n node) containerd1TOML() string {
+	return fmt.Sprintf(`version = 2
+root = "%[1]s"
+state = "%[2]s"
+imports = ["%[3]s/*.toml"]
+oom_score = 0
+disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.blockfile", "io.containerd.tracing.processor.v1.otlp", "io.containerd.internal.v1.tracing"]
+
+[grpc]
+  address = "%[4]s"
+[ttrpc]
+  address = "%[4]s.ttrpc"
+
+[plugins."io.containerd.internal.v1.opt"]
+  path = "%[1]s/opt"
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "%[5]s"
+  restrict_oom_score_adj = %[6]t
+  netns_mounts_under_state_dir = true
+  cdi_spec_dirs = []
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "%[7]s"
+    conf_dir = "%[8]s"
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    snapshotter = "overlayfs"
+    default_runtime_name = "runc"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
         BinaryName = "%[7]s/runc"
         Root = "%[9]s"
         SystemdCgroup = false
