@@ -117,7 +117,10 @@ func podsOfJob(ctx context.Context, namespace, name string) string {
 				ContainerStatuses []struct {
 					State struct {
 						Waiting    *struct{ Reason, Message string }
-						Terminated *struct{ ExitCode int }
+						Terminated *struct {
+							ExitCode int
+							Message  string
+						}
 					}
 				}
 			}
@@ -135,7 +138,7 @@ func podsOfJob(ctx context.Context, namespace, name string) string {
 				words += fmt.Sprintf(", %s %s", waiting.Reason, waiting.Message)
 			}
 			if ended := container.State.Terminated; ended != nil {
-				words += fmt.Sprintf(", exit code %d", ended.ExitCode)
+				words += fmt.Sprintf(", exit code %d: %s", ended.ExitCode, lastLine(ended.Message))
 			}
 		}
 		said = append(said, words)
@@ -144,6 +147,11 @@ func podsOfJob(ctx context.Context, namespace, name string) string {
 		return "it has no Pod yet"
 	}
 	return strings.Join(said, "; ")
+}
+
+func lastLine(text string) string {
+	text = strings.TrimSpace(text)
+	return text[strings.LastIndexByte(text, '\n')+1:]
 }
 
 func exists(path string) func(context.Context) error {
