@@ -60,6 +60,24 @@ pub enum Command {
     Suspend(Change),
     /// Resume suspended sandboxes in a new Pod
     Resume(Change),
+    /// List snapshots: Sandbox, state, image size, node
+    Snapshots(Snapshots),
+    /// Save the memory of a sandbox in a snapshot; the sandbox runs on
+    Snapshot(Snapshot),
+    /// Start copies of a sandbox that continue from its memory
+    ///
+    /// Takes a snapshot of the sandbox, which runs on, and creates Sandboxes that continue from it.
+    /// The copies have the Sandbox's spec, settings and labels. Their volumes from
+    /// volumeClaimTemplates start empty. The snapshot stays: a later Pod of a copy without newer
+    /// memory starts from it again. A Sandbox that a SandboxClaim or SandboxWarmPool holds cannot
+    /// be copied.
+    Fork(Fork),
+    /// Have a sandbox continue from an earlier snapshot of its own
+    ///
+    /// Saves the present memory in another snapshot, then deletes the Pod. The new Pod continues
+    /// from the named snapshot. A later Pod without newer memory starts from that snapshot again.
+    /// Volumes keep their content. The sandbox is awake afterwards.
+    Rollback(Rollback),
     /// Prepare a node for kubectl drain: cordon it and save the memory of its sandboxes
     ///
     /// Cordons the node, suspends its sandboxes and resumes them at once. Their new Pods wait for
@@ -119,6 +137,67 @@ pub struct Change {
     pub names: Vec<String>,
     /// Maximum time to wait for the change, such as 90s or 2m; 0 does not wait
     #[arg(long, default_value = TIMEOUT, value_parser = duration)]
+    pub timeout: Duration,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Snapshots {
+    /// Names of Sandboxes; by default all of the namespace
+    #[arg(value_parser = sandbox)]
+    pub names: Vec<String>,
+    /// List the snapshots of all namespaces
+    #[arg(short = 'A', long, conflicts_with = "names")]
+    pub all_namespaces: bool,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    pub output: Format,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Snapshot {
+    /// Name of the Sandbox
+    #[arg(value_parser = sandbox)]
+    pub name: String,
+    /// Name of the snapshot; by default the Sandbox's with five random characters
+    #[arg(long, value_name = "SNAPSHOT", value_parser = snapshot)]
+    pub to: Option<String>,
+    /// Maximum time to wait for the image, such as 90s or 2m; 0 does not wait
+    #[arg(long, default_value = TIMEOUT, value_parser = duration)]
+    pub timeout: Duration,
+}
+
+/// Most copies of one command. A larger number is probably a mistake.
+const MAX_COPIES: i64 = 100;
+
+#[derive(Debug, clap::Args)]
+pub struct Fork {
+    /// Name of the Sandbox
+    #[arg(value_parser = sandbox)]
+    pub name: String,
+    /// Number of copies
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MAX_COPIES))]
+    pub count: u32,
+    /// Snapshot of the Sandbox to start from; by default one that is taken now
+    #[arg(long, value_name = "SNAPSHOT", value_parser = snapshot)]
+    pub from: Option<String>,
+    /// Maximum time to wait for the snapshot, and then for the copies
+    #[arg(long, default_value = TIMEOUT, value_parser = step)]
+    pub timeout: Duration,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Rollback {
+    /// Name of the Sandbox
+    #[arg(value_parser = sandbox)]
+    pub name: String,
+    /// Name of the snapshot
+    #[arg(value_parser = snapshot)]
+    pub snapshot: String,
+    /// Give the present memory up instead of saving it in a snapshot
+    #[arg(long)]
+    pub discard: bool,
+    /// Maximum time to wait for each step
+    #[arg(long, default_value = TIMEOUT, value_parser = step)]
     pub timeout: Duration,
 }
 
@@ -203,6 +282,25 @@ pub fn sandbox(text: &str) -> Result<String, String> {
     match ["sandbox", "sandboxes"].contains(&kind) && is_dns_subdomain(name) {
         true => Ok(name.to_owned()),
         false => Err(format!("{text:?} is not the name of a Sandbox")),
+    }
+}
+
+/// Parses the time for a step that has to be waited for.
+fn step(text: &str) -> Result<Duration, String> {
+    let parsed = duration(text)?;
+    match parsed.is_zero() {
+        true => Err("0 is not allowed: each step needs the result of the previous step".to_owned()),
+        false => Ok(parsed),
+    }
+}
+
+/// Parses the name of a SandboxSnapshot, with or without its kind as in `-o name`.
+pub fn snapshot(text: &str) -> Result<String, String> {
+    let (kind, name) = text.split_once('/').unwrap_or(("sandboxsnapshot", text));
+    let kind = kind.strip_suffix(".torpor.dev").unwrap_or(kind);
+    match ["sandboxsnapshot", "sandboxsnapshots"].contains(&kind) && is_dns_subdomain(name) {
+        true => Ok(name.to_owned()),
+        false => Err(format!("{text:?} is not the name of a SandboxSnapshot")),
     }
 }
 

@@ -26,13 +26,17 @@ const NO_FILES: u8 = 4;
 /// Time limit of the lookup of names in the cluster.
 const LIMIT: Duration = Duration::from_secs(2);
 /// Commands that take names, the argument, and the kind that is named.
-const WITH_NAMES: [(&str, &str, Named); 7] = [
+const WITH_NAMES: [(&str, &str, Named); 11] = [
     ("get", "names", Named::Sandbox),
     ("hibernate", "names", Named::Sandbox),
     ("wake", "names", Named::Sandbox),
     ("suspend", "names", Named::Sandbox),
     ("resume", "names", Named::Sandbox),
     ("why", "name", Named::Sandbox),
+    ("snapshots", "names", Named::Sandbox),
+    ("snapshot", "name", Named::Sandbox),
+    ("fork", "name", Named::Sandbox),
+    ("rollback", "name", Named::Sandbox),
     ("drain", "node", Named::Node),
 ];
 

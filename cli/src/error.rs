@@ -45,7 +45,7 @@ pub enum Error {
         last: String,
     },
     #[error(
-        "Sandbox {name}: patched, but its progress cannot be watched ({why}); to see its state: `kubectl torpor get {name} -n {namespace}`"
+        "Sandbox {name}: the request is written, but its progress cannot be watched ({why}); to see its state: `kubectl torpor get {name} -n {namespace}`"
     )]
     Unwatched {
         namespace: String,
@@ -80,7 +80,7 @@ impl Error {
             Self::Client(_) => "log in to the cluster again",
             Self::Api { source, .. } => return remedy_of(source),
             Self::Unwatched { .. } => {
-                "waiting needs the rights to list and watch Sandboxes; --timeout 0 does not wait"
+                "waiting needs the rights to list and watch Sandboxes (rollback: also Pods; snapshot, fork, rollback: also SandboxSnapshots)"
             }
             Self::NoAnswer { .. } => "check that the cluster is up: kubectl cluster-info",
             Self::NoNode { .. } => "list the nodes: kubectl get nodes",

@@ -101,10 +101,10 @@ impl Listing {
 }
 
 /// Returns the message for an empty list.
-pub fn nothing_found(namespace: Option<&str>) -> String {
+pub fn nothing_found(kind: &str, namespace: Option<&str>) -> String {
     match namespace {
-        Some(namespace) => format!("No Sandboxes found in namespace {namespace}."),
-        None => "No Sandboxes found.".to_owned(),
+        Some(namespace) => format!("No {kind} found in namespace {namespace}."),
+        None => format!("No {kind} found."),
     }
 }
 

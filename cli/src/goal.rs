@@ -239,7 +239,7 @@ fn starts_cold_soon(condition: &Condition, sandbox: &Sandbox) -> bool {
 }
 
 /// Reports whether the condition differs from that before the patch.
-fn has_changed(condition: &Condition, before: &Sandbox) -> bool {
+pub(crate) fn has_changed(condition: &Condition, before: &Sandbox) -> bool {
     let old = conditions::find(conditions_of(before), &condition.type_);
     old.is_none_or(|old| {
         (&old.reason, &old.message, &old.last_transition_time)
@@ -251,14 +251,16 @@ fn has_changed(condition: &Condition, before: &Sandbox) -> bool {
     })
 }
 
-fn described(condition: &Condition) -> String {
+/// Returns reason and message of a condition.
+pub(crate) fn described(condition: &Condition) -> String {
     match condition.message.is_empty() {
         true => condition.reason.clone(),
         false => format!("{}: {}", condition.reason, condition.message),
     }
 }
 
-fn refusal(condition: &Condition) -> String {
+/// Returns a condition with the remedy of its reason.
+pub(crate) fn refusal(condition: &Condition) -> String {
     match texts::remedy(&condition.reason) {
         Some(remedy) => format!(
             "{}. Remedy: {remedy}",

@@ -6,6 +6,10 @@
 //! - [`get`], [`top`], [`why`]: views as text and as data. Pure
 //! - [`change`], [`goal`]: `hibernate`, `wake`, `suspend`, `resume`: one patch, then a wait for
 //!   conditions. `goal` decides, and is pure
+//! - [`snapshots`]: the list of snapshots. Pure
+//! - [`snapshot`], [`fork`], [`rollback`]: a snapshot, copies that continue from one, a Sandbox
+//!   that continues from an earlier one
+//! - [`watching`]: the wait for an object
 //! - [`drain`]: suspension of all sandboxes of a node before `kubectl drain`
 //! - [`doctor`]: facts of a cluster, and checks of the facts. The checks are pure
 //! - [`complete`]: completion for kubectl and shells
@@ -18,14 +22,19 @@ pub mod connect;
 pub mod doctor;
 pub mod drain;
 pub mod error;
+pub mod fork;
 pub mod get;
 pub mod goal;
 pub mod objects;
 pub mod output;
+pub mod rollback;
 pub mod run;
+pub mod snapshot;
+pub mod snapshots;
 pub mod table;
 pub mod texts;
 pub mod top;
 pub mod units;
 pub mod view;
+pub mod watching;
 pub mod why;

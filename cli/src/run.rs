@@ -5,8 +5,12 @@ use std::process::ExitCode;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use jiff::Timestamp;
+use kube::ResourceExt;
+use torpor_api::SandboxSnapshot;
 
-use crate::args::{Args, Change, Command, Connection, Drain, Format, Top, Why};
+use crate::args::{
+    Args, Change, Command, Connection, Drain, Fork, Format, Rollback, Snapshot, Snapshots, Top, Why,
+};
 use crate::change::{Changed, change};
 use crate::connect::{Cluster, call, connect};
 use crate::doctor::{self, facts::Facts};
@@ -14,11 +18,11 @@ use crate::drain::{self, Outcome, Plan, SuspendError, Target};
 use crate::error::{Error, full_message};
 use crate::get::{self, Listing};
 use crate::goal::Goal;
-use crate::objects::{Objects, Scope};
+use crate::objects::{Listed, Objects, Scope, list};
 use crate::output::{print, print_error, rendered};
 use crate::view::{pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
-use crate::{complete, top, units};
+use crate::{complete, fork, rollback, snapshot, snapshots, top, units};
 
 /// Result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,7 +99,7 @@ async fn run(args: Args) -> Result<Ended, Error> {
             let found = listing(&cluster, &get.names, get.all_namespaces).await?;
             if found.items.is_empty() && matches!(get.output, Format::Table | Format::Wide) {
                 let namespace = (!get.all_namespaces).then_some(cluster.namespace.as_str());
-                print_error(&get::nothing_found(namespace));
+                print_error(&get::nothing_found("Sandboxes", namespace));
             } else {
                 print(&rendered(&found, get.output)?)?;
             }
@@ -134,6 +138,29 @@ async fn run(args: Args) -> Result<Ended, Error> {
         Command::Wake(args) => changed(connection, Goal::Wake, args).await,
         Command::Suspend(args) => changed(connection, Goal::Suspend, args).await,
         Command::Resume(args) => changed(connection, Goal::Resume, args).await,
+        Command::Snapshots(args) => {
+            let cluster = connect(connection).await?;
+            let found = Box::pin(snapshot_listing(&cluster, args)).await?;
+            if found.items.is_empty() && matches!(args.output, Format::Table | Format::Wide) {
+                let namespace = (!args.all_namespaces).then_some(cluster.namespace.as_str());
+                print_error(&get::nothing_found("SandboxSnapshots", namespace));
+            } else {
+                print(&rendered(&found, args.output)?)?;
+            }
+            Ok(Ended::Done)
+        }
+        Command::Snapshot(args) => {
+            let cluster = connect(connection).await?;
+            Box::pin(snapshot_taken(&cluster, args)).await
+        }
+        Command::Fork(args) => {
+            let cluster = connect(connection).await?;
+            Box::pin(forked(&cluster, args)).await
+        }
+        Command::Rollback(args) => {
+            let cluster = connect(connection).await?;
+            Box::pin(rolled_back(&cluster, args)).await
+        }
         Command::Drain(args) => {
             let cluster = connect(connection).await?;
             Box::pin(drained(&cluster, args)).await
@@ -232,6 +259,74 @@ async fn changed(connection: &Connection, goal: Goal, args: &Change) -> Result<E
         }
     }
     printed.map(|()| ended)
+}
+
+/// Returns the output of `snapshots`.
+async fn snapshot_listing(
+    cluster: &Cluster,
+    args: &Snapshots,
+) -> Result<snapshots::Listing, Error> {
+    let api = scope(cluster, args.all_namespaces).api(&cluster.client);
+    let found: Listed<SandboxSnapshot> = list("SandboxSnapshots", &api).await?;
+    for unread in &found.unread {
+        print_error(&format!("warning: {unread}"));
+    }
+    Ok(snapshots::Listing::of(
+        &found.items,
+        &args.names,
+        args.all_namespaces,
+        Timestamp::now(),
+    ))
+}
+
+async fn snapshot_taken(cluster: &Cluster, args: &Snapshot) -> Result<Ended, Error> {
+    let (to, limit) = (args.to.as_deref(), args.timeout);
+    let taken = snapshot::snapshot(cluster, &args.name, to, limit, &print_error).await?;
+    let name = format!("sandboxsnapshot.torpor.dev/{}", taken.snapshot.name_any());
+    let size = taken.snapshot.status.and_then(|status| status.size_bytes);
+    let size = size.map_or_else(|| "unknown size".to_owned(), units::bytes);
+    print(&match taken.took {
+        Some(took) => format!("{name} saved ({}, {size})\n", units::span(took)),
+        None => format!("{name} created\n"),
+    })?;
+    Ok(Ended::Done)
+}
+
+/// Starts copies, and prints a line for each.
+async fn forked(cluster: &Cluster, args: &Fork) -> Result<Ended, Error> {
+    let started = fork::fork(cluster, args, &print_error).await?;
+    let (mut ended, mut printed) = (Ended::Done, Ok(()));
+    for copy in started.copies {
+        match copy {
+            Ok(done) => {
+                let took = done.took.map(units::span).unwrap_or_default();
+                let name = format!("sandbox.agents.x-k8s.io/{}", done.name);
+                let line = format!("{name} started as a copy ({took})\n");
+                printed = printed.and_then(|()| print(&line));
+            }
+            Err(error) => ended = worse(ended, report(&error)),
+        }
+    }
+    let snapshot = started.snapshot.name_any();
+    print_error(&format!(
+        "Later Pods of the copies need SandboxSnapshot {snapshot}. After the deletion of the copies: kubectl delete sandboxsnapshot {snapshot}"
+    ));
+    printed.map(|()| ended)
+}
+
+async fn rolled_back(cluster: &Cluster, args: &Rollback) -> Result<Ended, Error> {
+    let done = Box::pin(rollback::rollback(cluster, args, &print_error)).await?;
+    let took = units::span(done.took);
+    let (name, snapshot) = (&args.name, &args.snapshot);
+    print(&format!(
+        "sandbox.agents.x-k8s.io/{name} continues from {snapshot} ({took})\n"
+    ))?;
+    if let Some(kept_in) = done.kept_in {
+        print_error(&format!(
+            "To undo: kubectl torpor rollback {name} {kept_in}"
+        ));
+    }
+    Ok(Ended::Done)
 }
 
 /// Cordons a node, then suspends and resumes its sandboxes.

@@ -34,6 +34,11 @@ pub(super) struct State {
 
 impl State {
     pub(super) fn create(&mut self, kind: &str, namespace: &str, mut object: Value) -> Answer {
+        if let Some(prefix) = object["metadata"]["generateName"].as_str()
+            && object["metadata"]["name"].is_null()
+        {
+            object["metadata"]["name"] = format!("{prefix}{:05}", self.uids).into();
+        }
         let name = object["metadata"]["name"]
             .as_str()
             .unwrap_or_default()

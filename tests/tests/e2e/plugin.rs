@@ -12,7 +12,7 @@ use torpor_tests::sandboxes::{LIMIT, sandbox};
 use torpor_tests::sleep::restarts;
 use torpor_tests::swap::Swap;
 use torpor_tests::wait;
-use torpor_tests::witness::{self, Connection};
+use torpor_tests::witness::{self, Connection, State};
 
 fn witness_sandbox() -> Value {
     let container = witness::container(5, &[]);
@@ -167,6 +167,81 @@ async fn the_plugin_suspends_and_resumes_and_refuses_commands_that_do_not_apply(
         assert_eq!(said, "sandbox.agents.x-k8s.io/s patched");
         case.sandbox_has("s", "Suspended", "True", "PodTerminated")
             .await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_plugin_starts_copies_and_rolls_a_sandbox_back_and_forth() -> anyhow::Result<()> {
+    case("pluginfork", async |case| {
+        case.create(witness_sandbox()).await?;
+        let pod = case.sandbox_ready("s").await?;
+        let before = witness::ask(&pod).await?;
+        let said = case
+            .torpor_output(&["snapshot", "s", "--to", "golden"])
+            .await?;
+        assert!(
+            said.starts_with("sandboxsnapshot.torpor.dev/golden saved ("),
+            "{said}"
+        );
+        // The root file system's changes are a part of the memory.
+        case.sh("s", "witness", "echo later >/mark").await?;
+
+        let fork = ["fork", "s", "--from", "golden", "--count", "2"];
+        let said = case.torpor_output(&fork).await?;
+        let started = said
+            .lines()
+            .filter(|line| line.contains(" started as a copy ("));
+        let names = started.filter_map(|line| line.split(['/', ' ']).nth(1));
+        let names: Vec<String> = names.map(str::to_owned).collect();
+        assert_eq!(names.len(), 2, "{said}");
+        for name in &names {
+            let copy = witness::ask(&case.sandbox_ready(name).await?).await?;
+            // A copy has a hostname of its own.
+            let hostname = copy.hostname.clone();
+            copy.goes_on_from(&State {
+                hostname,
+                ..before.clone()
+            })?;
+            let marked = case.exec(name, "witness", &["cat", "/mark"]).await?;
+            assert_ne!(marked.code, 0, "the copy has what came later: {marked:?}");
+        }
+        let origin = case.sandbox_ready("s").await?;
+        assert_eq!((uid(&origin), restarts(&origin)), (uid(&pod), 0));
+
+        let ran = case.torpor(&["rollback", "s", "golden"]).await?;
+        assert!(ran.out.contains("/s continues from golden ("), "{ran:?}");
+        let kept_in = ran
+            .err
+            .trim()
+            .rsplit(' ')
+            .next()
+            .unwrap_or_default()
+            .to_owned();
+        let earlier = case.sandbox_ready("s").await?;
+        assert_ne!(uid(&earlier), uid(&pod));
+        witness::ask(&earlier).await?.goes_on_from(&before)?;
+        let marked = case.exec("s", "witness", &["cat", "/mark"]).await?;
+        assert_ne!(marked.code, 0, "it has what came later: {marked:?}");
+
+        // The snapshot of the rollback has what the rollback took away. Asleep, too, the Sandbox
+        // goes back to it.
+        case.torpor_output(&["hibernate", "s"]).await?;
+        case.torpor_output(&["rollback", "s", &kept_in, "--discard"])
+            .await?;
+        let later = case.sandbox_ready("s").await?;
+        witness::ask(&later).await?.goes_on_from(&before)?;
+        assert_eq!(case.sh("s", "witness", "cat /mark").await?, "later");
+        let listed = case
+            .torpor_output(&["snapshots", "s", "-o", "name"])
+            .await?;
+        let mut listed: Vec<&str> = listed.lines().collect();
+        listed.sort_unstable();
+        let kind = "sandboxsnapshot.torpor.dev";
+        let mut expected = [format!("{kind}/golden"), format!("{kind}/{kept_in}")];
+        expected.sort_unstable();
+        assert_eq!(listed, expected);
         Ok(())
     })
     .await

@@ -1,0 +1,242 @@
+//! `snapshots`: SandboxSnapshots as a table, or as data. Pure.
+
+use jiff::Timestamp;
+use kube::ResourceExt;
+use serde::Serialize;
+use torpor_api::conditions::{self, COMMITTED, CONSUMED};
+use torpor_api::reasons::snapshot as reasons;
+use torpor_api::{SandboxSnapshot, SnapshotReason};
+
+use crate::output::Render;
+use crate::table::Table;
+use crate::units;
+
+/// One snapshot. Unknown fields are left out.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct View {
+    pub namespace: String,
+    pub name: String,
+    pub sandbox: String,
+    /// Request for which the image was saved.
+    pub reason: SnapshotReason,
+    /// Reason of the condition that decides: Consumed once the sandbox has run on without the image
+    /// or from it, else Committed. `Deleting` while the snapshot is being deleted.
+    pub state: String,
+    /// Size of the image on disk, in bytes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<i64>,
+    /// Node that holds the image.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub node: Option<String>,
+    /// Pod that was saved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pod: Option<String>,
+    /// Time at which the image was complete.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub committed_at: Option<Timestamp>,
+    /// Message of the condition that decides the state.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub message: String,
+}
+
+/// Output of `snapshots`, the newest of each Sandbox first.
+#[derive(Debug, Serialize)]
+pub struct Listing {
+    pub items: Vec<View>,
+    #[serde(skip)]
+    pub with_namespaces: bool,
+    #[serde(skip)]
+    pub now: Timestamp,
+}
+
+impl Listing {
+    /// Lists the snapshots of these Sandboxes; of all if there are no names.
+    pub fn of(
+        snapshots: &[SandboxSnapshot],
+        sandboxes: &[String],
+        with_namespaces: bool,
+        now: Timestamp,
+    ) -> Self {
+        let is_asked = |snapshot: &&SandboxSnapshot| {
+            sandboxes.is_empty() || sandboxes.contains(&snapshot.spec.sandbox_name)
+        };
+        let mut items: Vec<View> = snapshots.iter().filter(is_asked).map(view).collect();
+        items.sort_by(|a, b| {
+            let place = |view: &View| (view.namespace.clone(), view.sandbox.clone());
+            let newest_first = b.committed_at.cmp(&a.committed_at);
+            (place(a).cmp(&place(b)))
+                .then(newest_first)
+                .then_with(|| a.name.cmp(&b.name))
+        });
+        Self {
+            items,
+            with_namespaces,
+            now,
+        }
+    }
+}
+
+fn view(snapshot: &SandboxSnapshot) -> View {
+    let (state, message) = state(snapshot);
+    let status = snapshot.status.as_ref();
+    View {
+        namespace: snapshot.namespace().unwrap_or_default(),
+        name: snapshot.name_any(),
+        sandbox: snapshot.spec.sandbox_name.clone(),
+        reason: snapshot.spec.reason,
+        state,
+        bytes: status.and_then(|status| status.size_bytes),
+        node: status.and_then(|status| status.node_name.clone()),
+        pod: status.and_then(|status| status.pod_name.clone()),
+        committed_at: status.and_then(|status| Some(status.committed_at.as_ref()?.0)),
+        message,
+    }
+}
+
+/// Returns the state, and the message of the condition that decides it.
+fn state(snapshot: &SandboxSnapshot) -> (String, String) {
+    let find = |type_| conditions::find(snapshot.conditions(), type_);
+    let consumed = find(CONSUMED).filter(|condition| condition.status == "True");
+    let committed = find(COMMITTED);
+    let decides = match snapshot.is_committed() {
+        true => consumed.or(committed),
+        false => committed,
+    };
+    let state = match (snapshot.metadata.deletion_timestamp.as_ref(), decides) {
+        (Some(_), _) => DELETING.to_owned(),
+        (None, Some(condition)) => condition.reason.clone(),
+        (None, None) => reasons::PENDING.to_owned(),
+    };
+    let message = decides.map(|condition| condition.message.clone());
+    (state, message.unwrap_or_default())
+}
+
+/// State of a snapshot that is being deleted.
+const DELETING: &str = "Deleting";
+const HEADINGS: [&str; 7] = ["NAME", "SANDBOX", "REASON", "STATE", "SIZE", "NODE", "AGE"];
+const WIDE: [&str; 2] = ["POD", "MESSAGE"];
+
+impl Render for Listing {
+    fn text(&self, wide: bool) -> String {
+        let namespace = self.with_namespaces.then_some("NAMESPACE");
+        let more: &[&str] = if wide { &WIDE } else { &[] };
+        let headings = namespace.into_iter().chain(HEADINGS);
+        let headings: Vec<&str> = headings.chain(more.iter().copied()).collect();
+        let mut table = Table::new(&headings);
+        for view in &self.items {
+            let mut row = Vec::new();
+            if self.with_namespaces {
+                row.push(view.namespace.clone());
+            }
+            let age = |at| units::age(at, self.now);
+            row.extend([
+                view.name.clone(),
+                view.sandbox.clone(),
+                format!("{:?}", view.reason),
+                view.state.clone(),
+                view.bytes.map_or_else(String::new, units::bytes),
+                view.node.clone().unwrap_or_default(),
+                view.committed_at.map_or_else(String::new, age),
+            ]);
+            if wide {
+                row.extend([view.pod.clone().unwrap_or_default(), view.message.clone()]);
+            }
+            table.push(row);
+        }
+        table.text()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let names = self.items.iter();
+        names
+            .map(|view| format!("sandboxsnapshot.torpor.dev/{}", view.name))
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::args::Format;
+    use crate::output::rendered;
+    use crate::view::tests::at;
+
+    /// Returns a snapshot with conditions in the form `Type=Status:Reason`.
+    fn snapshot(name: &str, of: &str, conditions: &[&str], status: &Value) -> SandboxSnapshot {
+        let conditions: Vec<Value> = conditions
+            .iter()
+            .map(|text| {
+                let (type_, rest) = text.split_once('=').unwrap();
+                let (status, reason) = rest.split_once(':').unwrap();
+                json!({
+                    "type": type_, "status": status, "reason": reason,
+                    "message": format!("Words about {reason}."),
+                    "lastTransitionTime": "2026-11-21T11:40:00Z",
+                })
+            })
+            .collect();
+        let mut status = status.clone();
+        status["conditions"] = conditions.into();
+        serde_json::from_value(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": {"name": name, "namespace": "x"},
+            "spec": {"sandboxName": of}, "status": status,
+        }))
+        .unwrap()
+    }
+
+    fn listing(sandboxes: &[&str], with_namespaces: bool) -> Listing {
+        let image = |at: &str| json!({"committedAt": at, "sizeBytes": 42_000_000, "nodeName": "node-0", "podName": "demo"});
+        let committed = "Committed=True:Committed";
+        let mut suspend = snapshot("s", "other", &[committed], &image("2026-11-21T08:00:00Z"));
+        suspend.spec.reason = SnapshotReason::Suspend;
+        let mut going = snapshot("g", "demo", &[committed], &image("2026-11-20T08:00:00Z"));
+        going.metadata.deletion_timestamp =
+            serde_json::from_value(json!("2026-11-21T00:00:00Z")).unwrap();
+        let past = [committed, "Consumed=True:Superseded"];
+        let snapshots = [
+            suspend,
+            snapshot("new", "demo", &[], &json!({})),
+            snapshot(
+                "failed",
+                "demo",
+                &["Committed=False:SaveFailed"],
+                &json!({}),
+            ),
+            snapshot(
+                "lost",
+                "demo",
+                &["Committed=False:ImageMissing"],
+                &image("2026-11-21T09:00:00Z"),
+            ),
+            snapshot("past", "demo", &past, &image("2026-11-21T10:00:00Z")),
+            going,
+        ];
+        let sandboxes: Vec<String> = sandboxes.iter().map(|name| (*name).to_owned()).collect();
+        Listing::of(
+            &snapshots,
+            &sandboxes,
+            with_namespaces,
+            at("2026-11-21T12:00:00Z"),
+        )
+    }
+
+    #[test]
+    fn a_table_shows_the_newest_snapshot_of_each_sandbox_first() {
+        insta::assert_snapshot!(rendered(&listing(&[], false), Format::Table).unwrap());
+    }
+
+    #[test]
+    fn a_wide_table_has_the_pod_and_the_message() {
+        insta::assert_snapshot!(rendered(&listing(&[], true), Format::Wide).unwrap());
+    }
+
+    #[test]
+    fn the_snapshots_of_one_sandbox_can_be_listed_by_name() {
+        let names = rendered(&listing(&["other"], false), Format::Name).unwrap();
+        assert_eq!(names, "sandboxsnapshot.torpor.dev/s\n");
+    }
+}
