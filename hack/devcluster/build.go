@@ -97,7 +97,8 @@ var artifacts = []artifact{
 	},
 }
 
-// containerdOlder is the environment variable that selects the older containerd that Torpor supports.
+// containerdOlder is the environment variable that selects the older containerd that Torpor
+// supports.
 const containerdOlder = "TORPOR_CONTAINERD"
 
 // isContainerd1 reports whether the cluster runs the older containerd.
