@@ -1,5 +1,8 @@
 //! `kubectl torpor` as a user runs it; each command is checked by what it did to the sandbox.
 
+use std::collections::BTreeSet;
+
+use k8s_openapi::api::core::v1::Pod;
 use kube::api::ListParams;
 use kube::{Api, ResourceExt};
 use serde_json::{Value, json};
@@ -172,31 +175,42 @@ async fn the_plugin_suspends_and_resumes_and_refuses_commands_that_do_not_apply(
     .await
 }
 
-#[tokio::test]
-async fn the_plugin_starts_copies_and_rolls_a_sandbox_back_and_forth() -> anyhow::Result<()> {
-    case("pluginfork", async |case| {
-        case.create(witness_sandbox()).await?;
-        let pod = case.sandbox_ready("s").await?;
-        let before = witness::ask(&pod).await?;
-        let said = case
-            .torpor_output(&["snapshot", "s", "--to", "golden"])
-            .await?;
-        assert!(
-            said.starts_with("sandboxsnapshot.torpor.dev/golden saved ("),
-            "{said}"
-        );
-        // The root file system's changes are a part of the memory.
-        case.sh("s", "witness", "echo later >/mark").await?;
+/// Starts the Sandbox `s`, takes the snapshot `golden` of it, and leaves a mark in it that came
+/// later: changes of the root file system are a part of the memory. Returns its Pod, and its state
+/// before the snapshot.
+async fn with_snapshot(case: &Case) -> anyhow::Result<(Pod, State)> {
+    case.create(witness_sandbox()).await?;
+    let pod = case.sandbox_ready("s").await?;
+    let before = witness::ask(&pod).await?;
+    let take = ["snapshot", "s", "--to", "golden"];
+    let said = case.torpor_output(&take).await?;
+    anyhow::ensure!(
+        said.starts_with("sandboxsnapshot.torpor.dev/golden saved ("),
+        "{said}"
+    );
+    case.sh("s", "witness", "echo later >/mark").await?;
+    Ok((pod, before))
+}
 
+async fn is_marked(case: &Case, pod: &str) -> anyhow::Result<bool> {
+    let read = case.exec(pod, "witness", &["cat", "/mark"]).await?;
+    Ok(read.code == 0)
+}
+
+#[tokio::test]
+async fn the_plugin_starts_copies_from_a_snapshot_and_their_original_runs_on() -> anyhow::Result<()>
+{
+    case("pluginfork", async |case| {
+        let (pod, before) = with_snapshot(case).await?;
         let fork = ["fork", "s", "--from", "golden", "--count", "2"];
         let said = case.torpor_output(&fork).await?;
         let started = said
             .lines()
             .filter(|line| line.contains(" started as a copy ("));
         let names = started.filter_map(|line| line.split(['/', ' ']).nth(1));
-        let names: Vec<String> = names.map(str::to_owned).collect();
+        let names: Vec<&str> = names.collect();
         assert_eq!(names.len(), 2, "{said}");
-        for name in &names {
+        for name in names {
             let copy = witness::ask(&case.sandbox_ready(name).await?).await?;
             // A copy has a hostname of its own.
             let hostname = copy.hostname.clone();
@@ -204,44 +218,44 @@ async fn the_plugin_starts_copies_and_rolls_a_sandbox_back_and_forth() -> anyhow
                 hostname,
                 ..before.clone()
             })?;
-            let marked = case.exec(name, "witness", &["cat", "/mark"]).await?;
-            assert_ne!(marked.code, 0, "the copy has what came later: {marked:?}");
+            assert!(
+                !is_marked(case, name).await?,
+                "the copy has what came later"
+            );
         }
         let origin = case.sandbox_ready("s").await?;
         assert_eq!((uid(&origin), restarts(&origin)), (uid(&pod), 0));
+        Ok(())
+    })
+    .await
+}
 
+#[tokio::test]
+async fn the_plugin_rolls_a_sandbox_back_and_back_again() -> anyhow::Result<()> {
+    case("pluginrollback", async |case| {
+        let (pod, before) = with_snapshot(case).await?;
         let ran = case.torpor(&["rollback", "s", "golden"]).await?;
         assert!(ran.out.contains("/s continues from golden ("), "{ran:?}");
-        let kept_in = ran
-            .err
-            .trim()
-            .rsplit(' ')
-            .next()
-            .unwrap_or_default()
-            .to_owned();
+        let kept_in = ran.err.trim().rsplit(' ').next().unwrap_or_default();
         let earlier = case.sandbox_ready("s").await?;
         assert_ne!(uid(&earlier), uid(&pod));
         witness::ask(&earlier).await?.goes_on_from(&before)?;
-        let marked = case.exec("s", "witness", &["cat", "/mark"]).await?;
-        assert_ne!(marked.code, 0, "it has what came later: {marked:?}");
+        assert!(!is_marked(case, "s").await?, "it has what came later");
 
         // The snapshot of the rollback has what the rollback took away. Asleep, too, the Sandbox
         // goes back to it.
         case.torpor_output(&["hibernate", "s"]).await?;
-        case.torpor_output(&["rollback", "s", &kept_in, "--discard"])
-            .await?;
+        let discard = ["rollback", "s", kept_in, "--discard"];
+        case.torpor_output(&discard).await?;
         let later = case.sandbox_ready("s").await?;
         witness::ask(&later).await?.goes_on_from(&before)?;
-        assert_eq!(case.sh("s", "witness", "cat /mark").await?, "later");
-        let listed = case
-            .torpor_output(&["snapshots", "s", "-o", "name"])
-            .await?;
-        let mut listed: Vec<&str> = listed.lines().collect();
-        listed.sort_unstable();
+        assert!(is_marked(case, "s").await?);
+        let list = ["snapshots", "s", "-o", "name"];
+        let listed = case.torpor_output(&list).await?;
+        let listed: BTreeSet<String> = listed.lines().map(str::to_owned).collect();
         let kind = "sandboxsnapshot.torpor.dev";
-        let mut expected = [format!("{kind}/golden"), format!("{kind}/{kept_in}")];
-        expected.sort_unstable();
-        assert_eq!(listed, expected);
+        let expected = ["golden", kept_in].map(|name| format!("{kind}/{name}"));
+        assert_eq!(listed, BTreeSet::from(expected));
         Ok(())
     })
     .await
