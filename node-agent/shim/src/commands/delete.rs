@@ -167,6 +167,7 @@ mod tests {
     use torpor_records::Records;
     use torpor_records::config::Config;
     use torpor_runsc::command::NodeRunsc;
+    use torpor_sandbox::restore::Refusal;
 
     use super::*;
     use crate::commands::kill::{FINISHED, kill};
@@ -196,6 +197,7 @@ mod tests {
             delete(&node, &gone, force).expect("there is nothing to delete");
         }
         let error = kill(&node, &gone, 9, false).expect_err("no process");
-        assert_eq!(error.to_string(), FINISHED);
+        let refusal = error.downcast_ref::<Refusal>().expect("a reason");
+        assert_eq!(refusal.reason, FINISHED);
     }
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use torpor_core::ids::SandboxId;
+use torpor_records::PodRecord;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{Case, case_alone, uid};
 use torpor_tests::machine;
@@ -98,17 +99,20 @@ async fn in_a_save<T>(
 ) -> anyhow::Result<T> {
     let agent = Agent::find()?.process;
     let sandbox = case.node.sandbox_of(&uid(pod))?.sandbox;
-    // An agent that works on this Pod would be stopped with the Pod's lock.
+    // An agent that works on a Pod would be stopped with that Pod's lock, for which each exec into
+    // the Pod waits.
     wait::until(
-        "the agent is stopped without the lock",
+        "the agent is stopped without a lock",
         RECOVERY_LIMIT,
         async || {
             agent.stop()?;
-            let free = case.node.records.try_lock(&sandbox)?.is_some();
+            let records = &case.node.records;
+            let is_free = |pod: &PodRecord| matches!(records.try_lock(&pod.sandbox), Ok(Some(_)));
+            let free = records.pods()?.iter().all(is_free);
             if !free {
                 agent.go_on()?;
             }
-            wait::holds(free, || "it has the lock".to_owned())
+            wait::holds(free, || "it has a lock".to_owned())
         },
     )
     .await?;
