@@ -71,6 +71,16 @@ type conditioned struct {
 	} `json:"status"`
 }
 
+// condition is the object's condition of this type; nil where it has none.
+func (object conditioned) condition(kind string) *condition {
+	for _, c := range object.Status.Conditions {
+		if c.Type == kind {
+			return &c
+		}
+	}
+	return nil
+}
+
 // hasCondition is a check for waitFor: the object's condition must be True.
 func hasCondition(path, kind string) func(context.Context) error {
 	return func(ctx context.Context) error {
@@ -78,16 +88,14 @@ func hasCondition(path, kind string) func(context.Context) error {
 		if err := get(ctx, path, &object); err != nil {
 			return err
 		}
-		for _, c := range object.Status.Conditions {
-			if c.Type != kind {
-				continue
-			}
-			if c.Status == "True" {
-				return nil
-			}
+		switch c := object.condition(kind); {
+		case c == nil:
+			return errors.New("no condition " + kind + " yet")
+		case c.Status == "True":
+			return nil
+		default:
 			return fmt.Errorf("%s is %s: %s", kind, c.Status, c.Message)
 		}
-		return errors.New("no condition " + kind + " yet")
 	}
 }
 
@@ -95,12 +103,19 @@ func hasCondition(path, kind string) func(context.Context) error {
 // ends the wait once the Job has failed.
 func jobComplete(namespace, name string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		path := fmt.Sprintf("/apis/batch/v1/namespaces/%s/jobs/%s", namespace, name)
-		if hasCondition(path, "Complete")(ctx) == nil {
+		var job conditioned
+		if err := get(ctx, fmt.Sprintf("/apis/batch/v1/namespaces/%s/jobs/%s", namespace, name), &job); err != nil {
+			return err
+		}
+		isTrue := func(kind string) bool {
+			c := job.condition(kind)
+			return c != nil && c.Status == "True"
+		}
+		if isTrue("Complete") {
 			return nil
 		}
 		pods := podsOfJob(ctx, namespace, name)
-		if hasCondition(path, "Failed")(ctx) == nil {
+		if isTrue("Failed") {
 			return permanentError{fmt.Errorf("it has failed: %s", pods)}
 		}
 		return errors.New(pods)
