@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 use torpor_api::Sandbox;
@@ -54,13 +54,9 @@ pub async fn change(
     Ok(done)
 }
 
-pub(crate) fn sandboxes(cluster: &Cluster) -> Api<Sandbox> {
-    Api::namespaced(cluster.client.clone(), &cluster.namespace)
-}
-
 pub(crate) async fn find(cluster: &Cluster, name: &str) -> Result<Sandbox, Error> {
     let doing = format!("get Sandbox {name}");
-    let found = call(&doing, sandboxes(cluster).get(name)).await;
+    let found = call(&doing, cluster.api::<Sandbox>().get(name)).await;
     found.map_err(|error| match error.is_missing() {
         true => Error::NoSandbox {
             namespace: cluster.namespace.clone(),
@@ -79,7 +75,7 @@ pub(crate) async fn patch(
     patch["metadata"]["uid"] = json!(known.metadata.uid);
     let name = name_of(known);
     let doing = format!("patch Sandbox {name}");
-    let (api, parameters) = (sandboxes(cluster), PatchParams::default());
+    let (api, parameters) = (cluster.api::<Sandbox>(), PatchParams::default());
     let patched = call(&doing, api.patch(name, &parameters, &Patch::Merge(patch))).await;
     patched.map_err(|error| match error.is_missing() {
         true => refused(name, DELETED),
@@ -149,7 +145,7 @@ pub(crate) async fn find_pod(cluster: &Cluster, sandbox: &Sandbox) -> Result<Opt
     let annotations = sandbox.metadata.annotations.as_ref();
     let named = annotations.and_then(|all| all.get(POD_NAME));
     let name = named.map_or_else(|| name_of(sandbox), String::as_str);
-    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+    let pods = cluster.api::<Pod>();
     let found = call(&format!("get Pod {name}"), pods.get_opt(name)).await?;
     Ok(found.filter(|pod| {
         let mut owners = pod.metadata.owner_references.iter().flatten();
@@ -173,7 +169,7 @@ async fn wait(
         say,
     };
     let progress = |now: &Sandbox| goal.progress(before, now);
-    wait.until(sandboxes(cluster), before, progress).await
+    wait.until(cluster.api::<Sandbox>(), before, progress).await
 }
 
 pub(crate) fn name_of(sandbox: &Sandbox) -> &str {

@@ -4,8 +4,11 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use kube::api::{Api, DeleteParams, Preconditions};
 use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
-use kube::{Client, Config};
+use kube::core::NamespaceResourceScope;
+use kube::{Client, Config, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
 
 use crate::args::Connection;
 use crate::error::Error;
@@ -18,6 +21,39 @@ pub const CALL_LIMIT: Duration = Duration::from_secs(30);
 pub struct Cluster {
     pub client: Client,
     pub namespace: String,
+}
+
+impl Cluster {
+    /// Returns the objects of a kind in the default namespace.
+    pub(crate) fn api<K>(&self) -> Api<K>
+    where
+        K: Resource<DynamicType = (), Scope = NamespaceResourceScope>,
+    {
+        Api::namespaced(self.client.clone(), &self.namespace)
+    }
+
+    /// Deletes this object, and no other that got its name meanwhile.
+    pub(crate) async fn delete<K>(&self, object: &K) -> Result<(), Error>
+    where
+        K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
+            + Clone
+            + DeserializeOwned
+            + std::fmt::Debug,
+    {
+        let parameters = DeleteParams {
+            preconditions: Some(Preconditions {
+                uid: object.uid(),
+                ..Preconditions::default()
+            }),
+            ..DeleteParams::default()
+        };
+        let name = object.name_any();
+        let doing = format!("delete {} {name}", K::kind(&()));
+        let deleted = self.api::<K>();
+        call(&doing, deleted.delete(&name, &parameters))
+            .await
+            .map(drop)
+    }
 }
 
 impl std::fmt::Debug for Cluster {

@@ -304,7 +304,7 @@ fn outcome(done: Changed) -> Outcome {
 
 /// Returns the Sandbox as it is now; `None` if it is deleted or another one has its name.
 async fn current(cluster: &Cluster, target: &Target) -> Result<Option<Sandbox>, Error> {
-    let sandboxes: Api<Sandbox> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
+    let sandboxes = cluster.api::<Sandbox>();
     let doing = format!("get Sandbox {}", target.name);
     match call(&doing, sandboxes.get(&target.name)).await {
         Ok(now) => {

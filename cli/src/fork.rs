@@ -11,7 +11,7 @@ use torpor_api::reasons::restored;
 use torpor_api::{OperatingMode, Sandbox, SandboxSnapshot, extensions, labels};
 
 use crate::args::Fork;
-use crate::change::{Changed, find, sandboxes};
+use crate::change::{Changed, find};
 use crate::connect::{Cluster, call};
 use crate::error::Error;
 use crate::goal::{Goal, Progress, described};
@@ -99,7 +99,7 @@ async fn start(
     began: Instant,
     say: &(dyn Fn(&str) + Sync),
 ) -> Result<Changed, Error> {
-    let api = sandboxes(cluster);
+    let api = cluster.api();
     let doing = format!("create a copy of Sandbox {}", args.name);
     let created = call(&doing, api.create(&PostParams::default(), manifest)).await?;
     let name = created.name_any();

@@ -32,14 +32,8 @@ const WIDE: [&str; 4] = ["IN STATE FOR", "POD", "REASON", "MESSAGE"];
 
 impl Render for Listing {
     fn text(&self, wide: bool) -> String {
-        let namespace = self.with_namespaces.then_some("NAMESPACE");
-        let more: &[&str] = if wide { &WIDE } else { &[] };
-        let headings: Vec<&str> = namespace
-            .into_iter()
-            .chain(HEADINGS)
-            .chain(more.iter().copied())
-            .collect();
-        let mut table = Table::new(&headings);
+        let more = wide.then_some(&WIDE[..]);
+        let mut table = Table::of_objects(&HEADINGS, self.with_namespaces, more);
         for view in &self.items {
             table.push(self.row(view, wide));
         }

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{Pod, PodCondition};
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, Preconditions};
 use serde_json::json;
 use tokio::time::Instant;
 use torpor_api::annotations::{RESTORE_COPY, RESTORE_FROM, RESTORE_IMAGE};
@@ -13,8 +12,8 @@ use torpor_api::reasons::restored;
 use torpor_api::{OperatingMode, Sandbox, SandboxSnapshot, SnapshotReason};
 
 use crate::args::Rollback;
-use crate::change::{find, find_pod, name_of, patch, sandboxes};
-use crate::connect::{Cluster, call};
+use crate::change::{find, find_pod, name_of, patch};
+use crate::connect::Cluster;
 use crate::error::{Error, full_message};
 use crate::goal::{Progress, described, has_changed, refusal};
 use crate::objects::list;
@@ -128,8 +127,7 @@ fn obstacle(sandbox: &Sandbox) -> Option<&'static str> {
 
 /// Refuses a Sandbox whose next Pod would continue from memory of a suspension.
 async fn no_newer_image(cluster: &Cluster, name: &str) -> Result<(), Error> {
-    let api = Api::namespaced(cluster.client.clone(), &cluster.namespace);
-    let all = list::<SandboxSnapshot>("SandboxSnapshots", &api).await?;
+    let all = list::<SandboxSnapshot>("SandboxSnapshots", &cluster.api()).await?;
     match all.items.iter().find(|one| is_newer(one, name)) {
         Some(newer) => {
             let newer = newer.name_any();
@@ -161,22 +159,12 @@ async fn name_origin(
     Box::pin(patch(cluster, sandbox, wanted)).await
 }
 
-/// Deletes this Pod, and no other that got its name meanwhile.
+/// Deletes the Pod.
 async fn end(cluster: &Cluster, pod: &Pod) -> Result<(), Error> {
-    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
-    let parameters = DeleteParams {
-        preconditions: Some(Preconditions {
-            uid: pod.uid(),
-            ..Preconditions::default()
-        }),
-        ..DeleteParams::default()
-    };
-    let name = pod.name_any();
-    let doing = format!("delete Pod {name}");
-    match call(&doing, pods.delete(&name, &parameters)).await {
+    match cluster.delete(pod).await {
         // The Pod has gone by itself.
         Err(error) if error.is_missing() || error.is_conflict() => Ok(()),
-        other => other.map(drop),
+        other => other,
     }
 }
 
@@ -195,11 +183,10 @@ async fn until_replaced(
         limit: args.timeout,
         say,
     };
-    let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &cluster.namespace);
     let pod_name = pod.map_or_else(|| name_of(before).to_owned(), ResourceExt::name_any);
     let image = snapshot.status.as_ref().and_then(|s| s.image_id.as_deref());
-    let continues = wait.until_named(pods, &pod_name, |now| of_pod(pod, now, image));
-    let fails = wait.until(sandboxes(cluster), before, |now| of_sandbox(before, now));
+    let continues = wait.until_named(cluster.api(), &pod_name, |now| of_pod(pod, now, image));
+    let fails = wait.until(cluster.api(), before, |now| of_sandbox(before, now));
     tokio::select! {
         pod = continues => pod.map(drop),
         failed = fails => failed.map(drop),

@@ -19,7 +19,7 @@ use crate::error::{Error, full_message};
 use crate::get::{self, Listing};
 use crate::goal::Goal;
 use crate::objects::{Listed, Objects, Scope, list};
-use crate::output::{print, print_error, rendered};
+use crate::output::{Render, print, print_error, rendered};
 use crate::view::{pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
 use crate::{complete, fork, rollback, snapshot, snapshots, top, units};
@@ -97,13 +97,8 @@ async fn run(args: Args) -> Result<Ended, Error> {
         Command::Get(get) => {
             let cluster = connect(connection).await?;
             let found = listing(&cluster, &get.names, get.all_namespaces).await?;
-            if found.items.is_empty() && matches!(get.output, Format::Table | Format::Wide) {
-                let namespace = (!get.all_namespaces).then_some(cluster.namespace.as_str());
-                print_error(&get::nothing_found("Sandboxes", namespace));
-            } else {
-                print(&rendered(&found, get.output)?)?;
-            }
-            Ok(Ended::Done)
+            let nothing = found.items.is_empty().then_some("Sandboxes");
+            print_list(&cluster, get.all_namespaces, &found, nothing, get.output)
         }
         Command::Why(args) => {
             let cluster = connect(connection).await?;
@@ -141,13 +136,8 @@ async fn run(args: Args) -> Result<Ended, Error> {
         Command::Snapshots(args) => {
             let cluster = connect(connection).await?;
             let found = Box::pin(snapshot_listing(&cluster, args)).await?;
-            if found.items.is_empty() && matches!(args.output, Format::Table | Format::Wide) {
-                let namespace = (!args.all_namespaces).then_some(cluster.namespace.as_str());
-                print_error(&get::nothing_found("SandboxSnapshots", namespace));
-            } else {
-                print(&rendered(&found, args.output)?)?;
-            }
-            Ok(Ended::Done)
+            let nothing = found.items.is_empty().then_some("SandboxSnapshots");
+            print_list(&cluster, args.all_namespaces, &found, nothing, args.output)
         }
         Command::Snapshot(args) => {
             let cluster = connect(connection).await?;
@@ -259,6 +249,24 @@ async fn changed(connection: &Connection, goal: Goal, args: &Change) -> Result<E
         }
     }
     printed.map(|()| ended)
+}
+
+/// Prints a list. `nothing`: the kind of the objects, where an empty table would be printed.
+fn print_list(
+    cluster: &Cluster,
+    everywhere: bool,
+    list: &impl Render,
+    nothing: Option<&str>,
+    format: Format,
+) -> Result<Ended, Error> {
+    match nothing.filter(|_| matches!(format, Format::Table | Format::Wide)) {
+        Some(kind) => {
+            let namespace = (!everywhere).then_some(cluster.namespace.as_str());
+            print_error(&get::nothing_found(kind, namespace));
+        }
+        None => print(&rendered(list, format)?)?,
+    }
+    Ok(Ended::Done)
 }
 
 /// Returns the output of `snapshots`.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ObjectMeta, PostParams, Preconditions};
+use kube::api::{ObjectMeta, PostParams};
 use tokio::time::Instant;
 use torpor_api::annotations::SAVED_POD;
 use torpor_api::conditions::{self, COMMITTED};
@@ -42,7 +42,10 @@ pub async fn snapshot(
         return Ok(Taken { snapshot, took });
     }
     let wait = waiting(cluster, name, limit, say);
-    match wait.until(snapshots(cluster), &requested, saved).await {
+    match wait
+        .until(cluster.api::<SandboxSnapshot>(), &requested, saved)
+        .await
+    {
         Ok(snapshot) => Ok(Taken {
             snapshot,
             took: Some(began.elapsed()),
@@ -67,7 +70,9 @@ pub(crate) async fn take(
     let name = name_of(sandbox);
     let requested = request(cluster, sandbox, None).await?;
     let wait = waiting(cluster, name, limit, say);
-    let taken = wait.until(snapshots(cluster), &requested, recorded).await;
+    let taken = wait
+        .until(cluster.api::<SandboxSnapshot>(), &requested, recorded)
+        .await;
     if taken.is_err() {
         remove(cluster, &requested).await;
     }
@@ -90,7 +95,7 @@ pub(crate) async fn usable(
     snapshot: &str,
 ) -> Result<SandboxSnapshot, Error> {
     let doing = format!("get SandboxSnapshot {snapshot}");
-    let found = call(&doing, snapshots(cluster).get(snapshot)).await;
+    let found = call(&doing, cluster.api::<SandboxSnapshot>().get(snapshot)).await;
     let list = format!("to list: `kubectl torpor snapshots {sandbox}`");
     let missing = format!("there is no SandboxSnapshot {snapshot}; {list}");
     let found = found.map_err(|error| match error.is_missing() {
@@ -123,10 +128,6 @@ fn unusable(snapshot: &SandboxSnapshot, sandbox: &str) -> Option<String> {
         true => None,
         false => Some("has no complete image".to_owned()),
     }
-}
-
-pub(crate) fn snapshots(cluster: &Cluster) -> Api<SandboxSnapshot> {
-    Api::namespaced(cluster.client.clone(), &cluster.namespace)
 }
 
 fn waiting<'a>(
@@ -168,22 +169,19 @@ async fn request(
     };
     let doing = format!("create a SandboxSnapshot of Sandbox {name}");
     let parameters = PostParams::default();
-    call(&doing, snapshots(cluster).create(&parameters, &wanted)).await
+    call(
+        &doing,
+        cluster
+            .api::<SandboxSnapshot>()
+            .create(&parameters, &wanted),
+    )
+    .await
 }
 
 /// Deletes a snapshot that the command has requested. If the deletion fails, the snapshot stays,
 /// and `kubectl torpor snapshots` lists it.
 async fn remove(cluster: &Cluster, requested: &SandboxSnapshot) {
-    let parameters = DeleteParams {
-        preconditions: Some(Preconditions {
-            uid: requested.uid(),
-            ..Preconditions::default()
-        }),
-        ..DeleteParams::default()
-    };
-    let name = requested.name_any();
-    let doing = format!("delete SandboxSnapshot {name}");
-    let _ = call(&doing, snapshots(cluster).delete(&name, &parameters)).await;
+    let _ = cluster.delete(requested).await;
 }
 
 /// Returns the progress of a snapshot towards a complete image. Pure.

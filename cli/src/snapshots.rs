@@ -119,11 +119,8 @@ const WIDE: [&str; 2] = ["POD", "MESSAGE"];
 
 impl Render for Listing {
     fn text(&self, wide: bool) -> String {
-        let namespace = self.with_namespaces.then_some("NAMESPACE");
-        let more: &[&str] = if wide { &WIDE } else { &[] };
-        let headings = namespace.into_iter().chain(HEADINGS);
-        let headings: Vec<&str> = headings.chain(more.iter().copied()).collect();
-        let mut table = Table::new(&headings);
+        let more = wide.then_some(&WIDE[..]);
+        let mut table = Table::of_objects(&HEADINGS, self.with_namespaces, more);
         for view in &self.items {
             let mut row = Vec::new();
             if self.with_namespaces {
@@ -162,24 +159,12 @@ mod tests {
     use super::*;
     use crate::args::Format;
     use crate::output::rendered;
-    use crate::view::tests::at;
+    use crate::view::tests::{at, written};
 
-    /// Returns a snapshot with conditions in the form `Type=Status:Reason`.
+    /// Returns a snapshot with conditions in the form of [`written`].
     fn snapshot(name: &str, of: &str, conditions: &[&str], status: &Value) -> SandboxSnapshot {
-        let conditions: Vec<Value> = conditions
-            .iter()
-            .map(|text| {
-                let (type_, rest) = text.split_once('=').unwrap();
-                let (status, reason) = rest.split_once(':').unwrap();
-                json!({
-                    "type": type_, "status": status, "reason": reason,
-                    "message": format!("Words about {reason}."),
-                    "lastTransitionTime": "2026-11-21T11:40:00Z",
-                })
-            })
-            .collect();
         let mut status = status.clone();
-        status["conditions"] = conditions.into();
+        status["conditions"] = written(conditions, |_, reason| reason).into();
         serde_json::from_value(json!({
             "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
             "metadata": {"name": name, "namespace": "x"},

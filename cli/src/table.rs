@@ -14,6 +14,15 @@ impl Table {
         }
     }
 
+    /// Returns a table of objects, with a first column for their namespaces and the columns `more`
+    /// at the end where they are asked for.
+    pub fn of_objects(headings: &[&str], with_namespaces: bool, more: Option<&[&str]>) -> Self {
+        let namespace = with_namespaces.then_some("NAMESPACE");
+        let headings = namespace.iter().chain(headings);
+        let headings: Vec<&str> = headings.chain(more.unwrap_or_default()).copied().collect();
+        Self::new(&headings)
+    }
+
     /// Adds a row. An empty cell is printed as `-`.
     pub fn push(&mut self, row: Vec<String>) {
         let shown = row.into_iter().map(|cell| match cell.is_empty() {

@@ -7,20 +7,27 @@ pub(crate) fn at(text: &str) -> Timestamp {
     text.parse().unwrap()
 }
 
-/// Returns a Sandbox with conditions in the form `Type=Status:Reason`.
-fn sandbox(name: &str, mode: &str, conditions: &[&str]) -> Sandbox {
-    let conditions: Vec<Value> = conditions
-        .iter()
-        .map(|text| {
-            let (type_, rest) = text.split_once('=').unwrap();
-            let (status, reason) = rest.split_once(':').unwrap();
-            json!({
-                "type": type_, "status": status, "reason": reason,
-                "message": format!("Words about {type_}."),
-                "lastTransitionTime": "2026-11-21T11:40:00Z",
-            })
+/// Returns conditions in the form `Type=Status:Reason`. `about`: the type or the reason, for the
+/// message.
+pub(crate) fn written(
+    conditions: &[&str],
+    about: for<'a> fn(&'a str, &'a str) -> &'a str,
+) -> Vec<Value> {
+    let written = conditions.iter().map(|text| {
+        let (type_, rest) = text.split_once('=').unwrap();
+        let (status, reason) = rest.split_once(':').unwrap();
+        json!({
+            "type": type_, "status": status, "reason": reason,
+            "message": format!("Words about {}.", about(type_, reason)),
+            "lastTransitionTime": "2026-11-21T11:40:00Z",
         })
-        .collect();
+    });
+    written.collect()
+}
+
+/// Returns a Sandbox with conditions in the form of [`written`].
+fn sandbox(name: &str, mode: &str, conditions: &[&str]) -> Sandbox {
+    let conditions = written(conditions, |type_, _| type_);
     serde_json::from_value(json!({
         "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
         "metadata": {"name": name, "namespace": "x", "uid": format!("uid-of-{name}")},

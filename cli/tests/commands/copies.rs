@@ -17,6 +17,16 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 fn quiet(_: &str) {}
 
+/// Returns an apiserver with the Sandbox `demo`, its Pod, and its snapshot `golden`.
+fn with_golden() -> (Apiserver, Cluster) {
+    let server = Apiserver::new();
+    create(&server, "demo");
+    with_pod(&server, None);
+    taken(&server, "golden", "demo");
+    let cluster = cluster(&server);
+    (server, cluster)
+}
+
 async fn roll_back(cluster: &Cluster, to: &str, discard: bool) -> Result<RolledBack, Error> {
     let args = Rollback {
         name: "demo".to_owned(),
@@ -251,11 +261,7 @@ async fn a_sandbox_of_a_claim_is_not_copied() {
 
 #[tokio::test]
 async fn a_rollback_saves_the_present_memory_before_it_deletes_the_pod() {
-    let server = Apiserver::new();
-    create(&server, "demo");
-    with_pod(&server, None);
-    taken(&server, "golden", "demo");
-    let cluster = cluster(&server);
+    let (server, cluster) = with_golden();
     let controller = async {
         let kept_in = answer_next(&server, "True", "Committed").await;
         replace_pod(&server, "image-of-golden").await;
@@ -294,11 +300,7 @@ async fn a_rollback_whose_save_fails_changes_nothing() {
 
 #[tokio::test]
 async fn a_target_that_goes_during_the_save_costs_no_pod() {
-    let server = Apiserver::new();
-    create(&server, "demo");
-    with_pod(&server, None);
-    taken(&server, "golden", "demo");
-    let cluster = cluster(&server);
+    let (server, cluster) = with_golden();
     let controller = async {
         server.until("the origin", |s| origin(s) == "golden").await;
         server.remove("sandboxsnapshots", "x", "golden");
@@ -353,11 +355,7 @@ async fn a_new_pod_with_other_memory_is_a_failure() {
             "R: words",
         ),
     ] {
-        let server = Apiserver::new();
-        create(&server, "demo");
-        with_pod(&server, None);
-        taken(&server, "golden", "demo");
-        let cluster = cluster(&server);
+        let (server, cluster) = with_golden();
         let controller = async {
             replace_pod(&server, image).await;
             set_pod(&server, conditions);
