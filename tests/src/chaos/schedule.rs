@@ -277,7 +277,7 @@ mod tests {
         // A cycle in an old report must stay repeatable.
         assert_eq!(
             Cycle::of(1, 0).to_string(),
-            "Suspend until Api, busy, kept, last; Oci at FallingAsleep+332ms; Containerd at FallingAsleep+2845ms"
+            "Suspend until Api, busy, kept, last; Command at FallingAsleep+332ms; Agent at FallingAsleep+2845ms"
         );
     }
 
