@@ -1,0 +1,80 @@
+//! Errors of requests to a repository.
+
+use std::io;
+
+/// Error of an operation on a repository.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot {doing} {object} in {repository}")]
+    Request {
+        doing: &'static str,
+        object: String,
+        repository: String,
+        #[source]
+        source: Box<object_store::Error>,
+    },
+    #[error("{repository} has no image {image}")]
+    Missing { image: String, repository: String },
+    #[error("{object} in {repository} is damaged: {why}")]
+    Damaged {
+        object: String,
+        repository: String,
+        why: String,
+    },
+    #[error(
+        "{object} in {repository} is encrypted with key {key:?}, which the Secret of the repository lacks"
+    )]
+    KeyMissing {
+        object: String,
+        repository: String,
+        key: String,
+    },
+    #[error("cannot {doing} {name:?} of image {image}")]
+    Local {
+        doing: &'static str,
+        name: String,
+        image: String,
+        #[source]
+        source: io::Error,
+    },
+    #[error("file {name:?} of image {image} has changed while it was uploaded")]
+    Changed { name: String, image: String },
+}
+
+impl Error {
+    /// Reports whether another attempt fails too, as long as nobody changes the repository or its
+    /// keys.
+    pub fn is_final(&self) -> bool {
+        match self {
+            Self::Missing { .. } | Self::Damaged { .. } | Self::KeyMissing { .. } => true,
+            Self::Request { .. } | Self::Local { .. } | Self::Changed { .. } => false,
+        }
+    }
+
+    /// Returns the reason for conditions.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Request { source, .. } => match **source {
+                object_store::Error::Unauthenticated { .. }
+                | object_store::Error::PermissionDenied { .. } => "RepositoryDenied",
+                _ => "RepositoryUnavailable",
+            },
+            Self::Missing { .. } => "ImageMissing",
+            Self::Damaged { .. } => "ImageCorrupt",
+            Self::KeyMissing { .. } => "KeyMissing",
+            Self::Local { .. } | Self::Changed { .. } => "ImageUnreadable",
+        }
+    }
+
+    /// Returns the error with its causes, in one line.
+    pub fn words(&self) -> String {
+        let mut words = self.to_string();
+        let mut cause = std::error::Error::source(self);
+        while let Some(error) = cause {
+            words.push_str(": ");
+            words.push_str(error.to_string().lines().next().unwrap_or_default());
+            cause = error.source();
+        }
+        words
+    }
+}

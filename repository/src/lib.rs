@@ -1,0 +1,93 @@
+//! Repository of images outside the nodes: chunks and indexes in an object store.
+//!
+//! ```text
+//! <prefix>/torpor-v2/<cluster>/
+//!   clock                                written to learn the time of the object store
+//!   <namespace>/images/<image id>        index of a whole image: index.rs
+//!   <namespace>/pending/<image id>       the same, of an image that is being uploaded
+//!   <namespace>/chunks/<2 hex>/<64 hex>  one chunk, compressed, sealed where there is a key
+//! ```
+//!
+//! An image is in the repository once its object in `images/` exists. That object is written after
+//! all chunks. Chunks are shared by the images of one namespace and never by two namespaces.
+//!
+//! What an object store returns is not trusted. Every name, size and digest is checked before its
+//! use, and every read has a limit.
+
+mod chunk;
+mod clock;
+mod error;
+mod fetch;
+mod index;
+mod names;
+mod pace;
+mod progress;
+mod seal;
+mod settings;
+mod sweep;
+mod upload;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use object_store::ObjectStore;
+
+pub use error::Error;
+pub use fetch::{StoredFile, StoredImage};
+pub use names::ImageName;
+pub use pace::Pace;
+pub use progress::Progress;
+pub use seal::{InvalidKeys, Keys};
+pub use settings::{InvalidSettings, PARAMETERS, Settings};
+pub use sweep::{ImageLeft, Swept};
+pub use upload::{LocalFile, Stored};
+
+/// Requests to the object store at the same time, for one image.
+const PARALLEL: usize = 8;
+
+/// A repository of one cluster.
+#[derive(Debug, Clone)]
+pub struct Repository {
+    objects: Arc<dyn ObjectStore>,
+    names: names::Names,
+    keys: Keys,
+    /// Text for messages: the URL without credentials.
+    shown: String,
+}
+
+impl Repository {
+    /// Opens a repository. Makes no request.
+    ///
+    /// `cluster` is the UID of the cluster's namespace `kube-system`, so that clusters that share a
+    /// prefix never share an object. `credentials` is a directory with one file for each option of
+    /// the object store's client, for example `aws_access_key_id`.
+    pub fn open(
+        settings: &Settings,
+        credentials: &Path,
+        cluster: &str,
+    ) -> Result<Self, InvalidSettings> {
+        let keys = settings::keys(credentials)?;
+        let (objects, prefix) = settings.client(credentials)?;
+        Ok(Self {
+            objects,
+            names: names::Names::new(&prefix, cluster),
+            keys,
+            shown: settings.url.to_string(),
+        })
+    }
+
+    /// Returns the repository in an object store. For tests.
+    pub fn in_store(objects: Arc<dyn ObjectStore>, cluster: &str, keys: Keys) -> Self {
+        Self {
+            objects,
+            names: names::Names::new(&object_store::path::Path::default(), cluster),
+            keys,
+            shown: "memory".to_owned(),
+        }
+    }
+
+    /// Returns the repository's URL, for messages.
+    pub fn url(&self) -> &str {
+        &self.shown
+    }
+}

@@ -1,0 +1,283 @@
+//! Settings of a repository: parameters of a SnapshotClass, and files of credentials.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::local::LocalFileSystem;
+use object_store::path::Path as ObjectPath;
+use object_store::{ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig};
+use url::Url;
+
+use crate::seal::{InvalidKeys, Keys};
+
+/// Names of the parameters that this crate reads.
+pub const PARAMETERS: [&str; 4] = ["url", "endpoint", "region", "allowHTTP"];
+/// File with the encryption keys.
+const ENCRYPTION_KEYS: &str = "encryption-keys";
+/// Largest file of credentials, in bytes.
+const LARGEST: u64 = 64 << 10;
+/// Time limit of one request, and of all attempts at it. The caller tries again later.
+const REQUEST: Duration = Duration::from_secs(30);
+const ATTEMPTS: Duration = Duration::from_secs(60);
+
+/// Where a repository is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    pub url: Url,
+    endpoint: Option<String>,
+    region: Option<String>,
+    allow_http: bool,
+}
+
+/// Error: the settings do not name a repository.
+#[derive(Debug, thiserror::Error)]
+pub enum InvalidSettings {
+    #[error("parameter url is missing: set it to s3://<bucket>/<prefix>, gs://, az:// or file://")]
+    NoUrl,
+    #[error("parameter url {url:?} is not a URL of an object store: {why}")]
+    Url { url: String, why: String },
+    #[error("parameter allowHTTP is {0:?}, not \"true\" or \"false\"")]
+    AllowHttp(String),
+    #[error("cannot read {}", path.display())]
+    Credentials {
+        path: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{}: {source}", path.display())]
+    Keys { path: PathBuf, source: InvalidKeys },
+    #[error(
+        "{name:?} is not an option of the client of {scheme} (see the documentation of the crate object_store)"
+    )]
+    Option { name: String, scheme: &'static str },
+    #[error("cannot make a client of {url}: {why}")]
+    Client { url: String, why: String },
+}
+
+impl Settings {
+    /// Reads the parameters of a SnapshotClass. Others than [`PARAMETERS`] are ignored.
+    pub fn parse(parameters: &BTreeMap<String, String>) -> Result<Self, InvalidSettings> {
+        let text = parameters.get("url").ok_or(InvalidSettings::NoUrl)?;
+        let bad = |why: String| InvalidSettings::Url {
+            url: text.clone(),
+            why,
+        };
+        let url = Url::parse(text).map_err(|e| bad(e.to_string()))?;
+        ObjectStoreScheme::parse(&url).map_err(|e| bad(e.to_string()))?;
+        if !url.username().is_empty() || url.password().is_some() {
+            return Err(bad(
+                "it holds credentials, which belong in the Secret".to_owned()
+            ));
+        }
+        let allow_http = match parameters.get("allowHTTP").map(String::as_str) {
+            None | Some("false") => false,
+            Some("true") => true,
+            Some(other) => return Err(InvalidSettings::AllowHttp(other.to_owned())),
+        };
+        Ok(Self {
+            url,
+            endpoint: parameters.get("endpoint").cloned(),
+            region: parameters.get("region").cloned(),
+            allow_http,
+        })
+    }
+
+    /// Makes a client; returns it and the prefix of all objects.
+    pub(crate) fn client(
+        &self,
+        credentials: &Path,
+    ) -> Result<(Arc<dyn ObjectStore>, ObjectPath), InvalidSettings> {
+        let refused = |why: String| InvalidSettings::Client {
+            url: self.url.to_string(),
+            why,
+        };
+        let parsed = ObjectStoreScheme::parse(&self.url).map_err(|e| refused(e.to_string()))?;
+        let (scheme, prefix) = parsed;
+        let options = options(credentials)?;
+        let client = ClientOptions::new()
+            .with_timeout(REQUEST)
+            .with_allow_http(self.allow_http);
+        let retry = RetryConfig {
+            retry_timeout: ATTEMPTS,
+            max_retries: 4,
+            ..RetryConfig::default()
+        };
+        let built: Result<Arc<dyn ObjectStore>, object_store::Error> = match scheme {
+            ObjectStoreScheme::AmazonS3 => {
+                let mut builder = AmazonS3Builder::new().with_url(self.url.as_str());
+                for (name, value) in options {
+                    let key = name.parse::<AmazonS3ConfigKey>();
+                    let key = key.map_err(|_| unknown(&name, "S3"))?;
+                    builder = builder.with_config(key, value);
+                }
+                if let Some(endpoint) = &self.endpoint {
+                    builder = builder.with_endpoint(endpoint);
+                }
+                if let Some(region) = &self.region {
+                    builder = builder.with_region(region);
+                }
+                let builder = builder.with_client_options(client).with_retry(retry);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            ObjectStoreScheme::GoogleCloudStorage => {
+                let mut builder = GoogleCloudStorageBuilder::new().with_url(self.url.as_str());
+                for (name, value) in options {
+                    let key = name.parse::<GoogleConfigKey>();
+                    let key = key.map_err(|_| unknown(&name, "Google Cloud Storage"))?;
+                    builder = builder.with_config(key, value);
+                }
+                let builder = builder.with_client_options(client).with_retry(retry);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            ObjectStoreScheme::MicrosoftAzure => {
+                let mut builder = MicrosoftAzureBuilder::new().with_url(self.url.as_str());
+                for (name, value) in options {
+                    let key = name.parse::<AzureConfigKey>();
+                    let key = key.map_err(|_| unknown(&name, "Azure"))?;
+                    builder = builder.with_config(key, value);
+                }
+                if let Some(endpoint) = &self.endpoint {
+                    builder = builder.with_endpoint(endpoint.clone());
+                }
+                let builder = builder.with_client_options(client).with_retry(retry);
+                builder.build().map(|store| Arc::new(store) as _)
+            }
+            ObjectStoreScheme::Local => Ok(Arc::new(LocalFileSystem::new().with_fsync(true)) as _),
+            other => return Err(refused(format!("{other:?} is not supported"))),
+        };
+        Ok((built.map_err(|e| refused(e.to_string()))?, prefix))
+    }
+}
+
+fn unknown(name: &str, scheme: &'static str) -> InvalidSettings {
+    InvalidSettings::Option {
+        name: name.to_owned(),
+        scheme,
+    }
+}
+
+/// Reads the encryption keys of a directory of credentials; none if it has none.
+pub(crate) fn keys(credentials: &Path) -> Result<Keys, InvalidSettings> {
+    let path = credentials.join(ENCRYPTION_KEYS);
+    match read(&path)? {
+        None => Ok(Keys::default()),
+        Some(text) => Keys::parse(&text).map_err(|source| InvalidSettings::Keys { path, source }),
+    }
+}
+
+/// Returns name and content of each file of credentials. A missing directory has none: the client
+/// then uses the identity of its Pod or node.
+fn options(credentials: &Path) -> Result<Vec<(String, String)>, InvalidSettings> {
+    let failed = |source| InvalidSettings::Credentials {
+        path: credentials.to_owned(),
+        source,
+    };
+    let listed = match std::fs::read_dir(credentials) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        listed => listed.map_err(failed)?,
+    };
+    let mut options = Vec::new();
+    for entry in listed {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        // A mounted Secret has directories and links whose names begin with a dot.
+        if name.starts_with('.') || name == ENCRYPTION_KEYS {
+            continue;
+        }
+        if let Some(value) = read(&entry.path())? {
+            options.push((name, value.trim_end().to_owned()));
+        }
+    }
+    options.sort();
+    Ok(options)
+}
+
+fn read(path: &Path) -> Result<Option<String>, InvalidSettings> {
+    let read = || -> std::io::Result<String> {
+        let mut text = String::new();
+        let file = std::fs::File::open(path)?;
+        file.take(LARGEST).read_to_string(&mut text)?;
+        Ok(text)
+    };
+    match read() {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(InvalidSettings::Credentials {
+            path: path.to_owned(),
+            source,
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(parameters: &[(&str, &str)]) -> Result<Settings, InvalidSettings> {
+        let owned = parameters
+            .iter()
+            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()));
+        Settings::parse(&owned.collect())
+    }
+
+    fn refusal(parameters: &[(&str, &str)]) -> String {
+        parse(parameters).expect_err("refused").to_string()
+    }
+
+    #[test]
+    fn wrong_parameters_are_named() {
+        assert!(refusal(&[]).contains("url is missing"));
+        assert!(refusal(&[("url", "bucket")]).contains("\"bucket\" is not a URL"));
+        assert!(refusal(&[("url", "ftp://x/y")]).contains("ftp://x/y"));
+        assert!(refusal(&[("url", "s3://key:secret@b/p")]).contains("belong in the Secret"));
+        assert!(refusal(&[("url", "s3://b/p"), ("allowHTTP", "yes")]).contains("\"yes\""));
+        parse(&[("url", "s3://b/p"), ("keepLast", "3")]).expect("other parameters are ignored");
+    }
+
+    #[test]
+    fn clients_are_made_from_parameters_and_files() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let credentials = dir.path();
+        let put =
+            |name: &str, text: &str| std::fs::write(credentials.join(name), text).expect("written");
+        put("aws_access_key_id", "a\n");
+        put("aws_secret_access_key", "s\n");
+        put(ENCRYPTION_KEYS, "");
+        std::fs::create_dir(credentials.join("..data")).expect("made");
+        let s3 = parse(&[
+            ("url", "s3://bucket/some/prefix"),
+            ("endpoint", "http://127.0.0.1:1"),
+            ("allowHTTP", "true"),
+        ]);
+        let s3 = s3.expect("settings");
+        let (client, prefix) = s3.client(credentials).expect("a client");
+        assert_eq!(prefix, ObjectPath::from("some/prefix"));
+        assert!(client.to_string().contains("bucket"));
+        let google = parse(&[("url", "gs://bucket/p")]).expect("settings");
+        let error = google
+            .client(credentials)
+            .expect_err("an option of another");
+        assert!(
+            error
+                .to_string()
+                .contains("\"aws_access_key_id\" is not an option"),
+            "{error}"
+        );
+        put(ENCRYPTION_KEYS, "nonsense");
+        assert!(
+            keys(credentials)
+                .expect_err("no keys")
+                .to_string()
+                .contains("line 1")
+        );
+        let nowhere = credentials.join("nowhere");
+        assert!(options(&nowhere).expect("no options").is_empty());
+        assert_eq!(format!("{:?}", keys(&nowhere).expect("no keys")), "[]");
+    }
+}

@@ -1,0 +1,215 @@
+//! Removal of images that no API object names, and of chunks that no image needs.
+//!
+//! A sweep lists the chunks first and reads the indexes afterwards. A chunk that is deleted
+//! - was written more than [`KEPT_FOR`] before the listing, by the object store's clock,
+//! - and is in no index that was written before the indexes were read.
+//!
+//! An upload writes its pending index before it looks for chunks, and writes chunks of more than
+//! half that age again. A sweep deletes for at most [`DELETES_FOR`] after it has read the indexes;
+//! an upload that found an old chunk waits longer than that and looks again.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use futures::TryStreamExt;
+use jiff::{SignedDuration, Timestamp};
+use object_store::path::Path;
+
+use crate::clock::modified;
+use crate::index::{self, Header};
+use crate::names::{ChunkName, ImageName};
+use crate::{Error, Repository};
+
+/// Age below which nothing is deleted.
+pub(crate) const KEPT_FOR: SignedDuration = SignedDuration::from_hours(1);
+/// Time for which one sweep deletes chunks.
+pub(crate) const DELETES_FOR: Duration = Duration::from_secs(60);
+
+/// An image in a repository.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ImageLeft {
+    pub name: ImageName,
+    /// False while the image is being uploaded.
+    pub whole: bool,
+    /// Time since its index was written.
+    pub age: SignedDuration,
+}
+
+impl ImageLeft {
+    /// Reports whether the image is old enough to be deleted.
+    pub fn may_be_deleted(&self) -> bool {
+        self.age > KEPT_FOR
+    }
+}
+
+/// Result of a sweep of a namespace's chunks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Swept {
+    /// Chunks that the namespace had.
+    pub chunks: u64,
+    /// Bytes of these chunks.
+    pub bytes: u64,
+    /// Chunks that were deleted.
+    pub deleted: u64,
+}
+
+/// A chunk in a listing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Listed {
+    name: ChunkName,
+    path: Path,
+    bytes: u64,
+    age: SignedDuration,
+}
+
+impl Repository {
+    /// Returns the namespaces that have objects.
+    pub async fn namespaces(&self) -> Result<Vec<String>, Error> {
+        let root = self.names.root();
+        let listed = self.objects.list_with_delimiter(Some(root)).await;
+        let listed = listed.map_err(|e| self.failed("list", root, e))?;
+        let names = listed.common_prefixes.iter().filter_map(Path::filename);
+        Ok(names.map(str::to_owned).collect())
+    }
+
+    /// Returns the images of a namespace, whole and pending.
+    pub async fn images(&self, namespace: &str) -> Result<Vec<ImageLeft>, Error> {
+        let now = self.now().await?;
+        let places = [
+            (self.names.images(namespace), true),
+            (self.names.all_pending(namespace), false),
+        ];
+        let mut images = Vec::new();
+        for (place, whole) in places {
+            let mut listed = self.objects.list(Some(&place));
+            while let Some(meta) = self.next(&mut listed, &place).await? {
+                let image = meta.location.filename().unwrap_or_default();
+                // Objects of other programs are left alone.
+                if let Some(name) = ImageName::new(namespace, image) {
+                    let age = now.duration_since(modified(&meta));
+                    images.push(ImageLeft { name, whole, age });
+                }
+            }
+        }
+        Ok(images)
+    }
+
+    async fn next(
+        &self,
+        listed: &mut (
+                 impl TryStreamExt<Ok = object_store::ObjectMeta, Error = object_store::Error> + Unpin
+             ),
+        place: &Path,
+    ) -> Result<Option<object_store::ObjectMeta>, Error> {
+        listed
+            .try_next()
+            .await
+            .map_err(|e| self.failed("list", place, e))
+    }
+
+    /// Deletes an image's index. Its chunks go with the next sweep, unless other images need them.
+    pub async fn delete_image(&self, image: &ImageLeft) -> Result<(), Error> {
+        let path = match image.whole {
+            true => self.names.image(&image.name),
+            false => self.names.pending(&image.name),
+        };
+        self.delete(&path).await
+    }
+
+    /// Deletes the chunks of a namespace that no index names.
+    pub async fn sweep(&self, namespace: &str) -> Result<Swept, Error> {
+        let now = self.now().await?;
+        let chunks = self.list_chunks(namespace, now).await?;
+        let begun = Instant::now();
+        let needed = self.needed(namespace).await?;
+        let mut swept = Swept {
+            chunks: chunks.len() as u64,
+            bytes: chunks.iter().map(|chunk| chunk.bytes).sum(),
+            deleted: 0,
+        };
+        for chunk in doomed(&chunks, &needed) {
+            if begun.elapsed() >= DELETES_FOR {
+                break;
+            }
+            self.delete(&chunk.path).await?;
+            swept.deleted += 1;
+        }
+        Ok(swept)
+    }
+
+    async fn list_chunks(&self, namespace: &str, now: Timestamp) -> Result<Vec<Listed>, Error> {
+        let place = self.names.chunks(namespace);
+        let mut listed = self.objects.list(Some(&place));
+        let mut chunks = Vec::new();
+        while let Some(meta) = self.next(&mut listed, &place).await? {
+            let name = meta.location.filename().and_then(ChunkName::parse);
+            chunks.extend(name.map(|name| Listed {
+                name,
+                age: now.duration_since(modified(&meta)),
+                bytes: meta.size,
+                path: meta.location,
+            }));
+        }
+        Ok(chunks)
+    }
+
+    /// Returns the chunks that indexes name, pending ones included. An index that cannot be read is
+    /// an error, because its chunks are not known.
+    async fn needed(&self, namespace: &str) -> Result<HashSet<ChunkName>, Error> {
+        let mut needed = HashSet::new();
+        for place in [
+            self.names.all_pending(namespace),
+            self.names.images(namespace),
+        ] {
+            let mut listed = self.objects.list(Some(&place));
+            while let Some(meta) = self.next(&mut listed, &place).await? {
+                let path = meta.location;
+                let image = path
+                    .filename()
+                    .and_then(|name| ImageName::new(namespace, name));
+                let damaged = |why| self.damaged(&path, why);
+                let name = image.ok_or_else(|| damaged("its name is no image's".to_owned()))?;
+                // A pending index goes when its image is committed, and is then listed again.
+                let Some(bytes) = self.read(&path, index::LARGEST).await? else {
+                    continue;
+                };
+                let (header, _) =
+                    Header::decode(&bytes, self.names.cluster(), &name).map_err(damaged)?;
+                needed.extend(header.names().map_err(damaged)?);
+            }
+        }
+        Ok(needed)
+    }
+}
+
+/// Returns the chunks to delete.
+fn doomed<'a>(
+    chunks: &'a [Listed],
+    needed: &'a HashSet<ChunkName>,
+) -> impl Iterator<Item = &'a Listed> {
+    let is_old = |chunk: &&Listed| chunk.age > KEPT_FOR;
+    chunks
+        .iter()
+        .filter(is_old)
+        .filter(|chunk| !needed.contains(&chunk.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunk_goes_when_it_is_old_and_no_index_names_it() {
+        let chunk = |byte, age| Listed {
+            name: ChunkName([byte; 32]),
+            path: Path::from("x"),
+            bytes: 1,
+            age,
+        };
+        let old = KEPT_FOR + SignedDuration::from_secs(1);
+        let chunks = [chunk(1, old), chunk(2, old), chunk(3, KEPT_FOR)];
+        let needed = HashSet::from([ChunkName([2; 32])]);
+        let gone: Vec<_> = doomed(&chunks, &needed).map(|chunk| chunk.name).collect();
+        assert_eq!(gone, [ChunkName([1; 32])]);
+    }
+}

@@ -1,0 +1,300 @@
+//! Images in a repository: in memory, and in a directory, whose files can be made old.
+
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use object_store::local::LocalFileSystem;
+use object_store::memory::InMemory;
+use torpor_repository::{Error, ImageName, Keys, LocalFile, Pace, Progress, Repository, Stored};
+
+const KEY: &str = "k:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+
+fn keys() -> Keys {
+    Keys::parse(KEY).expect("a key")
+}
+
+fn name(id: &str) -> ImageName {
+    ImageName::new("n", id).expect("a name")
+}
+
+fn random(bytes: usize, seed: u64) -> Vec<u8> {
+    let mut random = fastrand::Rng::with_seed(seed);
+    std::iter::repeat_with(|| random.u8(..))
+        .take(bytes)
+        .collect()
+}
+
+fn file(content: &[u8]) -> File {
+    let mut file = tempfile::tempfile().expect("a file");
+    file.write_all(content).expect("written");
+    file
+}
+
+async fn upload(repository: &Repository, id: &str, content: &[u8]) -> Result<Stored, Error> {
+    let files = vec![LocalFile {
+        name: "pages.img".to_owned(),
+        file: file(content),
+    }];
+    let manifest = b"manifest".to_vec();
+    let pace = Pace::new(None);
+    repository
+        .upload(&name(id), manifest, files, &Progress::default(), &pace)
+        .await
+}
+
+async fn fetch(repository: &Repository, id: &str) -> Result<Vec<u8>, Error> {
+    let image = repository.image(&name(id)).await?;
+    assert_eq!(image.manifest(), b"manifest");
+    let mut into = tempfile::tempfile().expect("a file");
+    let progress = Progress::default();
+    repository
+        .fetch(&image, vec![into.try_clone().expect("a file")], &progress)
+        .await?;
+    let mut content = Vec::new();
+    into.rewind().expect("rewound");
+    into.read_to_end(&mut content).expect("read");
+    assert_eq!(
+        (progress.done(), progress.total()),
+        (content.len() as u64, content.len() as u64)
+    );
+    Ok(content)
+}
+
+/// A repository in a directory.
+struct InDirectory {
+    root: tempfile::TempDir,
+    repository: Repository,
+}
+
+impl InDirectory {
+    fn new(keys: Keys) -> Self {
+        let root = tempfile::tempdir().expect("a directory");
+        let objects = LocalFileSystem::new_with_prefix(root.path()).expect("a store");
+        let repository = Repository::in_store(Arc::new(objects), "c", keys);
+        Self { root, repository }
+    }
+
+    fn files(&self) -> Vec<PathBuf> {
+        fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
+            for entry in std::fs::read_dir(dir).expect("listed") {
+                let path = entry.expect("an entry").path();
+                match path.is_dir() {
+                    true => walk(&path, found),
+                    false => found.push(path),
+                }
+            }
+        }
+        let mut found = Vec::new();
+        walk(self.root.path(), &mut found);
+        found
+    }
+
+    fn chunks(&self) -> Vec<PathBuf> {
+        let is_chunk = |path: &PathBuf| path.to_string_lossy().contains("/chunks/");
+        self.files().into_iter().filter(is_chunk).collect()
+    }
+
+    /// Makes every object two hours old.
+    fn age(&self) {
+        let then = SystemTime::now() - Duration::from_secs(7200);
+        for path in self.files() {
+            let file = File::options().write(true).open(path).expect("opened");
+            file.set_modified(then).expect("set");
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_image_comes_back_as_it_was() {
+    for keys in [Keys::default(), keys()] {
+        let repository = Repository::in_store(Arc::new(InMemory::new()), "c", keys);
+        let content = random(5 << 20, 1);
+        let stored = upload(&repository, "p.1", &content)
+            .await
+            .expect("uploaded");
+        assert_eq!(stored.size, content.len() as u64);
+        assert!(stored.sent >= stored.size, "{stored:?}");
+        assert!(fetch(&repository, "p.1").await.expect("fetched") == content);
+        let again = upload(&repository, "p.1", &content)
+            .await
+            .expect("uploaded");
+        assert_eq!(again.sent, 0);
+        let missing = fetch(&repository, "p.2").await.expect_err("missing");
+        assert!(
+            missing.is_final() && missing.reason() == "ImageMissing",
+            "{missing}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_second_image_sends_what_changed() {
+    let repository = Repository::in_store(Arc::new(InMemory::new()), "c", keys());
+    let mut content = random(32 << 20, 1);
+    upload(&repository, "p.1", &content)
+        .await
+        .expect("uploaded");
+    let changed = content.len() / 50;
+    content[9 << 20..(9 << 20) + changed].copy_from_slice(&random(changed, 2));
+    let second = upload(&repository, "p.2", &content)
+        .await
+        .expect("uploaded");
+    let percent = second.sent * 100 / second.size;
+    assert!((2..=5).contains(&percent), "{second:?}");
+    assert!(fetch(&repository, "p.2").await.expect("fetched") == content);
+}
+
+#[tokio::test]
+async fn namespaces_share_no_object() {
+    let store = Arc::new(InMemory::new());
+    let repository = Repository::in_store(store, "c", Keys::default());
+    let content = random(1 << 20, 1);
+    upload(&repository, "p.1", &content)
+        .await
+        .expect("uploaded");
+    let other = ImageName::new("m", "p.1").expect("a name");
+    repository
+        .image(&other)
+        .await
+        .expect_err("another namespace");
+    let files = vec![LocalFile {
+        name: "a".to_owned(),
+        file: file(&content),
+    }];
+    let pace = Pace::new(None);
+    let uploaded = repository
+        .upload(&other, Vec::new(), files, &Progress::default(), &pace)
+        .await;
+    assert!(uploaded.expect("uploaded").sent >= content.len() as u64);
+}
+
+#[tokio::test]
+async fn damage_is_found_and_named() {
+    let there = InDirectory::new(Keys::default());
+    upload(&there.repository, "p.1", &random(1 << 20, 1))
+        .await
+        .expect("uploaded");
+    let chunk = there.chunks().remove(0);
+    let whole = std::fs::read(&chunk).expect("read");
+    let mut flipped = whole.clone();
+    flipped[whole.len() / 2] ^= 1;
+    for damage in [&flipped[..], &whole[..10], &vec![0; 4 << 20]] {
+        std::fs::write(&chunk, damage).expect("written");
+        let error = fetch(&there.repository, "p.1").await.expect_err("damaged");
+        assert!(
+            error.is_final() && error.reason() == "ImageCorrupt",
+            "{error}"
+        );
+        let hex = chunk.file_name().expect("a name").to_string_lossy();
+        assert!(error.to_string().contains(&*hex), "{error}");
+    }
+    std::fs::remove_file(&chunk).expect("removed");
+    let error = fetch(&there.repository, "p.1").await.expect_err("missing");
+    assert!(error.to_string().contains("does not exist"), "{error}");
+    // The upload finds the lost chunk only when the image itself is uploaded again.
+    std::fs::write(&chunk, whole).expect("written");
+    fetch(&there.repository, "p.1").await.expect("whole again");
+}
+
+#[tokio::test]
+async fn an_image_needs_the_key_that_sealed_it() {
+    let there = InDirectory::new(keys());
+    let content = b"secret of a tenant ".repeat(10_000);
+    upload(&there.repository, "p.1", &content)
+        .await
+        .expect("uploaded");
+    for path in there.files() {
+        let bytes = std::fs::read(&path).expect("read");
+        assert!(
+            !bytes.windows(9).any(|part| part == b"of a tena"),
+            "{}",
+            path.display()
+        );
+    }
+    let objects =
+        || Arc::new(LocalFileSystem::new_with_prefix(there.root.path()).expect("a store"));
+    let without = Repository::in_store(objects(), "c", Keys::default());
+    let error = fetch(&without, "p.1").await.expect_err("no key");
+    assert!(
+        error.is_final() && error.reason() == "KeyMissing",
+        "{error}"
+    );
+    assert!(error.to_string().contains("\"k\""), "{error}");
+    let rotated = format!("new:AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\n{KEY}");
+    let rotated = Keys::parse(&rotated).expect("keys");
+    let rotated = Repository::in_store(objects(), "c", rotated);
+    assert!(fetch(&rotated, "p.1").await.expect("fetched") == content);
+    upload(&rotated, "p.2", &content).await.expect("uploaded");
+    let error = fetch(&there.repository, "p.2")
+        .await
+        .expect_err("a newer key");
+    assert!(error.to_string().contains("\"new\""), "{error}");
+}
+
+#[tokio::test]
+async fn a_sweep_keeps_what_an_index_names_and_what_is_young() {
+    let there = InDirectory::new(keys());
+    let repository = &there.repository;
+    let (kept, gone) = (random(2 << 20, 1), random(2 << 20, 2));
+    upload(repository, "p.1", &kept).await.expect("uploaded");
+    upload(repository, "p.2", &gone).await.expect("uploaded");
+    let all = there.chunks().len() as u64;
+    assert_eq!(repository.namespaces().await.expect("listed"), ["n"]);
+    let images = repository.images("n").await.expect("listed");
+    assert!(
+        images
+            .iter()
+            .all(|image| image.whole && !image.may_be_deleted()),
+        "{images:?}"
+    );
+    repository.delete_image(&images[1]).await.expect("deleted");
+    let swept = repository.sweep("n").await.expect("swept");
+    assert_eq!((swept.chunks, swept.deleted), (all, 0), "all are young");
+    there.age();
+    let images = repository.images("n").await.expect("listed");
+    assert!(
+        images
+            .iter()
+            .all(torpor_repository::ImageLeft::may_be_deleted),
+        "{images:?}"
+    );
+    let swept = repository.sweep("n").await.expect("swept");
+    assert!(swept.deleted > 0 && swept.deleted < all, "{swept:?}");
+    assert!(fetch(repository, "p.1").await.expect("fetched") == kept);
+    assert_eq!(repository.sweep("n").await.expect("swept").deleted, 0);
+}
+
+#[tokio::test]
+async fn a_sweep_keeps_the_chunks_of_an_upload_that_was_cut_off_until_its_index_goes() {
+    let there = InDirectory::new(Keys::default());
+    let repository = &there.repository;
+    let content = random(2 << 20, 1);
+    upload(repository, "p.1", &content).await.expect("uploaded");
+    // As after a crash before the commit.
+    let images = there.root.path().join("torpor-v2/c/n/images/p.1");
+    let pending = there.root.path().join("torpor-v2/c/n/pending/p.1");
+    std::fs::rename(images, pending).expect("moved");
+    there.age();
+    assert_eq!(repository.sweep("n").await.expect("swept").deleted, 0);
+    fetch(repository, "p.1").await.expect_err("not committed");
+    let left = repository.images("n").await.expect("listed").remove(0);
+    assert!(!left.whole);
+    repository.delete_image(&left).await.expect("deleted");
+    assert!(repository.sweep("n").await.expect("swept").deleted > 0);
+}
+
+#[tokio::test]
+async fn a_sweep_deletes_nothing_while_an_index_cannot_be_read() {
+    let there = InDirectory::new(Keys::default());
+    upload(&there.repository, "p.1", &random(1 << 20, 1))
+        .await
+        .expect("uploaded");
+    let index = there.root.path().join("torpor-v2/c/n/images/p.1");
+    std::fs::write(index, b"nonsense").expect("written");
+    there.age();
+    let error = there.repository.sweep("n").await.expect_err("refused");
+    assert_eq!(error.reason(), "ImageCorrupt");
+}
