@@ -126,6 +126,11 @@ documented! {
     /// `"true"` when the user named the image of `torpor.dev/restore-image`; a consumed image is
     /// then accepted.
     RESTORE_COPY = "torpor.dev/restore-copy";
+    /// Digest of the manifest of `torpor.dev/restore-image`, if the image is in a repository. A node
+    /// that does not hold the image fetches it, and accepts no other.
+    RESTORE_DIGEST = "torpor.dev/restore-digest";
+    /// SnapshotClass whose repository has the image of `torpor.dev/restore-image`.
+    RESTORE_CLASS = "torpor.dev/restore-class";
     /// Container in which the command of `torpor.dev/on-restore-exec` runs: the one that `kubectl
     /// exec` selects.
     ON_RESTORE_EXEC_CONTAINER = "torpor.dev/on-restore-exec-container";
@@ -188,7 +193,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// All annotations of Torpor on a Pod. The controller alone writes them.
-pub const ON_POD: [&str; 16] = [
+pub const ON_POD: [&str; 18] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -198,6 +203,8 @@ pub const ON_POD: [&str; 16] = [
     FREEZE,
     RESTORE_IMAGE,
     RESTORE_COPY,
+    RESTORE_DIGEST,
+    RESTORE_CLASS,
     POD_SNAPSHOT,
     ON_RESTORE_FAILURE,
     ON_CRASH,

@@ -38,6 +38,8 @@ documented! {
     PROGRESSING = "Progressing";
     /// On a SandboxSnapshot: the image is complete and durable.
     COMMITTED = "Committed";
+    /// On a SandboxSnapshot: the image is whole in the repository of its SnapshotClass.
+    UPLOADED = "Uploaded";
     /// On a SandboxSnapshot: a Pod was restored from the image, or the sandbox continued without
     /// it.
     CONSUMED = "Consumed";

@@ -74,6 +74,13 @@ pub struct SandboxNodeStatus {
     /// Number of sandboxes by state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counts: Option<SandboxCounts>,
+    /// Images that this node has fetched from a repository for Pods of its own. An entry exists
+    /// before the Pod can be restored from the image, and as long as a SandboxSnapshot names the
+    /// image, unless the Pod is gone and never ran.
+    // Left out when empty: the agent writes this list apart from the rest of the status.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(schema_with = "fetched_schema")]
+    pub fetched: Vec<FetchedImage>,
     /// Runtime and processor properties with which this node makes images.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<Fingerprint>,
@@ -99,6 +106,26 @@ pub struct SandboxNodeStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub storage: Option<ImageStorage>,
 }
+
+/// Image that a node has fetched for a Pod.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct FetchedImage {
+    /// True if the Pod may have run from the image.
+    #[serde(default)]
+    pub consumed: bool,
+    /// Name of the image, `<pod UID>.<n>`.
+    #[serde(rename = "imageID")]
+    pub image_id: String,
+    /// Namespace of the image and of the Pod.
+    pub namespace: String,
+    /// UID of the Pod.
+    #[serde(rename = "podUID")]
+    pub pod_uid: String,
+}
+
+/// Most entries of `status.fetched`.
+pub const MAX_FETCHED: usize = 512;
 
 /// Most entries of `status.sandboxes`. With some 500 bytes each they stay far below the size limit
 /// of an object.
@@ -302,6 +329,16 @@ impl SandboxNode {
             .find(|report| report.pod_uid == pod_uid)
     }
 
+    /// Returns the Pods for which this node has fetched the image.
+    pub fn fetched<'a>(
+        &'a self,
+        namespace: &'a str,
+        image_id: &'a str,
+    ) -> impl Iterator<Item = &'a FetchedImage> {
+        let fetched = self.status.iter().flat_map(|status| &status.fetched);
+        fetched.filter(move |one| one.namespace == namespace && one.image_id == image_id)
+    }
+
     /// Reports whether the agent's last heartbeat is too old. False without a heartbeat.
     pub fn is_silent(&self, now: Timestamp) -> bool {
         let status = self.status.as_ref();
@@ -362,6 +399,16 @@ fn namespaces_schema(generator: &mut SchemaGenerator) -> Schema {
         "items": NamespaceStorage::json_schema(generator),
         "x-kubernetes-list-type": "map",
         "x-kubernetes-list-map-keys": ["name"],
+    })
+}
+
+fn fetched_schema(generator: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "array",
+        "maxItems": MAX_FETCHED,
+        "items": FetchedImage::json_schema(generator),
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["namespace", "imageID", "podUID"],
     })
 }
 

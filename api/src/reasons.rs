@@ -171,11 +171,24 @@ documented! {
         SNAPSHOT_NOT_FOUND = "SnapshotNotFound";
         /// `torpor.dev/restore-from` names a SandboxSnapshot without a committed image.
         SNAPSHOT_NOT_READY = "SnapshotNotReady";
+        /// The image is being fetched from its repository. The message has the progress.
+        FETCHING = "Fetching";
+        /// The repository does not answer, or answers with errors. The fetch is retried.
+        REPOSITORY_UNAVAILABLE = "RepositoryUnavailable";
+        /// The repository refuses the node's credentials. The fetch is retried.
+        REPOSITORY_DENIED = "RepositoryDenied";
+        /// The image is encrypted with a key that the node does not have.
+        KEY_MISSING = "KeyMissing";
+        /// The disk of the node has no room for the image.
+        NO_ROOM = "NoRoom";
+        /// Another Pod has fetched the image, and its node has not reported yet whether that Pod
+        /// ran.
+        IMAGE_CLAIMED = "ImageClaimed";
     }
 }
 
 documented! {
-    /// Reasons of the conditions `Committed` and `Consumed` of a SandboxSnapshot.
+    /// Reasons of the conditions `Committed`, `Uploaded` and `Consumed` of a SandboxSnapshot.
     pub mod snapshot {
         /// Committed: the image is complete and durable on the node of `status.nodeName`.
         COMMITTED = "Committed";
@@ -191,6 +204,21 @@ documented! {
         RUNTIME_NOT_CAPABLE = "RuntimeNotCapable";
         /// Not Committed any more: the node's store does not have the image now.
         IMAGE_MISSING = "ImageMissing";
+        /// Uploaded: the image is whole in the repository.
+        UPLOADED = "Uploaded";
+        /// Not Uploaded: the upload waits for its turn.
+        QUEUED = "Queued";
+        /// Not Uploaded: the upload runs. The message has the progress.
+        UPLOADING = "Uploading";
+        /// Not Uploaded: the SnapshotClass does not exist or has a wrong parameter.
+        INVALID_CLASS = "InvalidClass";
+        /// Not Uploaded: the repository does not answer, or answers with errors. The upload is
+        /// retried.
+        REPOSITORY_UNAVAILABLE = "RepositoryUnavailable";
+        /// Not Uploaded: the repository refuses the node's credentials. The upload is retried.
+        REPOSITORY_DENIED = "RepositoryDenied";
+        /// Not Uploaded: the image cannot be read. The upload is retried.
+        IMAGE_UNREADABLE = "ImageUnreadable";
         /// Consumed: a Pod was restored from the image.
         RESUMED = "Resumed";
         /// Consumed: the sandbox ran on or started cold, so the image is older than the sandbox.

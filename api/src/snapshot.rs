@@ -37,6 +37,11 @@ use crate::{annotations, conditions, reasons};
         json_path = ".status.conditions[?(@.type=='Committed')].reason"
     ),
     printcolumn(
+        name = "Uploaded",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type=='Uploaded')].status"
+    ),
+    printcolumn(
         name = "Age",
         type_ = "date",
         json_path = ".metadata.creationTimestamp"
@@ -60,6 +65,10 @@ pub struct SandboxSnapshotSpec {
     /// Sandbox to take a snapshot of, in the same namespace.
     #[schemars(schema_with = "object_name_schema")]
     pub sandbox_name: String,
+    /// SnapshotClass that says where the image is kept. Without one it is kept on the node alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "object_name_schema")]
+    pub snapshot_class_name: Option<String>,
 }
 
 /// Reason for a snapshot.
@@ -80,7 +89,7 @@ pub struct SandboxSnapshotStatus {
     /// Containers that had ended when the image was taken.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub completed_containers: Vec<CompletedContainer>,
-    /// Current conditions: Committed, Consumed.
+    /// Current conditions: Committed, Uploaded, Consumed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions::list_schema")]
     pub conditions: Vec<Condition>,
@@ -116,6 +125,27 @@ pub struct SandboxSnapshotStatus {
     /// Bytes of the image on disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_bytes: Option<i64>,
+    /// Upload of the image to the repository of its SnapshotClass.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub upload: Option<Upload>,
+}
+
+/// Upload of an image.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Upload {
+    /// Bytes of the image that are in the repository.
+    #[serde(default)]
+    pub done_bytes: i64,
+    /// Bytes that were sent: compressed, and without parts that an earlier image has there.
+    #[serde(default)]
+    pub sent_bytes: i64,
+    /// Bytes of the image.
+    #[serde(default)]
+    pub total_bytes: i64,
+    /// URL of the repository.
+    #[serde(default)]
+    pub url: String,
 }
 
 /// Container in an image.
@@ -225,6 +255,12 @@ impl SandboxSnapshot {
         conditions::is_true(self.conditions(), conditions::COMMITTED)
     }
 
+    /// Reports whether the image is whole in the repository of its SnapshotClass, so that other
+    /// nodes can restore it.
+    pub fn is_uploaded(&self) -> bool {
+        conditions::is_true(self.conditions(), conditions::UPLOADED)
+    }
+
     /// Reports whether the image was complete once and cannot be found on its node now.
     ///
     /// The image may reappear, for instance when a disk is mounted late or a name is corrected.
@@ -294,7 +330,8 @@ pub struct SnapshotClassSpec {
     /// Settings of the provisioner.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub parameters: BTreeMap<String, String>,
-    /// Provisioner that keeps the images. `node.torpor.dev` keeps them on the node that made them.
+    /// Provisioner that keeps the images. `node.torpor.dev` keeps them on the node that made them;
+    /// `repository.torpor.dev` also keeps them in an object store.
     #[serde(default = "node_provisioner")]
     #[schemars(schema_with = "provisioner_schema")]
     pub provisioner: String,
@@ -310,6 +347,13 @@ pub enum DeletionPolicy {
 
 /// Provisioner that keeps images on the node that made them.
 pub const NODE_PROVISIONER: &str = "node.torpor.dev";
+
+/// Provisioner that keeps images on the node that made them and in an object store, from which
+/// other nodes restore them.
+pub const REPOSITORY_PROVISIONER: &str = "repository.torpor.dev";
+
+/// Parameters of a SnapshotClass of [`REPOSITORY_PROVISIONER`].
+pub const REPOSITORY_PARAMETERS: [&str; 4] = ["url", "endpoint", "region", "allowHTTP"];
 
 fn node_provisioner() -> String {
     NODE_PROVISIONER.to_owned()

@@ -140,6 +140,23 @@ pub(crate) struct RunArgs {
     pub(crate) swap: SwapArgs,
     #[command(flatten)]
     pub(crate) kata: KataArgs,
+    #[command(flatten)]
+    pub(crate) repository: RepositoryArgs,
+}
+
+/// Options for the upload of images to the repositories of SnapshotClasses.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct RepositoryArgs {
+    /// Directory with the credentials of repositories and the encryption keys, one file for each:
+    /// the Secret torpor-repository
+    #[arg(long, default_value = "/etc/torpor/repository", value_parser = absolute, env = "TORPOR_REPOSITORY_CREDENTIALS")]
+    pub(crate) repository_credentials: PathBuf,
+    /// Maximum number of images that are uploaded at once
+    #[arg(long, default_value = "2", value_parser = at_least_one, env = "TORPOR_UPLOADS_AT_ONCE")]
+    pub(crate) uploads_at_once: usize,
+    /// Maximum bytes a second (50Mi, 1G) of all uploads together, or off
+    #[arg(long, default_value = "off", env = "TORPOR_UPLOAD_BANDWIDTH")]
+    pub(crate) upload_bandwidth: Bytes,
 }
 
 /// Limits of the swap of dozing sandboxes. An awake sandbox that would need more does not doze.

@@ -9,7 +9,9 @@ mod kata;
 mod policy;
 mod reconcile;
 mod report;
+mod repository;
 mod run;
+mod watches;
 
 use std::process::ExitCode;
 use std::time::Duration;

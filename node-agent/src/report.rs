@@ -1,6 +1,6 @@
 //! The agent's writes to the API (conditions, Events, SandboxNode), its metrics and its spans.
 
-mod bytes;
+pub(crate) mod bytes;
 pub(crate) mod metrics;
 pub(crate) mod publish;
 pub(crate) mod sandbox_node;

@@ -2,10 +2,12 @@
 //!
 //! | task | reads | writes |
 //! |---|---|---|
-//! | 3 watches | Pods of this node, SandboxSnapshots, RuntimeClasses | caches; pokes the driver |
+//! | 4 watches | Pods of this node, SandboxSnapshots, RuntimeClasses, SnapshotClasses | caches; pokes the driver |
 //! | driver, one task per Pod | caches, node | node, Pod conditions, snapshot statuses |
 //! | node report | node | SandboxNode |
 //! | pressure | the node's memory and swap | sandboxes that must sleep; pokes the driver |
+//! | uploads | caches, images | repositories; conditions of snapshots |
+//! | fetches | caches, repositories | images; SandboxNode `status.fetched` |
 //! | servers | metrics, readiness | – |
 //!
 //! The end of the agent ends no sandbox. The agent waits for a running step before it exits. At its
@@ -15,13 +17,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use futures::{Stream, StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::node::v1::RuntimeClass;
-use kube::runtime::reflector::{self, Store};
-use kube::runtime::{WatchStreamExt, watcher};
+use kube::runtime::reflector::Store;
+use kube::runtime::watcher;
 use kube::{Api, Client, ResourceExt};
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch as channel;
 use tokio_util::sync::CancellationToken;
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::PodUid;
@@ -46,6 +48,8 @@ use crate::report::sandboxes::{Board, Sandboxes};
 use crate::report::server::Readiness;
 use crate::report::spans::{self, Spans};
 use crate::report::{sandbox_node, server};
+use crate::repository;
+use crate::watches::{index, pump, reflect, trim_class, trim_pod};
 
 /// Interval at which the agent searches the node's disk for Pods that have no task. A change of the
 /// disk comes with no event.
@@ -54,10 +58,6 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 /// Interval at which the agent checks whether the installation has changed. A check reads one small
 /// file.
 const INSTALLATION_CHECK: Duration = Duration::from_secs(2);
-
-/// Number of objects in one page of a list. Tenants make these objects. An object may have more
-/// than a megabyte, and its parsed form takes several times that.
-const PAGE: u32 = 10;
 
 /// Runs until SIGTERM or SIGINT.
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
@@ -166,8 +166,12 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         asked: Asked::default(),
     };
     let watching = watch(client, &args.node_name, shared, &stop, &mut tasks);
-    let driver = tokio::select! {
-        driver = watching => driver?,
+    let Watched {
+        driver,
+        shared,
+        pod_events,
+    } = tokio::select! {
+        watched = watching => watched?,
         // The driver has begun no step yet.
         () = ends.signalled() => return Ok(()),
     };
@@ -186,6 +190,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         Ok(())
     });
     tasks.spawn(sweep(driver.clone(), stop.clone()));
+    repository::start(&shared, pod_events, &args.repository, &stop, &mut tasks);
     ready.reached();
     tracing::info!(node = args.node_name, "watching");
 
@@ -303,6 +308,14 @@ async fn sweep(driver: Driver, stop: CancellationToken) -> anyhow::Result<()> {
     }
 }
 
+/// The caches, which are full, and the driver.
+struct Watched {
+    driver: Driver,
+    shared: Arc<Shared>,
+    /// Changes with every event about a Pod of this node.
+    pod_events: channel::Receiver<u64>,
+}
+
 /// Fills the caches. From then on every change of a cache pokes the driver.
 async fn watch(
     client: Client,
@@ -310,7 +323,7 @@ async fn watch(
     shared: impl FnOnce(Store<Pod>, Arc<SnapshotIndex>, Store<RuntimeClass>) -> Shared,
     stop: &CancellationToken,
     tasks: &mut tokio::task::JoinSet<anyhow::Result<()>>,
-) -> anyhow::Result<Driver> {
+) -> anyhow::Result<Watched> {
     let (pods, pod_events) = reflect(
         Api::<Pod>::all(client.clone()),
         watcher::Config::default().fields(&format!("spec.nodeName={node_name}")),
@@ -328,16 +341,19 @@ async fn watch(
     let shared = Arc::new(shared);
     let driver = Driver::new(shared.clone(), stop.clone());
     let for_pods = driver.clone();
+    let seen = channel::Sender::new(0);
+    let seen_pods = seen.subscribe();
     tasks.spawn(pump(pod_events, stop.clone(), move |pod: &Pod| {
         for_pods.changed(pod);
+        seen.send_modify(|events| *events += 1);
     }));
-    let for_snapshots = driver.clone();
+    let (for_snapshots, for_index) = (driver.clone(), shared.clone());
     tasks.spawn(pump(
         snapshot_events,
         stop.clone(),
         move |changed: &Vec<Arc<SandboxSnapshot>>| {
             for snapshot in changed {
-                if let Some(uid) = pod_about(&shared, snapshot) {
+                if let Some(uid) = pod_about(&for_index, snapshot) {
                     for_snapshots.wake_task(&uid);
                 }
             }
@@ -365,7 +381,11 @@ async fn watch(
         .await
         .context("the watch of RuntimeClasses ended")?;
     driver.begin();
-    Ok(driver)
+    Ok(Watched {
+        driver,
+        shared,
+        pod_events: seen_pods,
+    })
 }
 
 /// Logs the faults of a RuntimeClass's sleep settings. The log is the only place for them: a
@@ -386,131 +406,11 @@ fn pods_of_class(pods: &[Arc<Pod>], class: &str) -> Vec<PodUid> {
         .collect()
 }
 
-type Events<K> = std::pin::Pin<Box<dyn Stream<Item = Result<K, watcher::Error>> + Send>>;
-
-fn reflect<K>(api: Api<K>, config: watcher::Config, trim: fn(&mut K)) -> (Store<K>, Events<K>)
-where
-    K: kube::Resource<DynamicType = ()>
-        + Clone
-        + std::fmt::Debug
-        + serde::de::DeserializeOwned
-        + Send
-        + Sync
-        + 'static,
-{
-    let (store, writer) = reflector::store();
-    let events = watcher(api, config.page_size(PAGE))
-        .modify(trim)
-        .default_backoff()
-        .reflect(writer)
-        .touched_objects();
-    (store, events.boxed())
-}
-
-/// Watches all SandboxSnapshots and puts each event into the index `into`. An item of the stream is
-/// the list of snapshots that the event has changed, as the index returns it.
-fn index(api: Api<SandboxSnapshot>, into: Arc<SnapshotIndex>) -> Events<Vec<Arc<SandboxSnapshot>>> {
-    watcher(api, watcher::Config::default().page_size(PAGE))
-        .modify(trim_snapshot)
-        .default_backoff()
-        .map_ok(move |event| into.take(event))
-        .boxed()
-}
-
-/// Removes fields of a Pod that the agent does not read and that a user may make large.
-fn trim_pod(pod: &mut Pod) {
-    pod.metadata.managed_fields = None;
-    pod.metadata.labels = None;
-}
-
-/// Removes fields of a SandboxSnapshot that the agent does not read and that a user may make large.
-/// Each agent caches all snapshots of the cluster.
-fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
-    let metadata = &mut snapshot.metadata;
-    metadata.managed_fields = None;
-    metadata.labels = None;
-    metadata.annotations = None;
-    metadata.owner_references = None;
-}
-
-fn trim_class(class: &mut RuntimeClass) {
-    class.metadata.managed_fields = None;
-    class.metadata.labels = None;
-}
-
-async fn pump<K>(
-    mut events: Events<K>,
-    stop: CancellationToken,
-    mut changed: impl FnMut(&K),
-) -> anyhow::Result<()> {
-    loop {
-        // Cancel-safe: both arms only wait, and an event that was not received stays in the stream.
-        tokio::select! {
-            event = events.next() => match event {
-                Some(Ok(object)) => changed(&object),
-                Some(Err(error)) => tracing::warn!(%error, "a watch was interrupted"),
-                None => anyhow::bail!("a watch ended"),
-            },
-            () = stop.cancelled() => return Ok(()),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
-    use torpor_test_apiserver::Apiserver;
 
     use super::*;
-
-    fn large_snapshot(name: &str) -> serde_json::Value {
-        json!({
-            "metadata": {
-                "name": name, "namespace": "ns", "finalizers": ["a.b/c"],
-                "labels": {"a": "b"}, "annotations": {"a": "b"},
-                "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "p", "uid": "u"}],
-                "managedFields": [{"manager": "m", "operation": "Apply"}],
-            },
-            "spec": {"sandboxName": "s"},
-        })
-    }
-
-    #[tokio::test]
-    async fn snapshots_are_listed_in_pages_and_kept_without_what_nobody_reads() {
-        let server = Apiserver::new();
-        for n in 0..PAGE + 1 {
-            server.create("sandboxsnapshots", large_snapshot(&format!("s{n}")));
-        }
-        let api = Api::<SandboxSnapshot>::all(server.client());
-        let shown = Arc::new(SnapshotIndex::new("node".to_owned()));
-        let mut events = index(api, shown.clone());
-        let listed = async {
-            let mut all = Vec::new();
-            while all.is_empty() {
-                let changed = events.next().await.expect("the watch goes on");
-                all = changed.expect("it is not interrupted");
-            }
-            all
-        };
-        let listed = tokio::time::timeout(Duration::from_secs(20), listed)
-            .await
-            .expect("all is listed");
-        shown.wait_until_whole().await;
-        let sizes = server.take_lists().into_iter().map(|(_, size)| size);
-        assert_eq!(sizes.collect::<Vec<_>>(), [10, 1]);
-        assert_eq!(listed.len(), 11);
-        for snapshot in listed {
-            let metadata = &snapshot.metadata;
-            assert_eq!(
-                metadata.finalizers.as_deref(),
-                Some(&["a.b/c".to_owned()][..])
-            );
-            assert_eq!(metadata.labels, None);
-            assert_eq!(metadata.annotations, None);
-            assert_eq!(metadata.owner_references, None);
-            assert_eq!(metadata.managed_fields, None);
-        }
-    }
 
     #[test]
     fn a_change_of_a_runtime_class_is_about_the_pods_that_name_it() {
@@ -528,45 +428,5 @@ mod tests {
         ];
         let about = pods_of_class(&pods, "torpor");
         assert_eq!(about, [PodUid::new("a").expect("a UID")]);
-    }
-
-    #[tokio::test]
-    async fn runtime_classes_are_kept_with_what_they_say() {
-        let server = Apiserver::new();
-        let class = json!({
-            "metadata": { "name": "torpor", "labels": {"a": "b"}, "annotations": { "torpor.dev/doze-after": "30s" } },
-            "handler": "torpor",
-        });
-        server.create("runtimeclasses", class);
-        let api = Api::<RuntimeClass>::all(server.client());
-        let (store, mut events) = reflect(api, watcher::Config::default(), trim_class);
-        let reading = async { while events.next().await.is_some() {} };
-        tokio::select! {
-            ready = store.wait_until_ready() => ready.expect("the watch goes on"),
-            () = reading => panic!("the watch ended"),
-        }
-        let kept = store.get(&reflector::ObjectRef::new("torpor"));
-        let kept = kept.expect("it is there");
-        assert_eq!(kept.metadata.labels, None);
-        assert_eq!(kept.annotations()["torpor.dev/doze-after"], "30s");
-    }
-
-    #[test]
-    fn a_pod_is_kept_without_its_labels_and_with_what_it_says_and_whose_it_is() {
-        let mut pod: Pod = serde_json::from_value(json!({
-            "metadata": {
-                "name": "p", "labels": {"a": "b"}, "annotations": {"a": "b"},
-                "ownerReferences": [{"apiVersion": "v1", "kind": "Sandbox", "name": "s", "uid": "u"}],
-                "managedFields": [{"manager": "m", "operation": "Apply"}],
-            },
-        }))
-        .expect("a Pod");
-        trim_pod(&mut pod);
-        assert_eq!(
-            (pod.metadata.labels, pod.metadata.managed_fields),
-            (None, None)
-        );
-        assert!(pod.metadata.annotations.is_some());
-        assert!(pod.metadata.owner_references.is_some());
     }
 }

@@ -5,7 +5,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use futures::{StreamExt, TryStreamExt, stream};
+use futures::stream::FuturesUnordered;
+use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
 
@@ -89,38 +90,35 @@ impl Repository {
         progress: &Progress,
     ) -> Result<(), Error> {
         progress.begin(image.index.size());
-        let pieces =
-            files
-                .into_iter()
-                .zip(&image.index.files)
-                .flat_map(|(file, (name, pieces))| {
-                    let file = Arc::new(file);
-                    pieces
-                        .iter()
-                        .map(move |piece| Ok((Arc::clone(&file), name, piece)))
-                });
-        // The loop below needs a stream that is sent between threads.
-        let pieces: Vec<Result<_, Error>> = pieces.collect();
-        let fetched = stream::iter(pieces).map_ok(|(file, name, piece)| async move {
-            let sent = self.piece(image, file, name, piece).await?;
-            progress.add(u64::from(piece.len), sent);
-            Ok(())
-        });
-        let mut fetched = fetched.try_buffer_unordered(2 * PARALLEL);
-        while let Some(one) = fetched.next().await {
-            one?;
+        let mut rest = Vec::new();
+        for (file, (name, pieces)) in files.into_iter().zip(&image.index.files) {
+            let file = Arc::new(file);
+            rest.extend(pieces.iter().map(|piece| (Arc::clone(&file), name, piece)));
         }
-        Ok(())
+        let mut rest = rest.into_iter();
+        let mut under_way = FuturesUnordered::new();
+        loop {
+            while under_way.len() < 2 * PARALLEL
+                && let Some((file, name, piece)) = rest.next()
+            {
+                under_way.push(self.piece(image, file, name, piece, progress));
+            }
+            match under_way.next().await {
+                Some(fetched) => fetched?,
+                None => return Ok(()),
+            }
+        }
     }
 
-    /// Downloads one piece; returns the bytes that passed the network.
+    /// Downloads one piece.
     async fn piece(
         &self,
         image: &StoredImage,
         file: Arc<File>,
         name: &str,
         piece: &Piece,
-    ) -> Result<u64, Error> {
+        progress: &Progress,
+    ) -> Result<(), Error> {
         let path = self.names.chunk(image.name.namespace(), &piece.name);
         let missing = || self.damaged(&path, "it does not exist".to_owned());
         let limit = u64::from(piece.len) + OVERHEAD;
@@ -140,7 +138,8 @@ impl Repository {
                 image: image.name.image().to_owned(),
                 source,
             })?;
-        Ok(sent)
+        progress.add(u64::from(piece.len), sent);
+        Ok(())
     }
 
     /// Reads an object of at most `limit` bytes; none if it does not exist.

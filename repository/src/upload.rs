@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures::{StreamExt, TryStreamExt, stream};
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
 use jiff::Timestamp;
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
@@ -223,14 +224,20 @@ impl Sending<'_> {
                 }
             }
         }
-        let all = stream::iter(distinct.into_iter().map(Ok::<_, Error>));
-        let found = all.map_ok(|(file, piece)| self.one(file, piece));
-        let mut found = found.try_buffer_unordered(PARALLEL);
+        let mut rest = distinct.into_iter();
+        let mut under_way = FuturesUnordered::new();
         let mut any_old = false;
-        while let Some(one) = found.next().await {
-            any_old |= one? == Found::Old;
+        loop {
+            while under_way.len() < PARALLEL
+                && let Some((file, piece)) = rest.next()
+            {
+                under_way.push(self.one(file, piece));
+            }
+            match under_way.next().await {
+                Some(found) => any_old |= found? == Found::Old,
+                None => return Ok(any_old),
+            }
         }
-        Ok(any_old)
     }
 
     async fn one(&self, file: &Arc<LocalFile>, piece: &Piece) -> Result<Found, Error> {

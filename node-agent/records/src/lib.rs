@@ -65,7 +65,9 @@ pub use notes::{
     Depth, DozeNote, PauseMark, ProbeNote, Probes, RestoreNote, Session, SleepNote, TrafficMap,
     UnacknowledgedMap, UnknownCause, WakeCause, WakeNote,
 };
-pub use pod::{Addresses, ContainerRecord, PodRecord, RestoreReport, Role, SandboxState};
+pub use pod::{
+    Addresses, ContainerRecord, FetchFailure, PodRecord, RestoreReport, Role, SandboxState,
+};
 pub use records::{PodLock, Records};
 pub use runsc::RunscRecord;
 pub use volumes::{SandboxVolume, VolumeDirectory};

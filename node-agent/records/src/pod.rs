@@ -123,6 +123,17 @@ pub enum SandboxState {
     },
 }
 
+/// Reason why the image that a Pod continues from was not fetched from its repository.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FetchFailure {
+    /// Reason for conditions.
+    pub reason: String,
+    pub message: String,
+    /// True if the Pod is being deleted: it neither waits nor starts cold.
+    pub pod_ends: bool,
+}
+
 /// Result of a Pod's last restore. The agent reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", deny_unknown_fields)]

@@ -1,5 +1,5 @@
-//! Records of a Pod that outlive its sandboxes: the result of its last restore and the mark of a
-//! suspend.
+//! Records of a Pod that outlive its sandboxes: the result of its last restore, the failure of a
+//! fetch and the mark of a suspend.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use torpor_core::ids::PodUid;
 
 use crate::error::Error;
 use crate::files::{list, make_dir, read_if_there, remove_file, write_error, write_json};
-use crate::pod::RestoreReport;
+use crate::pod::{FetchFailure, RestoreReport};
 use crate::records::Records;
 
 impl Records {
@@ -34,6 +34,7 @@ impl Records {
     /// Removes the report and the mark of a Pod that does not exist any more.
     pub fn remove_report(&self, pod: &PodUid) -> Result<(), Error> {
         remove_file(&self.report_path(pod))?;
+        remove_file(&self.fetch_path(pod))?;
         remove_file(&self.suspends_path(pod))
     }
 
@@ -54,6 +55,26 @@ impl Records {
     /// Reports whether [`Self::note_suspends`] has set the mark.
     pub fn suspends(&self, pod: &PodUid) -> bool {
         self.suspends_path(pod).exists()
+    }
+
+    /// Writes or removes the reason why the image that the Pod continues from was not fetched.
+    pub fn note_fetch(&self, pod: &PodUid, failure: Option<&FetchFailure>) -> Result<(), Error> {
+        match failure {
+            Some(failure) => {
+                make_dir(&self.reports)?;
+                write_json(&self.fetch_path(pod), failure)
+            }
+            None => remove_file(&self.fetch_path(pod)),
+        }
+    }
+
+    /// Returns what [`Self::note_fetch`] wrote.
+    pub fn fetch_failure(&self, pod: &PodUid) -> Result<Option<FetchFailure>, Error> {
+        read_if_there(&self.fetch_path(pod))
+    }
+
+    fn fetch_path(&self, pod: &PodUid) -> PathBuf {
+        self.reports.join(format!("{}.fetch", pod.as_str()))
     }
 
     fn suspends_path(&self, pod: &PodUid) -> PathBuf {

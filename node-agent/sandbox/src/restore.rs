@@ -27,6 +27,7 @@ mod begin;
 mod direct;
 mod end;
 mod failure;
+mod fetched;
 mod known;
 mod processes;
 mod quotas;
@@ -38,7 +39,7 @@ mod sandbox;
 pub mod transitions;
 mod via_runsc;
 
-use annotations::{ON_CRASH, RESTORE_COPY, RESTORE_IMAGE};
+use annotations::{ON_CRASH, RESTORE_COPY, RESTORE_DIGEST, RESTORE_IMAGE};
 pub use end::end;
 use failure::{fail, give_up};
 use known::is_complete;
@@ -70,6 +71,11 @@ pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<Sandbo
     let copy = spec.annotation(RESTORE_COPY) == Some("true");
     let store = node.store()?;
     let ledger = store.ledger(&pod.pod_uid)?;
+    let not_fetched = match given.as_ref().zip(spec.annotation(RESTORE_DIGEST)) {
+        // A Pod that has a ledger has begun before, with the image or without it.
+        Some((image, _)) if ledger.read()?.seq == 0 => fetched::wait(node, &store, pod, image)?,
+        _ => None,
+    };
     let is_held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
     let rolls_back = spec.annotation(ON_CRASH) == Some("LastImage");
     let last = match rolls_back {
@@ -94,7 +100,10 @@ pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<Sandbo
                 return Err(refusal.into());
             }
             // The verification hashes the image on all processors.
-            let fits = || admit(node, &store, pod, &image, copy);
+            let fits = || match not_fetched {
+                Some(refusal) => Err(refusal),
+                None => admit(node, &store, pod, &image, copy),
+            };
             match quotas::without_quotas(node, pod, fits)? {
                 Ok(build) => {
                     node.records.write_pod(&build.of(pod))?;

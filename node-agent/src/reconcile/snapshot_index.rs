@@ -13,7 +13,7 @@ use kube::runtime::watcher::Event;
 use tokio::sync::watch;
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_api::{conditions, reasons};
-use torpor_core::ids::PodUid;
+use torpor_core::ids::{ImageId, PodUid};
 
 use super::references::{named_pod, sandbox_name};
 
@@ -31,6 +31,8 @@ pub(crate) struct SnapshotIndex {
     /// A list that is not complete yet. The watch begins with a list, also after an interruption.
     listing: RwLock<Option<Index>>,
     is_whole: watch::Sender<bool>,
+    /// Number of events that the index has taken.
+    events: watch::Sender<u64>,
 }
 
 #[derive(Debug, Default)]
@@ -42,6 +44,8 @@ struct Index {
     /// Pods for which this node has to answer even if it has nothing of them, with the number of
     /// snapshots that need the answer.
     to_answer: BTreeMap<PodUid, usize>,
+    /// The snapshots whose images this node has to upload.
+    to_upload: Snapshots,
 }
 
 impl SnapshotIndex {
@@ -51,11 +55,20 @@ impl SnapshotIndex {
             shown: RwLock::default(),
             listing: RwLock::default(),
             is_whole: watch::Sender::new(false),
+            events: watch::Sender::new(0),
         }
     }
 
     /// Applies an event of the watch. Returns the snapshots that are new, changed or gone.
     pub(crate) fn take(&self, event: Event<SandboxSnapshot>) -> Vec<Arc<SandboxSnapshot>> {
+        let changed = self.apply(event);
+        if !changed.is_empty() {
+            self.events.send_modify(|events| *events += 1);
+        }
+        changed
+    }
+
+    fn apply(&self, event: Event<SandboxSnapshot>) -> Vec<Arc<SandboxSnapshot>> {
         let mut listing = self.listing.write().unwrap_or_else(PoisonError::into_inner);
         match event {
             Event::Init => {
@@ -147,6 +160,36 @@ impl SnapshotIndex {
         self.shown().to_answer.contains_key(pod)
     }
 
+    /// Returns the snapshots whose images this node has to upload: committed here, with a
+    /// SnapshotClass, neither consumed nor being deleted, and not uploaded yet.
+    pub(crate) fn to_upload(&self) -> Vec<Arc<SandboxSnapshot>> {
+        self.shown().to_upload.values().cloned().collect()
+    }
+
+    /// Returns the snapshot as the watch has shown it last, if it is still the same object.
+    pub(crate) fn latest(&self, of: &SandboxSnapshot) -> Option<Arc<SandboxSnapshot>> {
+        let found = self.shown().all.get(&key(of)).cloned();
+        found.filter(|found| found.uid() == of.uid())
+    }
+
+    /// Returns whether a snapshot of the namespace names the image in its status.
+    pub(crate) fn is_named(&self, namespace: &str, image: &ImageId) -> bool {
+        let id = image.to_string();
+        let names = |snapshot: &&Arc<SandboxSnapshot>| {
+            let status = snapshot.status.as_ref();
+            snapshot.namespace().as_deref() == Some(namespace)
+                && status.and_then(|status| status.image_id.as_ref()) == Some(&id)
+        };
+        let shown = self.shown();
+        let of_pod = shown.by_pod.get(image.pod());
+        of_pod.is_some_and(|snapshots| snapshots.values().any(|one| names(&one)))
+    }
+
+    /// Returns a receiver that changes with every event.
+    pub(crate) fn events(&self) -> watch::Receiver<u64> {
+        self.events.subscribe()
+    }
+
     fn shown(&self) -> RwLockReadGuard<'_, Index> {
         self.shown.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -156,6 +199,9 @@ impl Index {
     fn put(&mut self, snapshot: Arc<SandboxSnapshot>, node: &str) {
         let key = key(&snapshot);
         self.remove(&key, node);
+        if is_to_upload(&snapshot, node) {
+            self.to_upload.insert(key.clone(), snapshot.clone());
+        }
         if let Some(pod) = named_pod(&snapshot) {
             if is_to_answer(&snapshot, node) {
                 *self.to_answer.entry(pod.clone()).or_default() += 1;
@@ -173,6 +219,7 @@ impl Index {
         let Some(snapshot) = self.all.remove(key) else {
             return;
         };
+        self.to_upload.remove(key);
         if let Some(pod) = named_pod(&snapshot) {
             if is_to_answer(&snapshot, node)
                 && let Some(count) = self.to_answer.get_mut(&pod)
@@ -232,6 +279,18 @@ fn is_same(before: &SandboxSnapshot, listed: &SandboxSnapshot) -> bool {
 pub(crate) fn may_be_of_node(snapshot: &SandboxSnapshot, node: &str) -> bool {
     let named = snapshot.spec.node_name.as_deref();
     named.is_none_or(|named| named == node)
+}
+
+fn is_to_upload(snapshot: &SandboxSnapshot, node: &str) -> bool {
+    let status = snapshot.status.as_ref();
+    snapshot.spec.snapshot_class_name.is_some()
+        && may_be_of_node(snapshot, node)
+        && status.and_then(|status| status.node_name.as_deref()) == Some(node)
+        && snapshot.metadata.deletion_timestamp.is_none()
+        && snapshot.is_adopted()
+        && snapshot.is_committed()
+        && !snapshot.is_consumed()
+        && !snapshot.is_uploaded()
 }
 
 /// Returns whether this node has to answer for a snapshot even if it has nothing of its Pod.

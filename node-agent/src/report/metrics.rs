@@ -17,6 +17,10 @@ use torpor_core::queue::{Queue, Urgency};
 use torpor_core::steps::{Outcome, StepKind};
 use torpor_records::{SleepNote, WakeNote};
 
+mod transfers;
+
+use transfers::Transfers;
+
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct StepLabels {
     step: String,
@@ -107,6 +111,7 @@ pub(crate) struct Metrics {
     node_short: Family<ResourceLabel, Gauge>,
     asked_to_sleep: Family<ResourceLabel, Counter>,
     given_up: Family<GivenUpLabel, Counter>,
+    transfers: Transfers,
 }
 
 impl Metrics {
@@ -141,6 +146,7 @@ impl Metrics {
             node_short: Family::default(),
             asked_to_sleep: Family::default(),
             given_up: Family::default(),
+            transfers: Transfers::new(),
             registry: Registry::default(),
         };
         registry.register("steps", "Steps executed, by outcome", metrics.steps.clone());
@@ -289,6 +295,7 @@ impl Metrics {
             "Images of deleted Pods' memory that the agent removed because no SandboxSnapshot named the Pod, by reason",
             self.given_up.clone(),
         );
+        self.transfers.register(registry);
     }
 
     /// Records the time at which the apiserver accepted the agent's SandboxNode.

@@ -22,6 +22,7 @@ use torpor_snapshots::Manifest;
 
 use crate::reconcile::desired::condition;
 
+mod repository;
 mod restore_conditions;
 
 /// Time limit of a call to the apiserver. After the limit the agent no longer waits for the answer.
@@ -367,6 +368,11 @@ fn event_of(reason: &str) -> Option<(EventType, &'static str)> {
         reasons::hibernated::DOZING => (EventType::Normal, "Doze"),
         reasons::hibernated::FROZEN => (EventType::Normal, "Freeze"),
         reasons::hibernated::SAVE_FAILED => (EventType::Warning, "Save"),
+        reasons::restored::FETCHING => (EventType::Normal, "Fetch"),
+        reasons::restored::REPOSITORY_UNAVAILABLE
+        | reasons::restored::REPOSITORY_DENIED
+        | reasons::restored::KEY_MISSING
+        | reasons::restored::NO_ROOM => (EventType::Warning, "Fetch"),
         reasons::hibernated::RUNTIME_NOT_CAPABLE => (EventType::Warning, "Hibernate"),
         reasons::restored::RESTORED => (EventType::Normal, "Restore"),
         reasons::restored::ROLLED_BACK

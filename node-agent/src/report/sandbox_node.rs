@@ -149,6 +149,8 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             agent_version,
             conditions,
             counts,
+            // Another task writes it.
+            fetched: _,
             fingerprint,
             heartbeat_time: _,
             runtimes,
@@ -252,6 +254,7 @@ fn status(
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         conditions: Vec::new(),
         counts: Some(counts(node)),
+        fetched: Vec::new(),
         fingerprint: node
             .ability
             .as_ref()

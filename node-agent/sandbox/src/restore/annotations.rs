@@ -5,6 +5,8 @@
 pub(super) const RESTORE_IMAGE: &str = "torpor.dev/restore-image";
 /// `true`: the user requested the image by name.
 pub(super) const RESTORE_COPY: &str = "torpor.dev/restore-copy";
+/// The digest of the image's manifest, where the image is in a repository.
+pub(super) const RESTORE_DIGEST: &str = "torpor.dev/restore-digest";
 /// The user's command after a restore in a new place: a JSON array of words.
 pub(super) const ON_RESTORE_EXEC: &str = "torpor.dev/on-restore-exec";
 /// The name of the container in which the command runs.

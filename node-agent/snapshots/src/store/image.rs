@@ -42,8 +42,16 @@ pub enum Consumption {
 }
 
 impl Store {
-    /// Opens a committed image and reads its manifest. [`Image::verify`] reads the other files.
+    /// Opens a committed image, of this node or fetched, and reads its manifest. [`Image::verify`]
+    /// reads the other files.
     pub fn image(&self, namespace: &Namespace, image: &ImageId) -> Result<Image, ImageError> {
+        match self.own_image(namespace, image) {
+            Err(ImageError::Missing { .. }) => self.fetched().own_image(namespace, image),
+            found => found,
+        }
+    }
+
+    fn own_image(&self, namespace: &Namespace, image: &ImageId) -> Result<Image, ImageError> {
         let missing = || ImageError::Missing {
             image: image.clone(),
         };

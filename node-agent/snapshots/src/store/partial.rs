@@ -16,7 +16,7 @@ use super::root::{Store, TMP_PREFIX};
 use crate::digest::Digest;
 use crate::dirs::{self, PathError, Removed};
 use crate::failpoint;
-use crate::manifest::{FileEntry, MANIFEST, Manifest, ManifestDraft, is_file_name};
+use crate::manifest::{DecodeError, FileEntry, MANIFEST, Manifest, ManifestDraft, is_file_name};
 
 /// An image that is being written. Its files stay when this value is dropped, as after a crash;
 /// [`Store::remove_partial`] removes them.
@@ -154,7 +154,17 @@ impl Partial {
             image: self.image.clone(),
             source,
         })?;
-        self.write_manifest(&bytes)?;
+        self.finish(&bytes)?;
+        Ok(Committed {
+            size: manifest.size(),
+            manifest,
+            digest,
+        })
+    }
+
+    /// Writes the manifest and moves the directory into its place.
+    fn finish(&self, manifest: &[u8]) -> Result<(), SaveError> {
+        self.write_manifest(manifest)?;
         failpoint::hit("commit:manifest-written");
         dirs::sync_dir(self.dir.as_fd(), &self.path)?;
         failpoint::hit("commit:directory-synced");
@@ -162,9 +172,29 @@ impl Partial {
         failpoint::hit("commit:renamed");
         dirs::sync_dir(self.parent.as_fd(), &self.parent_path)?;
         failpoint::hit("commit:parent-synced");
+        Ok(())
+    }
+
+    /// Commits the copy of an image of another node. `manifest`: the content of the image's
+    /// `manifest.json`. All files must be those of the manifest.
+    pub fn commit_copy(self, manifest: &[u8]) -> Result<Committed, SaveError> {
+        let of_manifest = |source| SaveError::Manifest {
+            image: self.image.clone(),
+            source,
+        };
+        let (read, digest) = Manifest::decode(manifest).map_err(of_manifest)?;
+        if read.image_id != self.image || read.namespace != self.namespace {
+            let why = format!("it is of image {} of {}", read.image_id, read.namespace);
+            return Err(of_manifest(DecodeError::Rule(why)));
+        }
+        if self.seal_files()? != read.files {
+            let why = "its files are not those of the manifest".to_owned();
+            return Err(of_manifest(DecodeError::Rule(why)));
+        }
+        self.finish(manifest)?;
         Ok(Committed {
-            size: manifest.size(),
-            manifest,
+            size: read.size(),
+            manifest: read,
             digest,
         })
     }

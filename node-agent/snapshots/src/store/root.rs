@@ -14,6 +14,7 @@ use crate::ledger_file::{self, LedgerFile};
 
 const IMAGES: &str = "images";
 const LEDGER: &str = "ledger";
+const FETCHED: &str = "fetched";
 pub(super) const TMP_PREFIX: &str = ".tmp-";
 pub(super) const TRASH_PREFIX: &str = ".trash-";
 /// Consumer in a listing if the marker cannot be read: the image is consumed by an unknown Pod.
@@ -60,6 +61,8 @@ pub struct Store {
     root: PathBuf,
     pub(super) images: OwnedFd,
     ledger: OwnedFd,
+    /// None in the store of fetched images.
+    fetched: Option<Box<Store>>,
 }
 
 /// Returns the id and the state of the image in a directory with this name; none for other names.
@@ -79,6 +82,13 @@ impl Store {
     /// contain links; the paths below it may not.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, SaveError> {
         let root = root.into();
+        let fetched = root.join(FETCHED);
+        let mut store = Self::open_one(root)?;
+        store.fetched = Some(Box::new(Self::open_one(fetched)?));
+        Ok(store)
+    }
+
+    fn open_one(root: PathBuf) -> Result<Self, SaveError> {
         std::fs::create_dir_all(&root).map_err(|e| PathError::new("create", &root, e))?;
         let top = rustix::fs::open(&root, dirs::DIRECTORY, Mode::empty())
             .map_err(|e| PathError::new("open", &root, e))?;
@@ -93,7 +103,15 @@ impl Store {
             root,
             images,
             ledger,
+            fetched: None,
         })
+    }
+
+    /// Returns the store of images that Pods of this node have fetched from a repository.
+    /// [`Store::image`] finds these images too. Lists and removals do not, because their Pods were
+    /// never on this node.
+    pub fn fetched(&self) -> &Self {
+        self.fetched.as_deref().unwrap_or(self)
     }
 
     /// Returns the path given to [`Store::open`].

@@ -1,0 +1,401 @@
+//! Upload of the images of this node's SandboxSnapshots.
+//!
+//! A committed image is safe on this node. Its upload makes it safe elsewhere, and waits for
+//! nothing that a sandbox needs. An upload that is cut off, by a restart of the agent too, is begun
+//! again and sends only the missing chunks.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kube::ResourceExt;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use torpor_api::conditions::{self, Draft, Status};
+use torpor_api::reasons::snapshot as reasons;
+use torpor_api::snapshot::{SandboxSnapshot, Upload};
+use torpor_core::ids::{ImageId, Namespace};
+use torpor_repository::{ImageName, LocalFile, Pace, Progress, Repository, Stored};
+
+use super::classes::{self, Repositories};
+use crate::reconcile::node::Node;
+use crate::reconcile::snapshot_index::SnapshotIndex;
+use crate::report::bytes::{mebibytes, signed};
+use crate::report::metrics::Metrics;
+use crate::report::publish::Publisher;
+
+/// Interval at which the progress of an upload is written into the snapshot's status.
+const PROGRESS: Duration = Duration::from_secs(5);
+/// Pause after the first failure of an upload, and the longest one. It doubles in between.
+const FIRST_PAUSE: Duration = Duration::from_secs(5);
+const LONGEST_PAUSE: Duration = Duration::from_secs(300);
+
+/// UID of a SandboxSnapshot.
+type Uid = String;
+
+/// Error of one attempt to upload an image.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error(transparent)]
+    Class(#[from] classes::Error),
+    #[error("{}", .0.words())]
+    Repository(#[from] torpor_repository::Error),
+    #[error("cannot read the image: {0}")]
+    Image(String),
+}
+
+impl Error {
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Class(error) if error.is_about_class() => reasons::INVALID_CLASS,
+            Self::Class(_) => reasons::REPOSITORY_UNAVAILABLE,
+            Self::Repository(error) => match error.reason() {
+                "RepositoryDenied" => reasons::REPOSITORY_DENIED,
+                "ImageUnreadable" => reasons::IMAGE_UNREADABLE,
+                _ => reasons::REPOSITORY_UNAVAILABLE,
+            },
+            Self::Image(_) => reasons::IMAGE_UNREADABLE,
+        }
+    }
+}
+
+/// The uploads of this node.
+pub(crate) struct Uploads {
+    pub(crate) node: Arc<Node>,
+    pub(crate) snapshots: Arc<SnapshotIndex>,
+    pub(crate) repositories: Arc<Repositories>,
+    pub(crate) publisher: Publisher,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) pace: Pace,
+    pub(crate) at_once: usize,
+}
+
+/// Failures of an upload, since its last success.
+#[derive(Debug, Clone, Copy)]
+struct Failed {
+    times: u32,
+    /// No attempt is made before.
+    until: Instant,
+}
+
+impl Failed {
+    fn again(before: Option<Self>, now: Instant) -> Self {
+        let times = before.map_or(0, |failed| failed.times) + 1;
+        let pause = FIRST_PAUSE.saturating_mul(1 << (times - 1).min(10));
+        Self {
+            times,
+            until: now + pause.min(LONGEST_PAUSE),
+        }
+    }
+}
+
+/// Returns the uploads to begin: the oldest images first, as many as fit.
+fn to_begin<'a>(
+    wanted: impl IntoIterator<Item = &'a Arc<SandboxSnapshot>>,
+    running: &HashMap<Uid, CancellationToken>,
+    failed: &BTreeMap<Uid, Failed>,
+    at_once: usize,
+    now: Instant,
+) -> Vec<&'a Arc<SandboxSnapshot>> {
+    let is_due = |snapshot: &&Arc<SandboxSnapshot>| {
+        let uid = snapshot.uid().unwrap_or_default();
+        let waits = failed.get(&uid).is_some_and(|failed| failed.until > now);
+        !waits && !running.contains_key(&uid)
+    };
+    let mut due: Vec<_> = wanted.into_iter().filter(is_due).collect();
+    due.sort_by_key(|snapshot| {
+        let committed = snapshot
+            .status
+            .as_ref()
+            .and_then(|s| s.committed_at.as_ref());
+        (committed.map(|time| time.0), snapshot.uid())
+    });
+    due.truncate(at_once.saturating_sub(running.len()));
+    due
+}
+
+/// Uploads until `stop` is cancelled.
+pub(crate) async fn run(uploads: Arc<Uploads>, stop: CancellationToken) {
+    let mut events = uploads.snapshots.events();
+    let mut running: HashMap<Uid, CancellationToken> = HashMap::new();
+    let mut failed: BTreeMap<Uid, Failed> = BTreeMap::new();
+    let mut tasks: JoinSet<(Uid, bool)> = JoinSet::new();
+    loop {
+        let wanted = uploads.wanted();
+        let is_wanted = |uid: &Uid| wanted.iter().any(|one| one.uid().as_ref() == Some(uid));
+        // Nobody needs the image of a sandbox that runs again.
+        running
+            .iter()
+            .filter(|(uid, _)| !is_wanted(uid))
+            .for_each(|(_, stop)| stop.cancel());
+        failed.retain(|uid, _| is_wanted(uid));
+        let now = Instant::now();
+        let begin = to_begin(&wanted, &running, &failed, uploads.at_once, now);
+        for snapshot in begin {
+            let uid = snapshot.uid().unwrap_or_default();
+            let cancelled = stop.child_token();
+            running.insert(uid.clone(), cancelled.clone());
+            let (uploads, snapshot) = (uploads.clone(), snapshot.clone());
+            tasks.spawn(async move {
+                // A dropped upload leaves chunks that the next attempt finds.
+                tokio::select! {
+                    done = uploads.one(&snapshot) => (uid, done),
+                    () = cancelled.cancelled() => (uid, true),
+                }
+            });
+        }
+        let waiting = wanted.iter().filter(|one| {
+            let uid = one.uid().unwrap_or_default();
+            !running.contains_key(&uid) && !failed.contains_key(&uid)
+        });
+        for snapshot in waiting {
+            uploads.queued(snapshot).await;
+        }
+        let next = failed
+            .values()
+            .map(|failed| failed.until)
+            .filter(|until| *until > now)
+            .min();
+        let retry = async {
+            match next {
+                Some(at) => tokio::time::sleep_until(at.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        // Cancel-safe: all arms only wait.
+        tokio::select! {
+            Ok(()) = events.changed() => {}
+            () = retry => {}
+            Some(ended) = tasks.join_next() => {
+                let Ok((uid, done)) = ended else { continue };
+                running.remove(&uid);
+                match done {
+                    true => drop(failed.remove(&uid)),
+                    false => {
+                        let again = Failed::again(failed.get(&uid).copied(), Instant::now());
+                        failed.insert(uid, again);
+                    }
+                }
+            }
+            () = stop.cancelled() => return tasks.shutdown().await,
+        }
+    }
+}
+
+impl Uploads {
+    fn wanted(&self) -> Vec<Arc<SandboxSnapshot>> {
+        let mut wanted = self.snapshots.to_upload();
+        wanted.retain(|snapshot| {
+            let class = snapshot.spec.snapshot_class_name.as_deref();
+            class.is_some_and(|class| self.repositories.uploads(class))
+        });
+        wanted
+    }
+
+    /// Uploads the image of one snapshot, and reports it. Returns whether it was uploaded.
+    async fn one(&self, snapshot: &SandboxSnapshot) -> bool {
+        let progress = Progress::default();
+        let begun = Instant::now();
+        let uploaded = async {
+            let class = snapshot
+                .spec
+                .snapshot_class_name
+                .clone()
+                .unwrap_or_default();
+            let repository = self.repositories.of(&class).await?;
+            let stored = self.upload(snapshot, &repository, &progress).await?;
+            Ok::<_, Error>((repository, stored))
+        };
+        match uploaded.await {
+            Ok((repository, stored)) => {
+                self.metrics.uploaded(stored.sent, begun.elapsed());
+                self.done(snapshot, &repository, stored).await
+            }
+            Err(error) => {
+                let (namespace, name) = (snapshot.namespace(), snapshot.name_any());
+                tracing::warn!(%error, ?namespace, name, "cannot upload an image; it is retried");
+                let reason = error.reason();
+                self.metrics.upload_failed(reason);
+                let message =
+                    format!("{error}. The image is safe on its node; the upload is retried");
+                self.report(snapshot, reason, message, None).await;
+                false
+            }
+        }
+    }
+
+    async fn upload(
+        &self,
+        snapshot: &SandboxSnapshot,
+        repository: &Repository,
+        progress: &Progress,
+    ) -> Result<Stored, Error> {
+        let (name, manifest, files) = self.open(snapshot).await?;
+        let uploading = repository.upload(&name, manifest, files, progress, &self.pace);
+        tokio::pin!(uploading);
+        let mut reports = tokio::time::interval(PROGRESS);
+        loop {
+            // Cancel-safe: the upload is only polled again, and the interval only waits.
+            tokio::select! {
+                done = &mut uploading => return Ok(done?),
+                _ = reports.tick() => {
+                    let (done, total) = (progress.done(), progress.total());
+                    let message = format!(
+                        "{} of {} MiB are in {}",
+                        mebibytes(done), mebibytes(total), repository.url()
+                    );
+                    let upload = upload_status(repository, total, done, progress.sent());
+                    self.report(snapshot, reasons::UPLOADING, message, Some(upload)).await;
+                }
+            }
+        }
+    }
+
+    /// Opens the image of a snapshot: its name in the repository, its manifest and its files.
+    async fn open(
+        &self,
+        snapshot: &SandboxSnapshot,
+    ) -> Result<(ImageName, Vec<u8>, Vec<LocalFile>), Error> {
+        let status = snapshot.status.as_ref();
+        let id = status
+            .and_then(|status| status.image_id.clone())
+            .unwrap_or_default();
+        let namespace = snapshot.namespace().unwrap_or_default();
+        let node = self.node.clone();
+        let opened = tokio::task::spawn_blocking(move || {
+            let unreadable = |error: &dyn std::fmt::Display| Error::Image(error.to_string());
+            let name =
+                ImageName::new(&namespace, &id).ok_or_else(|| unreadable(&"it has no name"))?;
+            let namespace = Namespace::new(namespace).map_err(|e| unreadable(&e))?;
+            let id = ImageId::parse(&id).map_err(|e| unreadable(&e))?;
+            let image = node
+                .store
+                .image(&namespace, &id)
+                .map_err(|e| unreadable(&e))?;
+            let (manifest, _) = image.manifest().encode().map_err(|e| unreadable(&e))?;
+            let files = image.manifest().files.iter().map(|file| {
+                let opened = image.open_file(&file.name).map_err(|e| unreadable(&e))?;
+                let (name, file) = (file.name.clone(), opened.into());
+                Ok(LocalFile { name, file })
+            });
+            let files: Result<Vec<_>, Error> = files.collect();
+            Ok((name, manifest, files?))
+        });
+        opened
+            .await
+            .unwrap_or_else(|error| Err(Error::Image(error.to_string())))
+    }
+
+    async fn done(
+        &self,
+        snapshot: &SandboxSnapshot,
+        repository: &Repository,
+        stored: Stored,
+    ) -> bool {
+        let Stored { size, sent } = stored;
+        let message = format!(
+            "The image is in {}: {} MiB, of which {} MiB were sent",
+            repository.url(),
+            mebibytes(size),
+            mebibytes(sent)
+        );
+        let upload = upload_status(repository, size, size, sent);
+        let draft = Draft::new(
+            conditions::UPLOADED,
+            Status::True,
+            reasons::UPLOADED,
+            message,
+        );
+        self.publisher
+            .upload(&self.snapshots, snapshot, draft, Some(upload))
+            .await
+    }
+
+    async fn queued(&self, snapshot: &SandboxSnapshot) {
+        if conditions::find(snapshot.conditions(), conditions::UPLOADED).is_none() {
+            let message = "The upload waits for its turn (--uploads-at-once)".to_owned();
+            self.report(snapshot, reasons::QUEUED, message, None).await;
+        }
+    }
+
+    async fn report(
+        &self,
+        snapshot: &SandboxSnapshot,
+        reason: &'static str,
+        message: String,
+        upload: Option<Upload>,
+    ) {
+        let draft = Draft::new(conditions::UPLOADED, Status::False, reason, message);
+        self.publisher
+            .upload(&self.snapshots, snapshot, draft, upload)
+            .await;
+    }
+}
+
+fn upload_status(repository: &Repository, total: u64, done: u64, sent: u64) -> Upload {
+    Upload {
+        done_bytes: signed(done),
+        sent_bytes: signed(sent),
+        total_bytes: signed(total),
+        url: repository.url().to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn snapshot(uid: &str, committed: &str) -> Arc<SandboxSnapshot> {
+        let object = json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": { "name": uid, "namespace": "n", "uid": uid },
+            "spec": { "sandboxName": "s" },
+            "status": { "committedAt": committed },
+        });
+        Arc::new(serde_json::from_value(object).expect("a snapshot"))
+    }
+
+    #[test]
+    fn the_oldest_images_go_first_and_as_many_as_are_allowed() {
+        let all = [
+            snapshot("young", "2026-01-03T00:00:00Z"),
+            snapshot("old", "2026-01-01T00:00:00Z"),
+            snapshot("middle", "2026-01-02T00:00:00Z"),
+        ];
+        let now = Instant::now();
+        let mut running = HashMap::new();
+        let mut failed = BTreeMap::new();
+        let begin = |running: &_, failed: &_, at_once| -> Vec<String> {
+            let chosen = to_begin(&all, running, failed, at_once, now);
+            chosen.iter().map(|one| one.name_any()).collect()
+        };
+        assert_eq!(begin(&running, &failed, 2), ["old", "middle"]);
+        running.insert("old".to_owned(), CancellationToken::new());
+        assert_eq!(begin(&running, &failed, 2), ["middle"]);
+        assert_eq!(begin(&running, &failed, 1), [""; 0]);
+        failed.insert("middle".to_owned(), Failed::again(None, now));
+        assert_eq!(begin(&running, &failed, 2), ["young"]);
+        let over = Failed {
+            times: 1,
+            until: now,
+        };
+        failed.insert("middle".to_owned(), over);
+        assert_eq!(begin(&running, &failed, 2), ["middle"]);
+    }
+
+    #[test]
+    fn failures_are_repeated_less_and_less_often() {
+        let now = Instant::now();
+        let mut failed = None;
+        let pauses: Vec<u64> = (0..9)
+            .map(|_| {
+                let again = Failed::again(failed, now);
+                failed = Some(again);
+                (again.until - now).as_secs()
+            })
+            .collect();
+        assert_eq!(pauses, [5, 10, 20, 40, 80, 160, 300, 300, 300]);
+    }
+}
