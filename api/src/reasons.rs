@@ -184,6 +184,8 @@ documented! {
         /// Another Pod has fetched the image, and its node has not reported yet whether that Pod
         /// ran.
         IMAGE_CLAIMED = "ImageClaimed";
+        /// The node that holds the image takes no Pods, and the image is not in its repository yet.
+        UPLOADING = "Uploading";
     }
 }
 

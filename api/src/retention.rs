@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use crate::snapshot::{REPOSITORY_PARAMETERS, REPOSITORY_PROVISIONER, SnapshotClassSpec};
+
 /// Parameter of a SnapshotClass: time for which a snapshot is kept after its commit.
 pub const TTL: &str = "ttl";
 /// Parameter of a SnapshotClass: number of a Sandbox's newest snapshots that are kept.
@@ -34,7 +36,18 @@ pub enum InvalidParameter {
 }
 
 impl Retention {
-    /// Reads the parameters of a SnapshotClass.
+    /// Reads the parameters of a SnapshotClass. Those of a repository are no rules, and no problems.
+    pub fn of(class: &SnapshotClassSpec) -> Self {
+        let is_known = |key: &String| {
+            class.provisioner == REPOSITORY_PROVISIONER
+                && REPOSITORY_PARAMETERS.contains(&key.as_str())
+        };
+        let mut rules = class.parameters.clone();
+        rules.retain(|key, _| !is_known(key));
+        Self::read(&rules)
+    }
+
+    /// Reads parameters that are all rules.
     pub fn read(parameters: &BTreeMap<String, String>) -> Self {
         let mut read = Self::default();
         for (key, value) in parameters {

@@ -261,6 +261,12 @@ impl SandboxSnapshot {
         conditions::is_true(self.conditions(), conditions::UPLOADED)
     }
 
+    /// Returns the reason of the condition Uploaded; none for an image that is not to be uploaded.
+    pub fn upload_reason(&self) -> Option<&str> {
+        let uploaded = conditions::find(self.conditions(), conditions::UPLOADED)?;
+        Some(&uploaded.reason)
+    }
+
     /// Reports whether the image was complete once and cannot be found on its node now.
     ///
     /// The image may reappear, for instance when a disk is mounted late or a name is corrected.
@@ -351,6 +357,9 @@ pub const NODE_PROVISIONER: &str = "node.torpor.dev";
 /// Provisioner that keeps images on the node that made them and in an object store, from which
 /// other nodes restore them.
 pub const REPOSITORY_PROVISIONER: &str = "repository.torpor.dev";
+
+/// Provisioners that exist.
+pub const PROVISIONERS: [&str; 2] = [NODE_PROVISIONER, REPOSITORY_PROVISIONER];
 
 /// Parameters of a SnapshotClass of [`REPOSITORY_PROVISIONER`].
 pub const REPOSITORY_PARAMETERS: [&str; 4] = ["url", "endpoint", "region", "allowHTTP"];

@@ -243,6 +243,19 @@ impl Apiserver {
         self.limited(|| api.get_opt(name)).await
     }
 
+    /// Reads an object without a namespace from the apiserver itself. `None` if it does not exist,
+    /// or if this controller may not read it.
+    pub async fn get_cluster<K>(&self, name: &str) -> Result<Option<K>, Error>
+    where
+        K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    {
+        let api: Api<K> = Api::all(self.client());
+        match self.limited(|| api.get_opt(name)).await {
+            Err(Error::Kube(error)) if is_forbidden(&error) => Ok(None),
+            found => found,
+        }
+    }
+
     /// Lists a namespace from the apiserver itself, without objects that cannot be deserialized.
     pub async fn list<K: Namespaced>(&self, namespace: &str) -> Result<Vec<K>, Error> {
         let api: Api<DeserializeGuard<K>> = Api::namespaced(self.client(), namespace);

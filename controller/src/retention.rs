@@ -9,7 +9,7 @@ use jiff::Timestamp;
 use kube::ResourceExt;
 use torpor_api::{
     Sandbox, SandboxSnapshot, annotations::Settings, reasons::event, retention::Retention,
-    snapshot::NODE_PROVISIONER,
+    snapshot::PROVISIONERS,
 };
 
 use crate::{
@@ -89,8 +89,9 @@ fn rules(sandbox: &Sandbox, context: &Context) -> Option<(String, Retention)> {
     );
     let name = settings.snapshot_class?;
     let class = context.caches.snapshot_classes.get("", &name)?;
-    let rules = Retention::read(&class.spec.parameters);
-    (class.spec.provisioner == NODE_PROVISIONER && rules.has_rules()).then_some((name, rules))
+    let rules = Retention::of(&class.spec);
+    let is_known = PROVISIONERS.contains(&&*class.spec.provisioner);
+    (is_known && rules.has_rules()).then_some((name, rules))
 }
 
 fn observe(sandbox: &Sandbox, class: String, rules: Retention, context: &Context) -> Observed {

@@ -41,6 +41,10 @@ pub struct Observed {
     pub snapshots_are_certain: bool,
     /// SandboxNodes of the nodes of the Pods and snapshots, by name.
     pub nodes: BTreeMap<String, Arc<SandboxNode>>,
+    /// All SandboxNodes, if an image of the Sandbox is in a repository; else none.
+    pub cluster: Vec<Candidate>,
+    /// Nodes of snapshots that take no new Pods, as far as the apiserver was asked.
+    pub cordoned: BTreeSet<String>,
     /// Nodes of snapshots that no longer exist, as far as the apiserver was asked.
     pub gone_nodes: BTreeSet<String>,
     /// Handler of each RuntimeClass that a Pod or the template names.
@@ -51,6 +55,14 @@ pub struct Observed {
     pub pod_snapshot: Option<String>,
     /// Image of the sandbox runtime, if the controller was given one.
     pub runtime_image: Option<Arc<str>>,
+}
+
+/// Node that may restore an image from a repository.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    pub node: Arc<SandboxNode>,
+    /// The node's agent has not reported for too long.
+    pub is_silent: bool,
 }
 
 /// Fact that a pass learned while it applied a plan.
@@ -166,6 +178,41 @@ pub async fn gather_memory(
             observed.gone_nodes.insert(node);
         }
     }
+    gather_cluster(observed, caches, api).await
+}
+
+/// Gathers what decides about a restore on another node than the image's own.
+///
+/// The SandboxNode of the last Pod is read from the apiserver: the watch may not have shown yet
+/// that this node has claimed the image.
+async fn gather_cluster(
+    observed: &mut Observed,
+    caches: &Caches,
+    api: &Apiserver,
+) -> Result<(), calls::Error> {
+    for node in super::plan::nodes_to_examine(observed) {
+        let found = api.get_cluster::<Node>(&node).await?;
+        let spec = found.and_then(|node| node.spec);
+        if spec.is_some_and(|spec| spec.unschedulable == Some(true)) {
+            observed.cordoned.insert(node);
+        }
+    }
+    if !observed.snapshots.values().any(|one| one.is_uploaded()) {
+        return Ok(());
+    }
+    let mut nodes = caches.nodes.filtered(|_| true);
+    if let Some(last) = super::plan::last_node_elsewhere(observed)
+        && let Some(fresh) = api.get_cluster::<SandboxNode>(&last).await?
+    {
+        nodes.retain(|node| node.name_any() != last);
+        nodes.push(Arc::new(fresh));
+    }
+    let now = Timestamp::now();
+    let candidates = nodes.into_iter().map(|node| Candidate {
+        is_silent: node.is_silent(now) || node.status.is_none(),
+        node,
+    });
+    observed.cluster = candidates.collect();
     Ok(())
 }
 

@@ -5,7 +5,7 @@
 //! over a suspension) belongs to the step of the Pod. It decides whether the Pod may be deleted
 //! yet, and what a new one continues from.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Pod, Service};
@@ -443,6 +443,27 @@ pub fn nodes_to_confirm(observed: &Observed, now: Timestamp) -> Vec<String> {
     let silent = named.into_iter().filter(|name| is_silent(name));
     let asked = &observed.gone_nodes;
     silent.filter(|name| !asked.contains(name)).collect()
+}
+
+/// Returns the nodes of images that are to be uploaded and are not yet: if such a node takes no
+/// Pods, the Sandbox continues elsewhere.
+pub fn nodes_to_examine(observed: &Observed) -> Vec<String> {
+    let resumes = observed.sandbox.spec.operating_mode == torpor_api::OperatingMode::Running;
+    if !resumes || has_pod(observed) {
+        return Vec::new();
+    }
+    let uploading = observed.snapshots.values().filter(|snapshot| {
+        snapshot.is_committed() && !snapshot.is_uploaded() && snapshot.upload_reason().is_some()
+    });
+    let nodes = uploading.filter_map(|snapshot| snapshot.status.as_ref()?.node_name.clone());
+    nodes.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// Returns the node of the Sandbox's last Pod, if it is not the node of its images.
+pub fn last_node_elsewhere(observed: &Observed) -> Option<String> {
+    let last = crate::saved_pod::last_pod(&observed.sandbox)?.node_name;
+    let mut saved = observed.saved_pods.values();
+    (!has_pod(observed) && saved.all(|record| record.node_name != last)).then_some(last)
 }
 
 /// Returns the merge patch that sets or removes the Pod name of a Sandbox.

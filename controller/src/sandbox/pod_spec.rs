@@ -19,7 +19,10 @@ mod net_raw;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Memory {
     pub image_id: String,
-    pub node: String,
+    /// Nodes that can restore the image, the preferred one first; never empty.
+    pub nodes: Vec<String>,
+    /// Where a node that does not hold the image fetches it.
+    pub stored: Option<Stored>,
     /// True if the user named the image; a consumed image is then accepted.
     pub copy: bool,
     pub on_failure: OnRestoreFailure,
@@ -34,6 +37,15 @@ pub struct Memory {
     pub pod_snapshot: Option<String>,
 }
 
+/// Image in a repository.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stored {
+    /// SnapshotClass of the repository.
+    pub class: String,
+    /// Digest of the image's manifest.
+    pub digest: String,
+}
+
 impl Memory {
     /// Returns the memory to continue from, or `None` if the snapshot names no image or no node.
     ///
@@ -41,16 +53,23 @@ impl Memory {
     /// a record the images are those of the template.
     pub fn of(
         snapshot: &SandboxSnapshot,
-        node: &str,
+        nodes: Vec<String>,
         saved: Option<&PodRecord>,
         copy: bool,
         on_failure: OnRestoreFailure,
     ) -> Option<Self> {
         let status = snapshot.status.as_ref()?;
         status.node_name.as_ref()?;
+        let stored = || {
+            Some(Stored {
+                class: snapshot.spec.snapshot_class_name.clone()?,
+                digest: status.digest.clone()?,
+            })
+        };
         Some(Self {
             image_id: status.image_id.clone()?,
-            node: node.to_owned(),
+            nodes,
+            stored: snapshot.is_uploaded().then(stored).flatten(),
             copy,
             on_failure,
             containers: status
@@ -139,6 +158,10 @@ pub fn pod(
             annotations::ON_RESTORE_FAILURE.to_owned(),
             memory.on_failure.as_str().to_owned(),
         );
+        if let Some(Stored { class, digest }) = &memory.stored {
+            on_pod.insert(annotations::RESTORE_CLASS.to_owned(), class.clone());
+            on_pod.insert(annotations::RESTORE_DIGEST.to_owned(), digest.clone());
+        }
         if memory.copy {
             on_pod.insert(annotations::RESTORE_COPY.to_owned(), "true".to_owned());
         }
@@ -218,7 +241,10 @@ fn mount_claims(spec: &mut Map<String, Value>, sandbox: &Sandbox) {
 /// It removes steps of a container's start for which other containers wait. No process of the
 /// sandbox runs before its last container has started.
 fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
-    require_node(spec, &memory.node);
+    require_nodes(spec, &memory.nodes);
+    if let [preferred, _, ..] = &memory.nodes[..] {
+        prefer_node(spec, preferred);
+    }
     for list in ["containers", "initContainers"] {
         for container in spec
             .get_mut(list)
@@ -279,11 +305,12 @@ fn image_reference(image_id: &str) -> String {
     reference.to_owned()
 }
 
-/// Adds the node to the template's node affinity. Terms are alternatives, so each term gets it.
-fn require_node(spec: &mut Map<String, Value>, node: &str) {
-    let rule = json!({"key": "metadata.name", "operator": "In", "values": [node]});
-    let affinity = object(spec, "affinity");
-    let node_affinity = object(affinity, "nodeAffinity");
+/// Adds the nodes to the template's node affinity.
+///
+/// Terms are alternatives, and a field has one value in Kubernetes. So each term of the template
+/// becomes one term for each node.
+fn require_nodes(spec: &mut Map<String, Value>, nodes: &[String]) {
+    let node_affinity = object(object(spec, "affinity"), "nodeAffinity");
     let required = object(
         node_affinity,
         "requiredDuringSchedulingIgnoredDuringExecution",
@@ -295,12 +322,38 @@ fn require_node(spec: &mut Map<String, Value>, node: &str) {
     if terms.is_empty() {
         terms.push(json!({}));
     }
-    for term in terms.iter_mut().filter_map(Value::as_object_mut) {
+    let for_each_node = |term: &Value| -> Vec<Value> {
+        let of = |node: &String| on_node(term.clone(), node);
+        nodes.iter().map(of).collect()
+    };
+    *terms = terms.iter().flat_map(for_each_node).collect();
+}
+
+/// Returns a term that also requires the node.
+fn on_node(mut term: Value, node: &str) -> Value {
+    if let Some(term) = term.as_object_mut() {
         let fields = term.entry("matchFields").or_insert_with(|| json!([]));
         if let Value::Array(fields) = fields {
-            fields.push(rule.clone());
+            fields.push(is_node(node));
         }
     }
+    term
+}
+
+/// Adds a preference for a node to the template's node affinity.
+fn prefer_node(spec: &mut Map<String, Value>, node: &str) {
+    let node_affinity = object(object(spec, "affinity"), "nodeAffinity");
+    let preferred = node_affinity
+        .entry("preferredDuringSchedulingIgnoredDuringExecution")
+        .or_insert_with(|| json!([]));
+    if let Value::Array(preferred) = preferred {
+        let preference = json!({"matchFields": [is_node(node)]});
+        preferred.push(json!({"weight": 100, "preference": preference}));
+    }
+}
+
+fn is_node(name: &str) -> Value {
+    json!({"key": "metadata.name", "operator": "In", "values": [name]})
 }
 
 fn object<'a>(map: &'a mut Map<String, Value>, key: &str) -> &'a mut Map<String, Value> {

@@ -5,6 +5,7 @@ mod claims;
 mod cluster;
 mod conditions;
 mod dependents;
+mod elsewhere;
 mod evicted;
 mod expiry;
 mod fairness;

@@ -582,7 +582,7 @@ async fn a_wrong_annotation_is_shown_and_the_default_applies() {
 )]
 #[case::foreign(
     Some("example.com/x"),
-    "SnapshotClass \"c\" has provisioner \"example.com/x\", which is not supported; images are kept on the node that makes them"
+    "SnapshotClass \"c\" has provisioner \"example.com/x\", which is not supported (known: node.torpor.dev, repository.torpor.dev); images are kept on the node that makes them"
 )]
 #[tokio::test]
 async fn an_unavailable_snapshot_class_is_reported(

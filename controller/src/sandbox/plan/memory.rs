@@ -22,7 +22,7 @@ use torpor_api::{
     node::RuntimeCapabilities,
     reasons::hibernated,
     retention::Retention,
-    snapshot::NODE_PROVISIONER,
+    snapshot::PROVISIONERS,
 };
 
 use super::{Action, ConditionChange, ImageFence, ImageUse, Plan, SnapshotFence};
@@ -31,6 +31,7 @@ use crate::sandbox::{
     validate::{Desired, Ownership, ownership},
 };
 
+mod elsewhere;
 mod evicted;
 mod location;
 mod origin;
@@ -225,12 +226,13 @@ fn class_problem(desired: &Desired<'_>, observed: &Observed) -> Option<String> {
         None => Some(format!(
             "SnapshotClass {name:?} does not exist; images are kept on the node that makes them"
         )),
-        Some(class) if class.spec.provisioner != NODE_PROVISIONER => Some(format!(
-            "SnapshotClass {name:?} has provisioner {:?}, which is not supported; images are kept on the node that makes them",
-            class.spec.provisioner
+        Some(class) if !PROVISIONERS.contains(&&*class.spec.provisioner) => Some(format!(
+            "SnapshotClass {name:?} has provisioner {:?}, which is not supported (known: {}); images are kept on the node that makes them",
+            class.spec.provisioner,
+            PROVISIONERS.join(", ")
         )),
         Some(class) => {
-            let problems = Retention::read(&class.spec.parameters).problems;
+            let problems = Retention::of(&class.spec).problems;
             let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
             let problems = problems.join("; ");
             (!problems.is_empty()).then(|| format!("SnapshotClass {name:?}: {problems}"))

@@ -19,7 +19,8 @@ fn pod(sandbox: &Sandbox, wishes: &[(&str, String)], memory: Option<&Memory>) ->
 fn memory() -> Memory {
     Memory {
         image_id: "p.1".into(),
-        node: "n1".into(),
+        nodes: vec!["n1".into()],
+        stored: None,
         copy: false,
         on_failure: OnRestoreFailure::Fail,
         containers: vec![("c".into(), Some("registry.example/img@sha256:abc".into()))],
@@ -269,6 +270,49 @@ fn claims_replace_volumes_of_their_name_and_keep_the_others() {
 }
 
 #[test]
+fn memory_in_a_repository_may_continue_on_each_node_that_fits() {
+    let spec = json!({
+        "containers": [{"name": "c"}],
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {
+            "nodeSelectorTerms": [
+                {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]},
+                {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["b"]}]},
+            ],
+        }}},
+    });
+    let memory = Memory {
+        nodes: vec!["n1".into(), "n2".into()],
+        stored: Some(Stored {
+            class: "far".into(),
+            digest: "blake3:1".into(),
+        }),
+        ..memory()
+    };
+    let pod = pod(&sandbox(spec), &[], Some(&memory));
+    let affinity = &pod["spec"]["affinity"]["nodeAffinity"];
+    let terms = &affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
+    let chosen: Vec<(&str, &str)> = terms
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|term| {
+            let zone = &term["matchExpressions"][0]["values"][0];
+            let node = &term["matchFields"][0]["values"][0];
+            (zone.as_str().unwrap(), node.as_str().unwrap())
+        })
+        .collect();
+    assert_eq!(chosen, [("a", "n1"), ("a", "n2"), ("b", "n1"), ("b", "n2")]);
+    let preferred = &affinity["preferredDuringSchedulingIgnoredDuringExecution"];
+    assert_eq!(
+        preferred[0]["preference"]["matchFields"][0]["values"][0],
+        "n1"
+    );
+    let annotated = &pod["metadata"]["annotations"];
+    assert_eq!(annotated[annotations::RESTORE_CLASS], "far");
+    assert_eq!(annotated[annotations::RESTORE_DIGEST], "blake3:1");
+}
+
+#[test]
 fn a_snapshot_without_image_or_node_is_no_memory() {
     let snapshot = |status: Value| -> SandboxSnapshot {
         serde_json::from_value(json!({
@@ -277,7 +321,16 @@ fn a_snapshot_without_image_or_node_is_no_memory() {
         }))
         .unwrap()
     };
-    let of = |status| Memory::of(&snapshot(status), "n1", None, false, OnRestoreFailure::Fail);
+    let of = |status| {
+        let nodes = vec!["n1".to_owned()];
+        Memory::of(
+            &snapshot(status),
+            nodes,
+            None,
+            false,
+            OnRestoreFailure::Fail,
+        )
+    };
     assert_eq!(of(json!({"imageID": "p.1"})), None);
     assert_eq!(of(json!({"nodeName": "n1"})), None);
     assert!(of(json!({"imageID": "p.1", "nodeName": "n1"})).is_some());

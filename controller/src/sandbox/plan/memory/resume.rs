@@ -19,9 +19,9 @@ use super::{
     super::{
         Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence, delete_as_seen, delete_pod,
     },
-    capabilities, condition_false, delete_snapshot, evicted, fence, image_missing, is_deleting,
+    capabilities, condition_false, delete_snapshot, elsewhere, evicted, fence, is_deleting,
     is_incomplete, is_resumable, is_terminating,
-    location::{LOOK_FOR_NODE, LostNode, await_node, cold_start, lost, may_be_back, out_of_reach},
+    location::{LOOK_FOR_NODE, LOOK_SOON, LostNode, await_node, cold_start, lost, may_be_back},
     newest_resumable, node_of,
     origin::{record, trusted_node},
     own_snapshots, phase, pod_condition, previous_condition, show_hibernated, sleeps_in_place,
@@ -91,10 +91,18 @@ fn resume(
     now: Timestamp,
 ) {
     let policy = desired.settings.restore_policy();
+    if let Some(continued) = elsewhere::continued(observed, snapshot) {
+        let (name, message) = (snapshot.name_any(), continued.message);
+        return plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
+    }
     match can_restore(desired, observed, snapshot, false) {
         Ok(memory) => {
             let start = Some((memory, fence(observed, snapshot, ImageUse::Resume)));
             create_pod(plan, desired, observed, start, ConditionChange::Remove);
+        }
+        Err((reason, message)) if elsewhere::waits(reason) => {
+            plan.requeue_after(LOOK_SOON);
+            plan.memory.restored = condition_false(conditions::RESTORED, reason, message);
         }
         Err((reason, message)) if policy == OnRestoreFailure::Fail => {
             wait_for_node(plan, observed, snapshot);
@@ -194,9 +202,7 @@ fn cold_start_message(reason: &str, why: &str) -> String {
     format!("Started without the saved memory ({reason}): {why}")
 }
 
-/// Checks whether the node that holds the image can restore it.
-///
-/// The node's agent reports what only the node can see (damage, a consumed image).
+/// Returns the memory to continue from, with the nodes that can restore it.
 fn can_restore(
     desired: &Desired<'_>,
     observed: &Observed,
@@ -205,49 +211,13 @@ fn can_restore(
 ) -> Result<Memory, Obstacle> {
     let name = snapshot.name_any();
     let policy = desired.settings.restore_policy();
-    let pod_node = trusted_node(observed, snapshot)?;
-    if let Some(lost) = lost(observed, snapshot) {
-        let message = out_of_reach(observed, snapshot, lost);
-        return Err((restored::NODE_UNAVAILABLE, message));
-    }
-    if snapshot.is_missing() {
-        let message = image_missing(observed, snapshot);
-        return Err((restored::IMAGE_MISSING, message));
-    }
+    let origin = trusted_node(observed, snapshot)?;
+    let nodes = elsewhere::nodes(desired, observed, snapshot, origin, copy)?;
     let saved = record(observed, snapshot);
-    let Some(memory) = Memory::of(snapshot, pod_node, saved, copy, policy) else {
+    Memory::of(snapshot, nodes, saved, copy, policy).ok_or_else(|| {
         let message = format!("SandboxSnapshot {name:?} does not name its image and node");
-        return Err((restored::SNAPSHOT_NOT_READY, message));
-    };
-    let node_name = &memory.node;
-    let node = observed.nodes.get(node_name);
-    let class = pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec);
-    let handler = class.and_then(|class| observed.handlers.get(&class));
-    let able = handler.zip(node);
-    if !able.is_some_and(|(handler, node)| node.capabilities(handler).restore) {
-        let runtime = handler.map_or("the default runtime", String::as_str);
-        let message =
-            format!("Node {node_name:?}, which holds the image, cannot restore with {runtime}");
-        return Err((restored::NODE_UNAVAILABLE, message));
-    }
-    let made_with = snapshot
-        .status
-        .as_ref()
-        .and_then(|status| status.fingerprint.as_ref());
-    let offered = node
-        .and_then(|node| node.status.as_ref())
-        .and_then(|status| status.fingerprint.as_ref());
-    if let (Some(made_with), Some(offered)) = (made_with, offered) {
-        let different = made_with.differs_in(offered);
-        if !different.is_empty() {
-            let message = format!(
-                "The image was made with another runtime than node {node_name:?} has now (different: {})",
-                different.join(", ")
-            );
-            return Err((restored::FINGERPRINT_MISMATCH, message));
-        }
-    }
-    Ok(memory)
+        (restored::SNAPSHOT_NOT_READY, message)
+    })
 }
 
 /// Returns the image of the runtime to inject into a new Pod, if any.

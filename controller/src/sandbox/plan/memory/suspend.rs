@@ -411,6 +411,9 @@ fn make(
             "reason": "Suspend",
         },
     });
+    if let Some(class) = &desired.settings.snapshot_class {
+        snapshot["spec"]["snapshotClassName"] = class.as_str().into();
+    }
     if let Some(record) = record {
         snapshot["metadata"]["annotations"] = saved_pod::annotation(record);
     }

@@ -1,0 +1,220 @@
+//! Chooses the nodes that may restore an image: the one that holds it, and, once the image is in a
+//! repository, all others that fit.
+//!
+//! A node claims an image in its SandboxNode before it fetches it (`status.fetched`). As long as
+//! such a claim is open, no other Pod is made for the image.
+
+use kube::ResourceExt;
+use torpor_api::{
+    SandboxNode, SandboxSnapshot,
+    reasons::{restored, snapshot as snapshot_reasons},
+};
+
+use super::{
+    image_missing,
+    location::{lost, out_of_reach},
+    origin::record,
+    resume::Obstacle,
+};
+use crate::{
+    sandbox::{dereference::Observed, pod_spec, validate::Desired},
+    saved_pod,
+};
+
+/// Most nodes in the affinity of a Pod.
+const MOST_NODES: usize = 64;
+
+/// Reports whether a reason means that the Sandbox has to wait, whatever its policy is.
+pub(super) fn waits(reason: &str) -> bool {
+    matches!(reason, restored::IMAGE_CLAIMED | restored::UPLOADING)
+}
+
+/// A Pod that was restored from an image on another node than the image's own, and is gone.
+pub(super) struct Continued {
+    pub(super) message: String,
+}
+
+/// Returns the Pod that has continued from the image elsewhere, if there is one.
+pub(super) fn continued(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Continued> {
+    let mut claims = claims(observed, snapshot);
+    let (node, claim) = claims.find(|(_, claim)| claim.consumed)?;
+    let pod = &claim.pod_uid;
+    let message = format!(
+        "Pod {pod} on node {node:?} continued from the image and is gone; the memory that it had since is lost"
+    );
+    Some(Continued { message })
+}
+
+/// Returns the claims on an image by Pods that the Sandbox no longer has, each with its node.
+fn claims<'a>(
+    observed: &'a Observed,
+    snapshot: &'a SandboxSnapshot,
+) -> impl Iterator<Item = (String, &'a torpor_api::node::FetchedImage)> {
+    let status = snapshot.status.as_ref();
+    let image = status.and_then(|status| status.image_id.as_deref());
+    let namespace = snapshot.metadata.namespace.as_deref().unwrap_or_default();
+    let nodes = observed.cluster.iter().map(|candidate| &candidate.node);
+    nodes.flat_map(move |node| {
+        let image = image.unwrap_or_default();
+        let fetched = node.fetched(namespace, image);
+        fetched.map(move |claim| (node.name_any(), claim))
+    })
+}
+
+/// Returns the nodes that may restore the image, `origin` first if it can.
+pub(super) fn nodes(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    origin: &str,
+    copy: bool,
+) -> Result<Vec<String>, Obstacle> {
+    let here = origin_can(desired, observed, snapshot, origin);
+    if !snapshot.is_uploaded() {
+        here?;
+        return match is_awaited(observed, snapshot, origin) {
+            true => Err(uploading(snapshot, origin)),
+            false => Ok(vec![origin.to_owned()]),
+        };
+    }
+    if !copy && let Some(claim) = open_claim(observed, snapshot) {
+        return Err(claim);
+    }
+    // The mark that a Pod has taken the image is on that Pod's node.
+    if !copy && ran_again_on(desired, observed, snapshot, origin) {
+        return here.map(|()| vec![origin.to_owned()]);
+    }
+    let others = observed.cluster.iter().filter(|candidate| {
+        let node = &candidate.node;
+        node.name_any() != origin
+            && !candidate.is_silent
+            && fits(desired, observed, snapshot, node).is_ok()
+    });
+    let mut others: Vec<String> = others.map(|candidate| candidate.node.name_any()).collect();
+    others.sort();
+    let nodes: Vec<String> = here
+        .as_ref()
+        .ok()
+        .map(|()| origin.to_owned())
+        .into_iter()
+        .chain(others)
+        .collect();
+    match (nodes.is_empty(), here) {
+        (true, Err((reason, message))) => Err((
+            reason,
+            format!(
+                "{message}. The image is in its repository too, but no other node can restore it"
+            ),
+        )),
+        _ => Ok(nodes.into_iter().take(MOST_NODES).collect()),
+    }
+}
+
+/// Returns why the node that holds the image cannot restore it.
+///
+/// The node's agent reports what only the node can see (damage, a consumed image).
+fn origin_can(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    origin: &str,
+) -> Result<(), Obstacle> {
+    if let Some(lost) = lost(observed, snapshot) {
+        let message = out_of_reach(observed, snapshot, lost);
+        return Err((restored::NODE_UNAVAILABLE, message));
+    }
+    if snapshot.is_missing() {
+        let message = image_missing(observed, snapshot);
+        return Err((restored::IMAGE_MISSING, message));
+    }
+    match observed.nodes.get(origin) {
+        Some(node) => fits(desired, observed, snapshot, node),
+        None => Err(cannot_restore(desired, observed, origin)),
+    }
+}
+
+fn cannot_restore(desired: &Desired<'_>, observed: &Observed, node: &str) -> Obstacle {
+    let handler = handler(desired, observed);
+    let runtime = handler.map_or("the default runtime", String::as_str);
+    let message = format!("Node {node:?}, which holds the image, cannot restore with {runtime}");
+    (restored::NODE_UNAVAILABLE, message)
+}
+
+fn handler<'a>(desired: &Desired<'_>, observed: &'a Observed) -> Option<&'a String> {
+    let class = pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec)?;
+    observed.handlers.get(&class)
+}
+
+/// Returns why a node cannot restore the image.
+fn fits(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    node: &SandboxNode,
+) -> Result<(), Obstacle> {
+    let name = node.name_any();
+    let handler = handler(desired, observed);
+    if !handler.is_some_and(|handler| node.capabilities(handler).restore) {
+        return Err(cannot_restore(desired, observed, &name));
+    }
+    let made_with = snapshot
+        .status
+        .as_ref()
+        .and_then(|status| status.fingerprint.as_ref());
+    let offered = node
+        .status
+        .as_ref()
+        .and_then(|status| status.fingerprint.as_ref());
+    let different = made_with
+        .zip(offered)
+        .map(|(made_with, offered)| made_with.differs_in(offered));
+    match different.filter(|different| !different.is_empty()) {
+        None => Ok(()),
+        Some(different) => Err((
+            restored::FINGERPRINT_MISMATCH,
+            format!(
+                "The image was made with another runtime than node {name:?} has now (different: {})",
+                different.join(", ")
+            ),
+        )),
+    }
+}
+
+/// Returns the claim by a Pod that is gone and whose node has not settled yet whether it ran.
+fn open_claim(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Obstacle> {
+    let mut claims = claims(observed, snapshot);
+    let (node, claim) = claims.find(|(_, claim)| !claim.consumed)?;
+    let message = format!(
+        "Node {node:?} has fetched the image for Pod {}, which is gone, and has not reported yet whether that Pod ran",
+        claim.pod_uid
+    );
+    Some((restored::IMAGE_CLAIMED, message))
+}
+
+/// Reports whether a later Pod than the saved one ran on the image's own node.
+fn ran_again_on(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    origin: &str,
+) -> bool {
+    let saved = record(observed, snapshot).map(|record| record.uid.clone());
+    let saved = saved.or_else(|| snapshot.spec.pod_uid.clone());
+    let last = saved_pod::last_pod(desired.sandbox);
+    last.is_some_and(|last| Some(&last.uid) != saved.as_ref() && last.node_name == origin)
+}
+
+/// Reports whether the image will be in a repository soon and its node takes no Pods until then.
+fn is_awaited(observed: &Observed, snapshot: &SandboxSnapshot, origin: &str) -> bool {
+    let upload = snapshot.upload_reason();
+    let fails = upload == Some(snapshot_reasons::INVALID_CLASS);
+    observed.cordoned.contains(origin) && upload.is_some() && !fails
+}
+
+fn uploading(snapshot: &SandboxSnapshot, origin: &str) -> Obstacle {
+    let message = format!(
+        "Node {origin:?}, which holds the image of SandboxSnapshot {:?}, takes no Pods; the Sandbox continues elsewhere once the image is uploaded",
+        snapshot.name_any()
+    );
+    (restored::UPLOADING, message)
+}

@@ -1,0 +1,206 @@
+//! Tests of restores on other nodes than the image's own, from a repository.
+
+use serde_json::{Value, json};
+
+use crate::{
+    objects::{NS, committed, condition, mode, sandbox_node, torpor_sandbox},
+    world::World,
+};
+
+/// Returns a world with two nodes and a Sandbox without a Pod, whose memory is on `n1` and in a
+/// repository.
+async fn uploaded() -> (World, String) {
+    let world = World::new();
+    let mut other = sandbox_node("n2");
+    other["status"]["fetched"] = json!([]);
+    world.api.create("sandboxnodes", other);
+    world
+        .api
+        .create("nodes", json!({"metadata": {"name": "n2"}}));
+    let class = json!({"metadata": {"annotations": {"torpor.dev/snapshot-class": "far"}}});
+    world.ready(torpor_sandbox(class)).await;
+    world.edit_sandbox(&mode("Suspended"));
+    world.settle().await;
+    let name = world.snapshot();
+    world.edit_snapshot(&name, &committed("i.1", "n1"));
+    set_upload(&world, &name, "True", "Uploaded");
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    (world, name)
+}
+
+fn set_upload(world: &World, name: &str, status: &str, reason: &str) {
+    let upload = json!({"status": {"digest": "blake3:1", "conditions": [
+        condition("Committed", "True", "Committed", ""), condition("Uploaded", status, reason, ""),
+    ]}});
+    world.edit_snapshot(name, &upload);
+}
+
+/// Returns the nodes on which the Pod may run.
+fn nodes(world: &World) -> Vec<String> {
+    let Some(pod) = world.pod() else {
+        return Vec::new();
+    };
+    let required =
+        &pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"];
+    let terms = required["nodeSelectorTerms"].as_array().expect("terms");
+    let node = |term: &Value| {
+        term["matchFields"][0]["values"][0]
+            .as_str()
+            .map(str::to_owned)
+    };
+    terms.iter().filter_map(node).collect()
+}
+
+fn node_is_gone(world: &World) {
+    let old_heartbeat = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
+    world.api.edit("sandboxnodes", "", "n1", &old_heartbeat);
+    world.api.remove("nodes", "", "n1");
+}
+
+fn claim(world: &World, pod: &str, consumed: bool) {
+    let claim = json!({"imageID": "i.1", "namespace": NS, "podUID": pod, "consumed": consumed});
+    let claimed = json!({"status": {"fetched": [claim]}});
+    world.api.edit("sandboxnodes", "", "n2", &claimed);
+}
+
+#[tokio::test]
+async fn an_uploaded_image_may_continue_on_each_node_and_preferably_on_its_own() {
+    let (world, name) = uploaded().await;
+    let snapshot = world.snapshots().remove(0);
+    assert_eq!(snapshot["metadata"]["name"], name.as_str());
+    assert_eq!(snapshot["spec"]["snapshotClassName"], "far");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1", "n2"]);
+    let pod = world.pod().expect("a Pod");
+    let preferred =
+        &pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"];
+    assert_eq!(
+        preferred[0]["preference"]["matchFields"][0]["values"][0],
+        "n1"
+    );
+    let annotations = &pod["metadata"]["annotations"];
+    assert_eq!(annotations["torpor.dev/restore-class"], "far");
+    assert_eq!(annotations["torpor.dev/restore-digest"], "blake3:1");
+}
+
+#[tokio::test]
+async fn a_node_that_is_gone_does_not_take_an_uploaded_image_with_it() {
+    let (world, _) = uploaded().await;
+    node_is_gone(&world);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n2"]);
+}
+
+#[tokio::test]
+async fn a_node_that_does_not_fit_is_no_place() {
+    let (world, _) = uploaded().await;
+    let other = json!({"status": {"fingerprint": {"platform": "kvm", "runscDigest": "2"}}});
+    world.api.edit("sandboxnodes", "", "n2", &other);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1"]);
+}
+
+#[tokio::test]
+async fn without_any_place_the_reason_names_both() {
+    let (world, _) = uploaded().await;
+    let silent = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
+    world.api.edit("sandboxnodes", "", "n2", &silent);
+    node_is_gone(&world);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.pod(), None);
+    let restored = world.condition("Restored").expect("a condition");
+    assert_eq!(restored.1, "NodeUnavailable");
+    let message = restored.2;
+    assert!(message.contains("is gone from the cluster"), "{message}");
+    assert!(
+        message.contains("no other node can restore it"),
+        "{message}"
+    );
+}
+
+#[tokio::test]
+async fn no_second_pod_is_made_while_a_node_may_have_run_the_first() {
+    let (world, _) = uploaded().await;
+    claim(&world, "pod-before", false);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.pod(), None);
+    let restored = world.condition("Restored").expect("a condition");
+    assert_eq!(restored.1, "ImageClaimed");
+    let message = restored.2;
+    assert!(
+        message.contains("\"n2\"") && message.contains("pod-before"),
+        "{message}"
+    );
+    // The node reports that the Pod never ran.
+    let released = json!({"status": {"fetched": null}});
+    world.api.edit("sandboxnodes", "", "n2", &released);
+    world.let_time_pass();
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1", "n2"]);
+}
+
+#[tokio::test]
+async fn an_image_that_a_pod_elsewhere_has_run_on_from_is_not_used_again() {
+    let (world, _) = uploaded().await;
+    claim(&world, "pod-before", true);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    let pod = world.pod().expect("a Pod");
+    let annotations = &pod["metadata"]["annotations"];
+    assert_eq!(annotations.get("torpor.dev/restore-image"), None);
+    let restored = world.condition("Restored").expect("a condition");
+    assert_eq!(restored.1, "ColdStarted");
+    let message = restored.2;
+    assert!(
+        message.contains("Pod pod-before on node \"n2\" continued"),
+        "{message}"
+    );
+}
+
+#[tokio::test]
+async fn a_sandbox_of_a_cordoned_node_waits_for_the_upload_and_continues_elsewhere() {
+    let (world, name) = uploaded().await;
+    set_upload(&world, &name, "False", "Uploading");
+    let cordoned = json!({"spec": {"unschedulable": true}});
+    world.api.edit("nodes", "", "n1", &cordoned);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.pod(), None);
+    let restored = world.condition("Restored").expect("a condition");
+    assert_eq!(restored.1, "Uploading");
+    set_upload(&world, &name, "True", "Uploaded");
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1", "n2"], "the scheduler knows the taint");
+}
+
+#[tokio::test]
+async fn a_sandbox_whose_node_takes_pods_does_not_wait_for_the_upload() {
+    let (world, name) = uploaded().await;
+    set_upload(&world, &name, "False", "Uploading");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1"]);
+}
+
+#[tokio::test]
+async fn a_class_with_a_repository_and_rules_is_supported() {
+    let world = World::new();
+    let class = json!({
+        "metadata": {"name": "far"}, "provisioner": null,
+        "spec": {
+            "provisioner": "repository.torpor.dev",
+            "parameters": {"url": "s3://b/p", "endpoint": "http://s3", "allowHTTP": "true", "keepLast": "2"},
+        },
+    });
+    world.api.create("snapshotclasses", class);
+    let named = json!({"metadata": {"annotations": {"torpor.dev/snapshot-class": "far"}}});
+    world.ready(torpor_sandbox(named)).await;
+    assert_eq!(world.condition("Hibernated"), None);
+}
