@@ -175,7 +175,7 @@ fn names_scopes_and_subresources_are_upstreams() {
     extensions.agents.x-k8s.io v1beta1 sandboxclaims Namespaced short=["sandboxclaim"] sub={"status":{}} columns=Ready,Sandbox,Reason,Age
     extensions.agents.x-k8s.io v1beta1 sandboxtemplates Namespaced short=["sandboxtemplate"] sub=null columns=
     extensions.agents.x-k8s.io v1beta1 sandboxwarmpools Namespaced short=["swp"] sub={"scale":{"labelSelectorPath":".status.selector","specReplicasPath":".spec.replicas","statusReplicasPath":".status.replicas"},"status":{}} columns=Ready,Desired,Age
-    torpor.dev v1alpha1 sandboxsnapshots Namespaced short=["sbsnap"] sub={"status":{}} columns=Sandbox,Node,Size,Committed,Reason,Age
+    torpor.dev v1alpha1 sandboxsnapshots Namespaced short=["sbsnap"] sub={"status":{}} columns=Sandbox,Node,Size,Committed,Reason,Uploaded,Age
     torpor.dev v1alpha1 sandboxnodes Cluster short=null sub={"status":{}} columns=Ready,Running,Dozing,Hibernated,Images,Age
     torpor.dev v1alpha1 snapshotclasses Cluster short=null sub=null columns=Provisioner,Age
     "#);
