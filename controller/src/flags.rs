@@ -16,7 +16,7 @@ use clap::{
 use crate::{
     network::Cidr,
     scope::Namespaces,
-    settings::{self, ClaimSettings, NetworkSettings, PoolSettings, Settings},
+    settings::{self, ClaimSettings, NetworkSettings, PoolSettings, RepositorySettings, Settings},
 };
 
 pub mod config;
@@ -135,6 +135,14 @@ pub struct Flags {
     /// addition to the private ones; may be repeated. Torpor's.
     #[arg(long, value_name = "CIDR", value_delimiter = ',')]
     pub network_policy_except: Vec<Cidr>,
+    /// Directory with the credentials of repositories, one file for each: the Secret
+    /// torpor-repository. Torpor's.
+    #[arg(long, default_value = "/etc/torpor/repository")]
+    pub repository_credentials: PathBuf,
+    /// Interval at which images that no SandboxSnapshot names are removed from repositories; 0
+    /// removes none. Torpor's.
+    #[arg(long, default_value = "10m", value_parser = duration)]
+    pub repository_sweep_interval: Duration,
     /// Log format: text or json. Torpor's.
     #[arg(long, default_value = "text", value_parser = ["text", "json"])]
     pub log_format: String,
@@ -189,6 +197,11 @@ impl Flags {
             network: NetworkSettings {
                 default_policy: self.default_network_policy,
                 except: self.network_policy_except.clone(),
+            },
+            repositories: RepositorySettings {
+                credentials: self.repository_credentials.clone(),
+                sweep_interval: Some(self.repository_sweep_interval)
+                    .filter(|interval| !interval.is_zero()),
             },
         }
     }

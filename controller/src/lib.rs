@@ -40,6 +40,7 @@ pub mod scope;
 pub mod serve;
 pub mod settings;
 pub mod snapshot;
+pub mod sweep;
 pub mod template;
 pub mod trace;
 pub mod transport;

@@ -18,7 +18,7 @@ use crate::{
     queue::Queue,
     retention, sandbox,
     settings::Settings,
-    snapshot, template, trace, watches,
+    snapshot, sweep, template, trace, watches,
 };
 
 /// Time that running passes have to end after the program is told to stop.
@@ -212,6 +212,7 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
             reconcile: template::reconcile,
         });
     }
+    watching.spawn(sweep::run(Arc::clone(&context), shutdown.clone()));
     shutdown.cancelled().await;
     let drained = async {
         while working.join_next().await.is_some() {}

@@ -1,6 +1,6 @@
 //! Settings of the reconcilers, from the command line.
 
-use std::{sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use torpor_api::SandboxWarmPool;
 
@@ -26,6 +26,7 @@ pub struct Settings {
     pub pools: PoolSettings,
     pub claims: ClaimSettings,
     pub network: NetworkSettings,
+    pub repositories: RepositorySettings,
 }
 
 impl Settings {
@@ -33,6 +34,15 @@ impl Settings {
     pub fn watches_policies(&self) -> bool {
         self.extensions || self.network.default_policy
     }
+}
+
+/// Repositories of images. Torpor's.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RepositorySettings {
+    /// Directory with one file for each credential.
+    pub credentials: PathBuf,
+    /// Interval between sweeps; none without sweeps.
+    pub sweep_interval: Option<Duration>,
 }
 
 /// Network access of sandboxes. Torpor's.
@@ -93,6 +103,7 @@ impl Default for Settings {
             pools: PoolSettings::default(),
             claims: ClaimSettings::default(),
             network: NetworkSettings::default(),
+            repositories: RepositorySettings::default(),
         }
     }
 }

@@ -147,10 +147,15 @@ pub(crate) struct RunArgs {
 /// Options for the upload of images to the repositories of SnapshotClasses.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct RepositoryArgs {
-    /// Directory with the credentials of repositories and the encryption keys, one file for each:
-    /// the Secret torpor-repository
+    /// Directory with the credentials of repositories, one file for each: the Secret
+    /// torpor-repository
     #[arg(long, default_value = "/etc/torpor/repository", value_parser = absolute, env = "TORPOR_REPOSITORY_CREDENTIALS")]
     pub(crate) repository_credentials: PathBuf,
+    /// File with the encryption keys of repositories, one `<id>:<32 bytes in base64>` on each line:
+    /// the Secret torpor-repository-keys. The first key is for new images. Without it images are
+    /// not encrypted
+    #[arg(long, default_value = "/etc/torpor/repository-keys/keys", value_parser = absolute, env = "TORPOR_REPOSITORY_KEYS")]
+    pub(crate) repository_keys: PathBuf,
     /// Maximum number of images that are uploaded at once
     #[arg(long, default_value = "2", value_parser = at_least_one, env = "TORPOR_UPLOADS_AT_ONCE")]
     pub(crate) uploads_at_once: usize,

@@ -42,8 +42,7 @@ pub(crate) fn start(
     let all = Api::<SnapshotClass>::all(client.clone());
     let (classes, events) = reflect(all, watcher::Config::default(), trim_snapshot_class);
     tasks.spawn(pump(events, stop.clone(), |_: &SnapshotClass| {}));
-    let credentials = args.repository_credentials.clone();
-    let repositories = Arc::new(Repositories::new(client, classes.clone(), credentials));
+    let repositories = Arc::new(Repositories::new(client, classes.clone(), args));
     let uploads = Arc::new(Uploads {
         node: shared.node.clone(),
         snapshots: shared.snapshots.clone(),

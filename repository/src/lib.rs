@@ -60,13 +60,15 @@ impl Repository {
     ///
     /// `cluster` is the UID of the cluster's namespace `kube-system`, so that clusters that share a
     /// prefix never share an object. `credentials` is a directory with one file for each option of
-    /// the object store's client, for example `aws_access_key_id`.
+    /// the object store's client, for example `aws_access_key_id`. `keys` is a file of encryption
+    /// keys; it need not exist, and sweeps need none.
     pub fn open(
         settings: &Settings,
         credentials: &Path,
+        keys: Option<&Path>,
         cluster: &str,
     ) -> Result<Self, InvalidSettings> {
-        let keys = settings::keys(credentials)?;
+        let keys = keys.map(settings::keys).transpose()?.unwrap_or_default();
         let (objects, prefix) = settings.client(credentials)?;
         Ok(Self {
             objects,

@@ -18,8 +18,6 @@ use crate::seal::{InvalidKeys, Keys};
 
 /// Names of the parameters that this crate reads.
 pub const PARAMETERS: [&str; 4] = ["url", "endpoint", "region", "allowHTTP"];
-/// File with the encryption keys.
-const ENCRYPTION_KEYS: &str = "encryption-keys";
 /// Largest file of credentials, in bytes.
 const LARGEST: u64 = 64 << 10;
 /// Time limit of one request, and of all attempts at it. The caller tries again later.
@@ -162,12 +160,15 @@ fn unknown(name: &str, scheme: &'static str) -> InvalidSettings {
     }
 }
 
-/// Reads the encryption keys of a directory of credentials; none if it has none.
-pub(crate) fn keys(credentials: &Path) -> Result<Keys, InvalidSettings> {
-    let path = credentials.join(ENCRYPTION_KEYS);
-    match read(&path)? {
+/// Reads encryption keys; none if the file does not exist.
+pub(crate) fn keys(path: &Path) -> Result<Keys, InvalidSettings> {
+    let invalid = |source| InvalidSettings::Keys {
+        path: path.to_owned(),
+        source,
+    };
+    match read(path)? {
         None => Ok(Keys::default()),
-        Some(text) => Keys::parse(&text).map_err(|source| InvalidSettings::Keys { path, source }),
+        Some(text) => Keys::parse(&text).map_err(invalid),
     }
 }
 
@@ -187,7 +188,7 @@ fn options(credentials: &Path) -> Result<Vec<(String, String)>, InvalidSettings>
         let entry = entry.map_err(failed)?;
         let name = entry.file_name().to_string_lossy().into_owned();
         // A mounted Secret has directories and links whose names begin with a dot.
-        if name.starts_with('.') || name == ENCRYPTION_KEYS {
+        if name.starts_with('.') {
             continue;
         }
         if let Some(value) = read(&entry.path())? {
@@ -248,7 +249,6 @@ mod tests {
             |name: &str, text: &str| std::fs::write(credentials.join(name), text).expect("written");
         put("aws_access_key_id", "a\n");
         put("aws_secret_access_key", "s\n");
-        put(ENCRYPTION_KEYS, "");
         std::fs::create_dir(credentials.join("..data")).expect("made");
         let s3 = parse(&[
             ("url", "s3://bucket/some/prefix"),
@@ -269,9 +269,10 @@ mod tests {
                 .contains("\"aws_access_key_id\" is not an option"),
             "{error}"
         );
-        put(ENCRYPTION_KEYS, "nonsense");
+        let of_keys = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(of_keys.path(), "nonsense").expect("written");
         assert!(
-            keys(credentials)
+            keys(of_keys.path())
                 .expect_err("no keys")
                 .to_string()
                 .contains("line 1")

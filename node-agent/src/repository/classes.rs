@@ -11,6 +11,7 @@ use torpor_api::SnapshotClass;
 use torpor_api::snapshot::{NODE_PROVISIONER, REPOSITORY_PROVISIONER};
 use torpor_repository::{InvalidSettings, Repository, Settings};
 
+use crate::args::RepositoryArgs;
 use crate::report::publish::API_LIMIT;
 
 /// Namespace whose UID identifies the cluster, as Kubernetes' own documentation advises.
@@ -49,15 +50,21 @@ pub(crate) struct Repositories {
     classes: Cache<SnapshotClass>,
     /// Directory of the Secret's files.
     credentials: PathBuf,
+    keys: PathBuf,
     cluster: OnceCell<String>,
 }
 
 impl Repositories {
-    pub(crate) fn new(client: Client, classes: Cache<SnapshotClass>, credentials: PathBuf) -> Self {
+    pub(crate) fn new(
+        client: Client,
+        classes: Cache<SnapshotClass>,
+        args: &RepositoryArgs,
+    ) -> Self {
         Self {
             client,
             classes,
-            credentials,
+            credentials: args.repository_credentials.clone(),
+            keys: args.repository_keys.clone(),
             cluster: OnceCell::new(),
         }
     }
@@ -86,7 +93,8 @@ impl Repositories {
         };
         let settings = Settings::parse(&class.spec.parameters).map_err(invalid)?;
         let cluster = self.cluster.get_or_try_init(|| self.cluster_uid()).await?;
-        Repository::open(&settings, &self.credentials, cluster).map_err(invalid)
+        let keys = Some(&*self.keys);
+        Repository::open(&settings, &self.credentials, keys, cluster).map_err(invalid)
     }
 
     async fn cluster_uid(&self) -> Result<String, Error> {

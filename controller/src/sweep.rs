@@ -1,0 +1,184 @@
+//! Removes images from repositories that no SandboxSnapshot names any more, and the chunks that no
+//! image needs.
+//!
+//! One sweep starts some time after the controller has become the leader, and one at each interval.
+//! An image goes when its index is older than an hour (by the object store's clock), the cache has
+//! no SandboxSnapshot that names it, and neither has the apiserver when it is asked. A SnapshotClass
+//! with `deletionPolicy: Retain` is not swept.
+
+use std::{collections::BTreeSet, path::Path, sync::Arc, time::Duration};
+
+use k8s_openapi::api::core::v1::Namespace;
+use kube::ResourceExt;
+use tokio_util::sync::CancellationToken;
+use torpor_api::{
+    SandboxSnapshot, SnapshotClass,
+    snapshot::{DeletionPolicy, REPOSITORY_PROVISIONER},
+};
+use torpor_repository::{ImageLeft, InvalidSettings, Repository, Settings};
+
+use crate::{calls, context::Context};
+
+/// Time from the start of the controller until the first sweep.
+const FIRST: Duration = Duration::from_secs(60);
+/// Namespace whose UID identifies the cluster in a repository.
+const CLUSTER_NAMESPACE: &str = "kube-system";
+
+/// Error of a sweep of one repository.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error("{0}")]
+    Settings(#[from] InvalidSettings),
+    #[error("{}", .0.words())]
+    Repository(#[from] torpor_repository::Error),
+    #[error("cannot read {what}")]
+    Observe {
+        what: &'static str,
+        #[source]
+        source: calls::Error,
+    },
+    #[error("namespace {CLUSTER_NAMESPACE} cannot be read, whose UID identifies the cluster")]
+    NoCluster,
+}
+
+/// Sweeps until `shutdown`.
+pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
+    let Some(interval) = context.settings.repositories.sweep_interval else {
+        return;
+    };
+    let mut pause = FIRST.min(interval);
+    context.caches.snapshots.wait_ready().await;
+    loop {
+        // Cancel-safe: both arms only wait.
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = shutdown.cancelled() => return,
+        }
+        pause = interval;
+        let is_swept = |class: &SnapshotClass| {
+            class.spec.provisioner == REPOSITORY_PROVISIONER
+                && class.spec.deletion_policy == DeletionPolicy::Delete
+        };
+        for class in context.caches.snapshot_classes.filtered(is_swept) {
+            let swept = tokio::select! {
+                swept = sweep(&context, &class) => swept,
+                () = shutdown.cancelled() => return,
+            };
+            if let Err(error) = swept {
+                let error: &dyn std::error::Error = &error;
+                tracing::warn!(class = class.name_any(), error, "cannot sweep a repository");
+            }
+        }
+    }
+}
+
+async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
+    let settings = Settings::parse(&class.spec.parameters)?;
+    let credentials: &Path = &context.settings.repositories.credentials;
+    let cluster = cluster(context).await?;
+    let repository = Repository::open(&settings, credentials, None, &cluster)?;
+    let scope = &context.settings.namespaces;
+    for namespace in repository.namespaces().await? {
+        // A confined controller does not see the SandboxSnapshots of other namespaces.
+        if !scope.is_cluster() && !scope.names().any(|own| own == namespace) {
+            continue;
+        }
+        let images = repository.images(&namespace).await?;
+        let mut deleted = 0;
+        let mut named = None;
+        for image in unnamed(&images, &cached(context, &namespace)) {
+            if named.is_none() {
+                named = Some(asked(context, &namespace).await?);
+            }
+            let is_named = named
+                .as_ref()
+                .is_some_and(|all| all.contains(image.name.image()));
+            if !is_named {
+                repository.delete_image(image).await?;
+                deleted += 1;
+            }
+        }
+        let chunks = repository.sweep(&namespace).await?;
+        if deleted > 0 || chunks.deleted > 0 {
+            let class = class.name_any();
+            tracing::info!(
+                class,
+                namespace,
+                images = deleted,
+                chunks = chunks.deleted,
+                "removed what no SandboxSnapshot names from a repository"
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Returns the images that may be deleted and that no SandboxSnapshot names.
+fn unnamed<'a>(images: &'a [ImageLeft], named: &BTreeSet<String>) -> Vec<&'a ImageLeft> {
+    let images = images.iter().filter(|image| image.may_be_deleted());
+    images
+        .filter(|image| !named.contains(image.name.image()))
+        .collect()
+}
+
+fn image_of(snapshot: &SandboxSnapshot) -> Option<String> {
+    snapshot.status.as_ref()?.image_id.clone()
+}
+
+fn cached(context: &Context, namespace: &str) -> BTreeSet<String> {
+    let here = |snapshot: &SandboxSnapshot| snapshot.namespace().as_deref() == Some(namespace);
+    let snapshots = context.caches.snapshots.filtered(here);
+    snapshots
+        .iter()
+        .filter_map(|snapshot| image_of(snapshot))
+        .collect()
+}
+
+/// Asks the apiserver for the images that SandboxSnapshots name.
+async fn asked(context: &Context, namespace: &str) -> Result<BTreeSet<String>, Error> {
+    let listed = context.api.list::<SandboxSnapshot>(namespace).await;
+    let listed = listed.map_err(|source| Error::Observe {
+        what: "the SandboxSnapshots of a namespace",
+        source,
+    })?;
+    Ok(listed.iter().filter_map(image_of).collect())
+}
+
+async fn cluster(context: &Context) -> Result<String, Error> {
+    let found = context
+        .api
+        .get_cluster::<Namespace>(CLUSTER_NAMESPACE)
+        .await;
+    let found = found.map_err(|source| Error::Observe {
+        what: "the UID of the cluster",
+        source,
+    })?;
+    found.and_then(|found| found.uid()).ok_or(Error::NoCluster)
+}
+
+#[cfg(test)]
+mod tests {
+    use jiff::SignedDuration;
+    use torpor_repository::ImageName;
+
+    use super::*;
+
+    #[test]
+    fn an_image_goes_when_it_is_old_and_no_snapshot_names_it() {
+        let image = |id: &str, hours, whole| ImageLeft {
+            name: ImageName::new("n", id).unwrap(),
+            whole,
+            age: SignedDuration::from_hours(hours),
+        };
+        let images = [
+            image("named.1", 2, true),
+            image("old.1", 2, true),
+            image("young.1", 0, true),
+            image("cut-off.1", 2, false),
+        ];
+        let named = BTreeSet::from(["named.1".to_owned()]);
+        let gone = unnamed(&images, &named);
+        let gone: Vec<&str> = gone.iter().map(|image| image.name.image()).collect();
+        assert_eq!(gone, ["old.1", "cut-off.1"]);
+    }
+}
