@@ -222,7 +222,7 @@ func endOrphans(groupName string) error {
 	}
 	return waitFor("end of what is left of "+groupName, 20*time.Second, func(context.Context) error {
 		left := 0
-		for pid := range cgroupProcesses() {
+		for pid := range cgroupProcesses(g.cgroup()) {
 			commandLine, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 			if err == nil && programs[string(commandLine)] && !isZombie(pid) {
 				left++
