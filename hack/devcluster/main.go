@@ -23,6 +23,8 @@ const usage = `usage: hack/cluster COMMAND
   node-down NODE        turn a node off as a loss of power does; its disk is kept. Not node-0
   node-up NODE          turn it on again
   on NODE COMMAND…      run a command in a node's mount and network namespaces
+  store up|down|status  an S3 server (versitygw) for Pods and nodes, built when first asked for;
+                        prints its endpoint, bucket and keys; down keeps its data
   status                what runs
   kubeconfig            print the path of the administrator's kubeconfig
   kubectl ARGS…         kubectl on this cluster
@@ -77,6 +79,8 @@ func run(command string, args []string) error {
 		return nodeCommand(command, args)
 	case "on":
 		return onNode(args)
+	case "store":
+		return storeCommand(args)
 	case "down":
 		return down()
 	case "check":

@@ -17,7 +17,7 @@ func kill(pid int) { syscall.Kill(pid, syscall.SIGKILL) }
 
 // groupNames are the groups that the cluster may have.
 func groupNames() []string {
-	names := []string{controlPlane}
+	names := []string{controlPlane, storeGroup}
 	for _, n := range nodes {
 		names = append(names, n.name())
 	}

@@ -113,6 +113,11 @@ func bringUp(tools toolset) error {
 			return err
 		}
 	}
+	if fileExists(storeMark()) {
+		if err := startStore(); err != nil {
+			return err
+		}
+	}
 	return waitCluster()
 }
 
