@@ -63,6 +63,8 @@ type condition struct {
 	Type    string `json:"type"`
 	Status  string `json:"status"`
 	Message string `json:"message"`
+	// LastHeartbeatTime is set in conditions of Nodes only.
+	LastHeartbeatTime time.Time `json:"lastHeartbeatTime"`
 }
 
 type conditioned struct {
@@ -83,6 +85,12 @@ func (object conditioned) condition(kind string) *condition {
 
 // hasCondition is a check for waitFor: the object's condition must be True.
 func hasCondition(path, kind string) func(context.Context) error {
+	return hasConditionSince(path, kind, time.Time{})
+}
+
+// hasConditionSince also wants a heartbeat of the condition since a time, which the apiserver knows
+// by the second.
+func hasConditionSince(path, kind string, since time.Time) func(context.Context) error {
 	return func(ctx context.Context) error {
 		var object conditioned
 		if err := get(ctx, path, &object); err != nil {
@@ -91,6 +99,8 @@ func hasCondition(path, kind string) func(context.Context) error {
 		switch c := object.condition(kind); {
 		case c == nil:
 			return errors.New("no condition " + kind + " yet")
+		case c.LastHeartbeatTime.Before(since.Truncate(time.Second)):
+			return fmt.Errorf("%s is from %s", kind, c.LastHeartbeatTime.Format(time.RFC3339))
 		case c.Status == "True":
 			return nil
 		default:

@@ -274,7 +274,7 @@ func benchDown() error {
 	if err := killAll(nil); err != nil {
 		return err
 	}
-	if err := removeCgroups(); err != nil {
+	if err := removeCgroups(cgroupName); err != nil {
 		return err
 	}
 	return errors.Join(os.RemoveAll(runRoot), os.RemoveAll(stateRoot))

@@ -126,15 +126,15 @@ func joinCgroup(name string) error {
 	return os.WriteFile(filepath.Join(root, name, "cgroup.procs"), []byte(strconv.Itoa(os.Getpid())), 0)
 }
 
-// cgroupProcesses returns the ids of all processes in our groups, in any hierarchy.
-func cgroupProcesses() map[int]bool {
+// cgroupProcesses returns the ids of all processes in a group and those below it, in any hierarchy.
+func cgroupProcesses(name string) map[int]bool {
 	found := map[int]bool{}
 	all, err := hierarchies()
 	if err != nil {
 		return found
 	}
 	for _, root := range all {
-		filepath.WalkDir(filepath.Join(root, cgroupName), func(path string, entry fs.DirEntry, err error) error {
+		filepath.WalkDir(filepath.Join(root, name), func(path string, entry fs.DirEntry, err error) error {
 			if err != nil || !entry.IsDir() {
 				return nil
 			}
@@ -153,16 +153,16 @@ func cgroupProcesses() map[int]bool {
 	return found
 }
 
-// removeCgroups removes all of our groups, from the leaves up. A group stays busy for a moment
-// after the last process in it was killed.
-func removeCgroups() error {
+// removeCgroups removes a group and all below it, from the leaves up. A group stays busy for a
+// moment after the last process in it was killed.
+func removeCgroups(name string) error {
 	all, err := hierarchies()
 	if err != nil {
 		return err
 	}
 	for _, root := range all {
 		var groups []string
-		filepath.WalkDir(filepath.Join(root, cgroupName), func(path string, entry fs.DirEntry, err error) error {
+		filepath.WalkDir(filepath.Join(root, name), func(path string, entry fs.DirEntry, err error) error {
 			if err == nil && entry.IsDir() {
 				groups = append(groups, path)
 			}

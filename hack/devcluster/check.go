@@ -126,10 +126,9 @@ func checkPorts() error {
 	}
 	add(local, etcdPort, etcdPeerPort, controllerManagerPort, schedulerPort)
 	add(everywhere, apiserverPort)
-	for _, n := range nodes {
-		add(local, n.kubeletHealthPort(), n.proxyHealthPort(), n.proxyMetricsPort())
-		add(everywhere, n.kubeletPort())
-	}
+	// The ports of other nodes are in networks of their own.
+	add(local, kubeletHealthPort, proxyHealthPort, proxyMetricsPort)
+	add(everywhere, kubeletPort)
 	return refuseTaken(addresses)
 }
 

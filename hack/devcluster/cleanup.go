@@ -16,7 +16,7 @@ import (
 // clusterProcesses returns the ids of all processes of the cluster: those in its cgroups, those
 // that inherited its environment, and those that run one of its (or Torpor's) programs.
 func clusterProcesses(record *machineRecord) map[int]bool {
-	found := cgroupProcesses()
+	found := cgroupProcesses(cgroupName)
 	delete(found, os.Getpid())
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -57,9 +57,14 @@ func clusterRemains() bool {
 
 // killAll kills every process of the cluster and returns when none is left.
 func killAll(record *machineRecord) error {
+	return killUntilNone(func() map[int]bool { return clusterProcesses(record) })
+}
+
+// killUntilNone kills processes and returns when none of them is left.
+func killUntilNone(living func() map[int]bool) error {
 	deadline := time.Now().Add(20 * time.Second)
 	for {
-		left := clusterProcesses(record)
+		left := living()
 		for pid := range left {
 			if isZombie(pid) {
 				delete(left, pid)
@@ -202,7 +207,7 @@ func restoreMachine(record *machineRecord) error {
 	try(unmountBelow(ownedRoots(record)...))
 	try(removeLinks())
 	try(removeTables(record))
-	try(removeCgroups())
+	try(removeCgroups(cgroupName))
 	for _, s := range sockets {
 		os.Remove(s)
 	}
@@ -242,16 +247,21 @@ func removeLinks() error {
 	for _, bridge := range bridges {
 		ports, _ := filepath.Glob("/sys/class/net/" + bridge + "/brif/*")
 		for _, link := range append(ports, bridge) {
-			link = filepath.Base(link)
-			if !fileExists("/sys/class/net/" + link) {
-				continue
-			}
-			if _, err := output(10*time.Second, "ip", "link", "delete", link); err != nil && fileExists("/sys/class/net/"+link) {
-				failures = append(failures, err)
-			}
+			failures = append(failures, removeLink(filepath.Base(link)))
 		}
 	}
 	return errors.Join(failures...)
+}
+
+func removeLink(name string) error {
+	if !fileExists("/sys/class/net/" + name) {
+		return nil
+	}
+	_, err := output(10*time.Second, "ip", "link", "delete", name)
+	if err != nil && !fileExists("/sys/class/net/"+name) {
+		return nil // the end of its network namespace took it
+	}
+	return err
 }
 
 // removeTables removes the cluster's nftables tables. Without a record, the presence of our own

@@ -14,15 +14,18 @@ func TestANodesPathsPortsAndRangesDifferFromAnothers(t *testing.T) {
 	a, b := node{0}, node{1}
 	pairs := [][2]any{
 		{a.state(), b.state()}, {a.containerdSocket(), b.containerdSocket()}, {a.podCIDR(), b.podCIDR()}, {a.podCIDR6(), b.podCIDR6()},
-		{a.podBridge(), b.podBridge()}, {a.address(), b.address()}, {a.kubeletPort(), b.kubeletPort()}, {a.cgroup(), b.cgroup()},
+		{a.podBridge(), b.podBridge()}, {a.address(), b.address()}, {a.hardwareAddress(), b.hardwareAddress()}, {a.uplink(), b.uplink()}, {a.linkLocal(), b.linkLocal()}, {a.cgroup(), b.cgroup()},
 	}
 	for _, p := range pairs {
 		if p[0] == p[1] {
 			t.Errorf("both nodes have %v", p[0])
 		}
 	}
-	if len(a.podBridge()) > 15 {
-		t.Errorf("%s is too long for the name of a link", a.podBridge())
+	last := node{maxNodes - 1}
+	for _, link := range []string{last.podBridge(), last.uplink()} {
+		if len(link) > 15 {
+			t.Errorf("%s is too long for the name of a link", link)
+		}
 	}
 }
 

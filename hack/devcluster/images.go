@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"time"
 
 	"torpor.dev/hack/devcluster/oci"
@@ -51,17 +53,82 @@ func systemImages(tools toolset) ([]string, error) {
 	return []string{pause, coredns}, nil
 }
 
-// loadImages imports archives into the containerd of every node.
+// loadImages imports archives into the containerd of every node that is on. Another one gets them
+// when it is started.
 func loadImages(archives ...string) error {
 	for _, n := range nodes {
+		if !n.onMachine() && !accepts("unix:"+n.containerdSocket()) {
+			continue
+		}
 		for _, archive := range archives {
 			if _, err := os.Stat(archive); err != nil {
 				return err
 			}
-			if _, err := output(5*time.Minute, binDir("ctr"), "--address", n.containerdSocket(), "--namespace", "k8s.io", "images", "import", archive); err != nil {
+			if _, err := n.ctr("images", "import", archive); err != nil {
 				return fmt.Errorf("%s: import of %s: %w", n.name(), archive, err)
 			}
 		}
 	}
 	return nil
+}
+
+// ctr asks the node's containerd about what its kubelet sees.
+func (n node) ctr(args ...string) (string, error) {
+	return output(5*time.Minute, binDir("ctr"), append([]string{"--address", n.containerdSocket(), "--namespace", "k8s.io"}, args...)...)
+}
+
+// imageCopies are the names of images that one containerd has and another lacks, or has with other
+// content, of what `ctr images list` prints of both. Names that containerd gives by itself are left
+// out.
+func imageCopies(have, lacking string) []string {
+	digests := func(list string) map[string]string {
+		found := map[string]string{}
+		for line := range strings.Lines(list) {
+			fields := strings.Fields(line)
+			if len(fields) > 2 && strings.HasPrefix(fields[2], "sha256:") && !strings.Contains(fields[0], "sha256:") {
+				found[fields[0]] = fields[2]
+			}
+		}
+		return found
+	}
+	old := digests(lacking)
+	var names []string
+	for name, digest := range digests(have) {
+		if old[name] != digest {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// provideImages copies into the node's containerd the images of node-0 that it lacks, and lets the
+// node's kubelet start.
+func (n node) provideImages() error {
+	if err := n.waitContainerd(); err != nil {
+		return err
+	}
+	if n.onMachine() {
+		return nil
+	}
+	have, err := inner.ctr("images", "list")
+	if err != nil {
+		return err
+	}
+	lacking, err := n.ctr("images", "list")
+	if err != nil {
+		return err
+	}
+	if names := imageCopies(have, lacking); len(names) > 0 {
+		archive := n.state("images.tar")
+		defer os.Remove(archive)
+		if _, err := inner.ctr(append([]string{"images", "export", archive}, names...)...); err != nil {
+			return err
+		}
+		if _, err := n.ctr("images", "import", archive); err != nil {
+			return err
+		}
+		say("copied %d images from %s to %s", len(names), inner.name(), n.name())
+	}
+	return writeFile(n.imagesMark(), nil, 0o644)
 }

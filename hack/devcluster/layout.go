@@ -17,7 +17,7 @@ var (
 // Addresses, chosen so that a real cluster on the same machine keeps its own.
 const (
 	machineBridge  = "trpdev0"       // the network the nodes of the cluster share
-	machineNetwork = "10.245.0.0/24" // node-N (N > 0) would be 10.245.0.(N+1), in a network namespace of its own
+	machineNetwork = "10.245.0.0/24" // node-N is 10.245.0.(N+1)
 	podNetwork     = "10.246.0.0/16"
 	podNetwork6    = "fd74:6f72:706f::/48"
 	serviceNetwork = "10.96.0.0/16"
@@ -48,9 +48,24 @@ func environMark() string { return "TORPOR_DEV_CLUSTER=" + runRoot }
 // ours there.
 const hostPathProvisionerDir = "/tmp/hostpath_pv"
 
-// node is one member of the cluster. The index decides its paths, ports and addresses, so that a
-// second one needs no other code here than a network namespace to run in.
+// node is one member of the cluster. The index decides its paths and addresses. node-0 runs on the
+// machine itself; every other node runs in namespaces of its own (holder.go).
 type node struct{ index int }
+
+// inner is the node whose paths the programs of every node use: a holder mounts its node's folders
+// there. The containerd of each node, and Torpor on it, so have the same configuration.
+var inner = node{0}
+
+// maxNodes is more than a machine of two processors carries well.
+const maxNodes = 4
+
+// Ports of a node's programs. Every node has a network of its own.
+const (
+	kubeletPort       = 11250
+	kubeletHealthPort = 11251
+	proxyHealthPort   = 11252
+	proxyMetricsPort  = 11253
+)
 
 func (n node) name() string { return fmt.Sprintf("node-%d", n.index) }
 func (n node) state(p ...string) string {
@@ -60,19 +75,59 @@ func (n node) run(p ...string) string {
 	return filepath.Join(append([]string{runRoot, n.name()}, p...)...)
 }
 func (n node) address() string          { return fmt.Sprintf("10.245.0.%d", n.index+1) }
+func (n node) hardwareAddress() string  { return fmt.Sprintf("0a:58:0a:f5:00:%02x", n.index+1) }
 func (n node) podCIDR() string          { return fmt.Sprintf("10.246.%d.0/22", n.index*4) } // 1021 Pods
 func (n node) podCIDR6() string         { return fmt.Sprintf("fd74:6f72:706f:%x::/64", n.index) }
 func (n node) podBridge() string        { return fmt.Sprintf("trpcni%d", n.index) }
-func (n node) cgroup() string           { return filepath.Join(cgroupName, n.name()) }
+func (n node) cgroup() string           { return filepath.Join(cgroupName, n.name()) } // of its Pods
+func (n node) ownCgroup() string        { return filepath.Join(n.cgroup(), "system") } // of a node with a holder
+func (n node) uplink() string           { return fmt.Sprintf("trpnode%d", n.index) }   // its port in the machine's bridge
+func (n node) imagesMark() string       { return n.run("images-loaded") }
 func (n node) containerdSocket() string { return n.run("containerd.sock") }
 func (n node) containerdConfig() string { return n.state("containerd", "config.toml") }
-func (n node) kubeletPort() int         { return 11250 + 20*n.index }
-func (n node) kubeletHealthPort() int   { return 11251 + 20*n.index }
-func (n node) proxyHealthPort() int     { return 11252 + 20*n.index }
-func (n node) proxyMetricsPort() int    { return 11253 + 20*n.index }
 
-// nodes are the members `up` starts.
-var nodes = []node{{0}}
+// onMachine tells whether the node has the machine's own namespaces.
+func (n node) onMachine() bool { return n.index == 0 }
+
+// healthAddress is where the machine reaches the health checks of the node's programs.
+func (n node) healthAddress() string {
+	if n.onMachine() {
+		return "127.0.0.1"
+	}
+	return n.address()
+}
+
+// nodes are the members of the cluster.
+var nodes = firstNodes(1)
+
+func firstNodes(count int) []node {
+	all := make([]node, count)
+	for i := range all {
+		all[i] = node{i}
+	}
+	return all
+}
+
+// membersOnDisk are the nodes with a folder on the disk; node-0 always is one.
+func membersOnDisk() []node {
+	count := 1
+	for i := 1; i < maxNodes; i++ {
+		if fileExists(node{i}.state()) {
+			count = i + 1
+		}
+	}
+	return firstNodes(count)
+}
+
+// nodeNamed is a member of the cluster.
+func nodeNamed(name string) (node, error) {
+	for _, n := range nodes {
+		if n.name() == name {
+			return n, nil
+		}
+	}
+	return node{}, fmt.Errorf("there is no %s; `hack/cluster up --nodes 2` adds node-1", name)
+}
 
 const controlPlane = "control-plane"
 

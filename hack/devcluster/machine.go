@@ -164,11 +164,6 @@ func prepareMachine() error {
 	if err := ensureCgroup(filepath.Join(cgroupName, "system")); err != nil {
 		return err
 	}
-	for _, n := range nodes {
-		if err := ensureCgroup(n.cgroup()); err != nil {
-			return err
-		}
-	}
 	return ensureBindMount(statePath("volumes"), hostPathProvisionerDir)
 }
 
@@ -231,7 +226,8 @@ func ensureMachineBridge() error {
 	if _, err := output(10*time.Second, "ip", "address", "replace", machineAddress+"/24", "dev", machineBridge); err != nil {
 		return err
 	}
-	if _, err := output(10*time.Second, "ip", "link", "set", machineBridge, "up"); err != nil {
+	// Without one of its own it would take that of a node, and change it with the nodes.
+	if _, err := output(10*time.Second, "ip", "link", "set", machineBridge, "address", inner.hardwareAddress(), "up"); err != nil {
 		return err
 	}
 	return ensureServiceRoute()

@@ -15,10 +15,16 @@ var repoRoot = ""
 
 const usage = `usage: hack/cluster COMMAND
 
-  up                    start the cluster, or repair it; builds what is missing
+  up [--nodes N]        start the cluster, or repair it; builds what is missing. N adds or removes
+                        nodes; without it the cluster keeps those that it has (at first 1)
   down                  end it and put the machine back as it was
   check                 say what keeps the cluster from running on this machine, if anything does; changes nothing
   reboot                kill all of it, take away what a reboot takes away, start it again on the same disk
+  node-down NODE        turn a node off as a loss of power does; its disk is kept. Not node-0
+  node-up NODE          turn it on again
+  on NODE COMMAND…      run a command in a node's mount and network namespaces
+  store up|down|status  an S3 server (versitygw) for Pods and nodes, built when first asked for;
+                        prints its endpoint, bucket and keys; down keeps its data
   status                what runs
   kubeconfig            print the path of the administrator's kubeconfig
   kubectl ARGS…         kubectl on this cluster
@@ -65,9 +71,16 @@ func main() {
 }
 
 func run(command string, args []string) error {
+	nodes = membersOnDisk()
 	switch command {
 	case "up":
-		return up()
+		return upCommand(args)
+	case "node-down", "node-up":
+		return nodeCommand(command, args)
+	case "on":
+		return onNode(args)
+	case "store":
+		return storeCommand(args)
 	case "down":
 		return down()
 	case "check":
@@ -121,6 +134,8 @@ func run(command string, args []string) error {
 		return benchCommand(args)
 	case "supervise":
 		return supervise(args[0])
+	case "hold":
+		return hold(args[0], args[1])
 	case "help", "-h", "--help":
 		fmt.Print(usage)
 		return nil

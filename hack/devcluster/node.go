@@ -9,24 +9,30 @@ import (
 
 // group is containerd, the kubelet and kube-proxy of one node.
 func (n node) group() group {
-	return group{Name: n.name(), Components: []component{
-		{Name: "containerd", Args: []string{binDir("containerd"), "--config", n.containerdConfig()}},
+	g := group{Name: n.name(), Components: []component{
+		{Name: "containerd", Args: []string{binDir("containerd"), "--config", inner.containerdConfig()}},
 		{
-			Name: "kubelet", After: []string{"unix:" + n.containerdSocket()},
+			Name: "kubelet", After: []string{"unix:" + inner.containerdSocket()},
 			Args: []string{
 				binDir("kubelet"),
-				"--config=" + n.state("kubelet.yaml"),
-				"--kubeconfig=" + n.state("kubelet.kubeconfig"),
+				"--config=" + inner.state("kubelet.yaml"),
+				"--kubeconfig=" + inner.state("kubelet.kubeconfig"),
 				"--hostname-override=" + n.name(),
 				"--node-ip=" + n.address(),
-				"--root-dir=" + n.state("kubelet"),
+				"--root-dir=" + inner.state("kubelet"),
 			},
 		},
 		{
 			Name: "kube-proxy", After: []string{apiserverAddress()},
-			Args: []string{binDir("kube-proxy"), "--config=" + n.state("kube-proxy.yaml")},
+			Args: []string{binDir("kube-proxy"), "--config=" + inner.state("kube-proxy.yaml")},
 		},
 	}}
+	if !n.onMachine() {
+		g.Cgroup = n.ownCgroup()
+		// A Pod of a DaemonSet would come before its image.
+		g.Components[1].After = append(g.Components[1].After, "file:"+n.imagesMark())
+	}
+	return g
 }
 
 // write puts the files that the node's programs read.
@@ -43,7 +49,7 @@ func (n node) write() error {
 		return err
 	}
 	files := map[string]string{
-		n.containerdConfig():                       n.containerdTOML(),
+		n.containerdConfig():                       containerdTOML(),
 		n.state("cni", "net.d", "10-dev.conflist"): n.cniConfig(podsHaveIPv6()),
 		n.state("kubelet.yaml"):                    n.kubeletYAML(),
 		n.state("kube-proxy.yaml"):                 n.proxyYAML(),
@@ -60,9 +66,9 @@ func (n node) write() error {
 
 // containerdTOML keeps containerd within our folders. Handlers are added by files in conf.d, which
 // the product's installer writes.
-func (n node) containerdTOML() string {
+func containerdTOML() string {
 	if isContainerd1() {
-		return n.containerd1TOML()
+		return containerd1TOML()
 	}
 	return fmt.Sprintf(`version = 3
 root = "%[1]s"
@@ -101,12 +107,12 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.bt
         BinaryName = "%[7]s/runc"
         Root = "%[9]s"
         SystemdCgroup = false
-`, n.state("containerd", "root"), n.run("containerd"), n.state("containerd", "conf.d"), n.containerdSocket(),
-		pauseImage, !hasCapability(capSysResource), binDir(), n.state("cni", "net.d"), n.run("runc"))
+`, inner.state("containerd", "root"), inner.run("containerd"), inner.state("containerd", "conf.d"), inner.containerdSocket(),
+		pauseImage, !hasCapability(capSysResource), binDir(), inner.state("cni", "net.d"), inner.run("runc"))
 }
 
 // containerd1TOML is the same for containerd 1.7.
-func (n node) containerd1TOML() string {
+func containerd1TOML() string {
 	return fmt.Sprintf(`version = 2
 root = "%[1]s"
 state = "%[2]s"
@@ -138,8 +144,8 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.snapshotter.v1.bt
         BinaryName = "%[7]s/runc"
         Root = "%[9]s"
         SystemdCgroup = false
-`, n.state("containerd", "root"), n.run("containerd"), n.state("containerd", "conf.d"), n.containerdSocket(),
-		pauseImage, !hasCapability(capSysResource), binDir(), n.state("cni", "net.d"), n.run("runc"))
+`, inner.state("containerd", "root"), inner.run("containerd"), inner.state("containerd", "conf.d"), inner.containerdSocket(),
+		pauseImage, !hasCapability(capSysResource), binDir(), inner.state("cni", "net.d"), inner.run("runc"))
 }
 
 // ipv6Routes does not exist where the kernel has no IPv6, and ipv6Disabled holds 1 where new links
@@ -200,7 +206,7 @@ func (n node) cniConfig(ipv6 bool) string {
     {"type": "portmap", "capabilities": {"portMappings": true}, "backend": "nftables"}
   ]
 }
-`, n.index, n.podBridge(), n.state("cni", "addresses"), ranges, routes)
+`, n.index, n.podBridge(), inner.state("cni", "addresses"), ranges, routes)
 }
 
 func (n node) kubeletYAML() string {
@@ -212,7 +218,7 @@ tlsCertFile: %[2]s
 tlsPrivateKeyFile: %[3]s
 address: %[4]s
 port: %[5]d
-healthzBindAddress: 127.0.0.1
+healthzBindAddress: %[14]s
 healthzPort: %[6]d
 clusterDNS: [%[7]s]
 clusterDomain: %[8]s
@@ -234,9 +240,9 @@ kubeAPIQPS: 500
 kubeAPIBurst: 1000
 registryPullQPS: 0
 eventRecordQPS: 0
-`, pkiPath("ca.crt"), pkiPath(n.name()+"-server.crt"), pkiPath(n.name()+"-server.key"), n.address(), n.kubeletPort(),
-		n.kubeletHealthPort(), dnsServiceIP, clusterDomain, n.state("resolv.conf"), n.containerdSocket(), n.cgroup(),
-		n.state("pod-logs"), n.state("kubelet", "flexvolume"))
+`, pkiPath("ca.crt"), pkiPath(n.name()+"-server.crt"), pkiPath(n.name()+"-server.key"), n.address(), kubeletPort,
+		kubeletHealthPort, dnsServiceIP, clusterDomain, inner.state("resolv.conf"), inner.containerdSocket(), n.cgroup(),
+		inner.state("pod-logs"), inner.state("kubelet", "flexvolume"), n.healthAddress())
 }
 
 // proxyYAML leaves the machine's conntrack limits alone. Where bridged packets do not pass the
@@ -255,7 +261,7 @@ metricsBindAddress: 127.0.0.1:%d
 nodePortAddresses: [primary]
 nftables: {masqueradeAll: %t, minSyncPeriod: 100ms}
 conntrack: {maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}
-`, n.state("kube-proxy.kubeconfig"), n.name(), podNetwork, n.address(), n.proxyHealthPort(), n.proxyMetricsPort(), !fileExists(bridgeFilter))
+`, inner.state("kube-proxy.kubeconfig"), n.name(), podNetwork, n.address(), proxyHealthPort, proxyMetricsPort, !fileExists(bridgeFilter))
 }
 
 // bridgeFilter exists where the kernel can pass bridged packets to the packet filter.

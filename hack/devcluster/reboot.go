@@ -47,7 +47,7 @@ func reboot() error {
 // loseMemory removes what no boot finds again. Nothing of the cluster may run.
 func loseMemory(record *machineRecord) error {
 	sockets := shimSockets()
-	failures := []error{unmountBelow(ownedRoots(record)...), removeLinks(), removeTables(record), removeCgroups()}
+	failures := []error{unmountBelow(ownedRoots(record)...), removeLinks(), removeTables(record), removeCgroups(cgroupName)}
 	for _, s := range sockets {
 		os.Remove(s)
 	}

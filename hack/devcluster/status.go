@@ -15,14 +15,19 @@ import (
 
 func kill(pid int) { syscall.Kill(pid, syscall.SIGKILL) }
 
-// clusterGroups returns the groups as they were last started.
-func clusterGroups() []group {
-	names := []string{controlPlane}
+// groupNames are the groups that the cluster may have.
+func groupNames() []string {
+	names := []string{controlPlane, storeGroup}
 	for _, n := range nodes {
 		names = append(names, n.name())
 	}
+	return names
+}
+
+// clusterGroups returns the groups as they were last started.
+func clusterGroups() []group {
 	var groups []group
-	for _, name := range names {
+	for _, name := range groupNames() {
 		content, err := os.ReadFile(runPath(name, "components.json"))
 		var g group
 		if err == nil && json.Unmarshal(content, &g) == nil {
@@ -85,15 +90,21 @@ func status() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()
-	checks := []struct {
+	type question struct {
 		what  string
 		check func(context.Context) error
-	}{{"apiserver", exists("/readyz")}}
+	}
+	checks := []question{{"apiserver", exists("/readyz")}}
 	for _, n := range nodes {
-		checks = append(checks, struct {
-			what  string
-			check func(context.Context) error
-		}{n.name(), hasCondition("/api/v1/nodes/"+n.name(), "Ready")})
+		check := hasCondition("/api/v1/nodes/"+n.name(), "Ready")
+		if !n.onMachine() && !n.holderRuns() {
+			// The apiserver learns it a minute later.
+			check = func(context.Context) error {
+				_, err := n.holderPid()
+				return err
+			}
+		}
+		checks = append(checks, question{n.name(), check})
 	}
 	for _, c := range checks {
 		state := "ready"

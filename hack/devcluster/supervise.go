@@ -24,8 +24,9 @@ type component struct {
 	Name string   `json:"name"`
 	Args []string `json:"args"` // Args[0] is the program
 	Env  []string `json:"env,omitempty"`
-	// After are addresses ("unix:PATH" or "tcp:HOST:PORT") that must accept connections before the
-	// first start: the programs would only fail and be started again until then.
+	// After are addresses ("unix:PATH" or "tcp:HOST:PORT") that must accept connections, and files
+	// ("file:PATH") that must exist before the first start: the programs would only fail and be
+	// started again until then.
 	After []string `json:"after,omitempty"`
 }
 
@@ -35,6 +36,17 @@ type group struct {
 	Components []component `json:"components"`
 	// Nice is the priority of its programs, for measurements beside other work; 0 leaves it.
 	Nice int `json:"nice,omitempty"`
+	// Cgroup is that of its programs; empty is the one of the machine's programs.
+	Cgroup string `json:"cgroup,omitempty"`
+	// within is the command that starts the supervisor in other namespaces.
+	within []string
+}
+
+func (g group) cgroup() string {
+	if g.Cgroup == "" {
+		return filepath.Join(cgroupName, "system")
+	}
+	return g.Cgroup
 }
 
 func (g group) runDir(p ...string) string {
@@ -67,32 +79,41 @@ func startGroup(g group) error {
 	if err := writeFile(g.specFile(), spec, 0o600); err != nil {
 		return err
 	}
-	log, err := openLog(g.logfile("supervisor"))
-	if err != nil {
-		return err
-	}
-	defer log.Close()
 	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
-	cmd := exec.Command(self, append(slices.Clone(commandPrefix), "supervise", g.specFile())...)
+	args := slices.Concat(g.within, []string{self}, commandPrefix, []string{"supervise", g.specFile()})
+	return startBackground(g.Name+" supervisor", exec.Command(args[0], args[1:]...), g.logfile("supervisor"), g.runDir("supervisor.lock"))
+}
+
+// startBackground starts this program as a process that stays, and returns when that has taken its
+// lock.
+func startBackground(what string, cmd *exec.Cmd, logfile, lock string) error {
+	log, err := openLog(logfile)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Dir = "/"
 	cmd.Env = clusterEnvironment()
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	cmd.SysProcAttr.Setsid = true
 	if err := cmd.Start(); err != nil {
 		return err
 	}
 	exited := make(chan error, 1)
 	go func() { exited <- cmd.Wait() }()
-	return waitFor(g.Name+" supervisor", 10*time.Second, func(context.Context) error {
+	return waitFor(what, 10*time.Second, func(context.Context) error {
 		select {
 		case err := <-exited:
-			return permanentError{fmt.Errorf("it ended (%v); see %s", err, g.logfile("supervisor"))}
+			return permanentError{fmt.Errorf("it ended (%v); see %s", err, logfile)}
 		default:
 		}
-		if !superviserRuns(g.Name) {
+		if !isLocked(lock) {
 			return errors.New("it has not taken its lock")
 		}
 		return nil
@@ -109,10 +130,13 @@ func clusterEnvironment() []string {
 	}
 }
 
-// superviserRuns tells whether a supervisor of the group holds its lock; unlike a pid, a lock
-// cannot be another process's after a crash.
-func superviserRuns(groupName string) bool {
-	f, err := os.OpenFile(runPath(groupName, "supervisor.lock"), os.O_RDWR, 0)
+// superviserRuns tells whether a supervisor of the group holds its lock.
+func superviserRuns(groupName string) bool { return isLocked(runPath(groupName, "supervisor.lock")) }
+
+// isLocked tells whether a process holds a lock; unlike a pid, a lock cannot be another process's
+// after a crash.
+func isLocked(path string) bool {
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
 		return false
 	}
@@ -161,7 +185,7 @@ func supervise(specFile string) error {
 	if err := writeFile(g.pidfile("supervisor"), fmt.Appendf(nil, "%d\n", os.Getpid()), 0o644); err != nil {
 		return err
 	}
-	if err := joinCgroup(filepath.Join(cgroupName, "system")); err != nil {
+	if err := joinCgroup(g.cgroup()); err != nil {
 		return err
 	}
 	if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
@@ -258,9 +282,12 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// accepts tells whether something listens at "unix:PATH" or "tcp:HOST:PORT".
+// accepts tells whether something listens at "unix:PATH" or "tcp:HOST:PORT", or "file:PATH" exists.
 func accepts(address string) bool {
 	network, where, _ := strings.Cut(address, ":")
+	if network == "file" {
+		return fileExists(where)
+	}
 	conn, err := net.DialTimeout(network, where, time.Second)
 	if err != nil {
 		return false

@@ -234,20 +234,17 @@ func loadTagged(archive, reference, alias string) error {
 			say("%s does not run: image %s is made, not loaded", n.name(), reference)
 			continue
 		}
-		ctr := func(args ...string) (string, error) {
-			return output(5*time.Minute, binDir("ctr"), append([]string{"--address", n.containerdSocket(), "--namespace", "k8s.io", "images"}, args...)...)
-		}
-		loaded, err := ctr("list", "--quiet")
+		loaded, err := n.ctr("images", "list", "--quiet")
 		if err != nil {
 			return err
 		}
 		if !slices.Contains(strings.Fields(loaded), reference) {
-			if _, err := ctr("import", archive); err != nil {
+			if _, err := n.ctr("images", "import", archive); err != nil {
 				return err
 			}
 			say("loaded %s into %s", reference, n.name())
 		}
-		if _, err := ctr("tag", "--force", reference, alias); err != nil {
+		if _, err := n.ctr("images", "tag", "--force", reference, alias); err != nil {
 			return err
 		}
 	}
@@ -481,7 +478,7 @@ func uninstallTorpor() error {
 		if err != nil {
 			return err
 		}
-		if err := runUninstallJobs(jobs); err != nil {
+		if err := runUninstallJobs(perNode(jobs)); err != nil {
 			return err
 		}
 	}
@@ -496,6 +493,27 @@ func uninstallTorpor() error {
 func installedAgent() (string, error) {
 	return kubectlRun(20*time.Second, nil, "get", "daemonset", "torpor-agent", "-n", torporNamespace, "--ignore-not-found",
 		"-o", "jsonpath={.spec.template.spec.containers[0].image}")
+}
+
+// perNode makes a Job for each node of a Job that is meant for the only one.
+func perNode(objects []manifest) []manifest {
+	if len(nodes) == 1 {
+		return objects
+	}
+	var all []manifest
+	for _, m := range objects {
+		if m.kind != "Job" {
+			all = append(all, m)
+			continue
+		}
+		for _, n := range nodes {
+			job := manifest{kind: m.kind, namespace: m.namespace, name: m.name + "-" + n.name()}
+			job.text = strings.Replace(m.text, "\n  name: "+m.name+"\n", "\n  name: "+job.name+"\n", 1)
+			job.text = strings.Replace(job.text, "\n    spec:\n", "\n    spec:\n      nodeName: "+n.name()+"\n", 1)
+			all = append(all, job)
+		}
+	}
+	return all
 }
 
 func runUninstallJobs(jobs []manifest) error {

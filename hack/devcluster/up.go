@@ -21,14 +21,15 @@ var clusterManifest []byte
 
 var changes = `The development cluster runs as root on this machine. While it runs, it
   - keeps its data in ` + stateRoot + ` and ` + runRoot + `
-  - adds the bridges trpdev0 and trpcni0, nftables tables, and the cgroup torpor-dev
+  - adds the bridges trpdev0 and trpcni0, nftables tables, and the cgroup torpor-dev; a second
+    node (--nodes 2) runs in namespaces of its own, behind the link trpnode1
   - sets net.ipv4.ip_forward=1 (the kubelet sets vm.overcommit_memory and kernel.panic*)
   - mounts a tmpfs at ` + runRoot + ` and /run/torpor, unless /run is one
   - mounts a folder of its own at ` + hostPathProvisionerDir + ` for persistent volumes
 ` + "`hack/cluster down` puts all of this back."
 
-// up brings the cluster into its running state from whatever state it is in.
-func up() error {
+// up brings the cluster into its running state, with so many nodes, from whatever state it is in.
+func up(count int) error {
 	if err := needRoot("up"); err != nil {
 		return err
 	}
@@ -37,6 +38,9 @@ func up() error {
 		return err
 	}
 	defer unlock()
+	if count == keepNodes {
+		count = len(nodes)
+	}
 	if err := ensurePackages(runPackages); err != nil {
 		return err
 	}
@@ -50,8 +54,23 @@ func up() error {
 	if err := settleRemains(); err != nil {
 		return err
 	}
+	var removed []node
+	if count < len(nodes) {
+		removed = nodes[count:]
+	}
+	for _, n := range removed {
+		if err := n.powerOff(); err != nil {
+			return err
+		}
+	}
+	nodes = firstNodes(count)
 	if err := bringUp(tools); err != nil {
 		return fmt.Errorf("%w\n%s", err, failingComponents())
+	}
+	for _, n := range removed {
+		if err := n.remove(); err != nil {
+			return err
+		}
 	}
 	say("the cluster is up: export KUBECONFIG=%s (or hack/cluster kubectl …)", adminKubeconfig())
 	return nil
@@ -78,33 +97,47 @@ func bringUp(tools toolset) error {
 		return err
 	}
 	for _, n := range nodes {
-		if err := n.write(); err != nil {
-			return err
-		}
-		if err := startGroup(n.group().collectingRarely(machineMemory())); err != nil {
+		if err := n.start(); err != nil {
 			return err
 		}
 	}
-	if err := waitContainerd(); err != nil {
+	if err := inner.waitContainerd(); err != nil {
 		return err
 	}
 	if err := loadOnce("system-images", images); err != nil {
 		return err
 	}
 	say("containerd answers; system images are loaded")
-	return waitCluster()
-}
-
-func waitContainerd() error {
 	for _, n := range nodes {
-		err := waitFor(n.name()+" containerd", 30*time.Second, func(context.Context) error {
-			_, err := output(5*time.Second, binDir("ctr"), "--address", n.containerdSocket(), "version")
-			return err
-		})
-		if err != nil {
+		if err := n.provideImages(); err != nil {
 			return err
 		}
 	}
+	if fileExists(storeMark()) {
+		if err := startStore(); err != nil {
+			return err
+		}
+	}
+	return waitCluster()
+}
+
+func (n node) waitContainerd() error {
+	return waitFor(n.name()+" containerd", 30*time.Second, func(context.Context) error {
+		_, err := output(5*time.Second, binDir("ctr"), "--address", n.containerdSocket(), "version")
+		return err
+	})
+}
+
+// waitReady waits for the node's kubelet, and for a report of it since a time.
+func (n node) waitReady(since time.Time) error {
+	health := fmt.Sprintf("http://%s:%d/healthz", n.healthAddress(), kubeletHealthPort)
+	if err := waitFor(n.name()+" kubelet", time.Minute, healthy(health)); err != nil {
+		return err
+	}
+	if err := waitFor(n.name(), time.Minute, hasConditionSince("/api/v1/nodes/"+n.name(), "Ready", since)); err != nil {
+		return err
+	}
+	say("%s is Ready", n.name())
 	return nil
 }
 
@@ -121,14 +154,9 @@ func waitCluster() error {
 		return err
 	}
 	for _, n := range nodes {
-		health := fmt.Sprintf("http://127.0.0.1:%d/healthz", n.kubeletHealthPort())
-		if err := waitFor(n.name()+" kubelet", time.Minute, healthy(health)); err != nil {
+		if err := n.waitReady(time.Time{}); err != nil {
 			return err
 		}
-		if err := waitFor(n.name(), time.Minute, hasCondition("/api/v1/nodes/"+n.name(), "Ready")); err != nil {
-			return err
-		}
-		say("%s is Ready", n.name())
 	}
 	// Without it no Pod may be created in the namespace.
 	if err := waitFor("default ServiceAccount", time.Minute, exists("/api/v1/namespaces/default/serviceaccounts/default")); err != nil {
@@ -189,11 +217,14 @@ func settleRemains() error {
 		_, err := recordMachine()
 		return err
 	}
-	groups := []string{controlPlane}
 	for _, n := range nodes {
-		groups = append(groups, n.name())
+		if !n.onMachine() && !n.holderRuns() {
+			if err := n.powerOff(); err != nil {
+				return err
+			}
+		}
 	}
-	for _, g := range groups {
+	for _, g := range groupNames() {
 		if superviserRuns(g) {
 			continue
 		}
@@ -222,7 +253,7 @@ func endOrphans(groupName string) error {
 	}
 	return waitFor("end of what is left of "+groupName, 20*time.Second, func(context.Context) error {
 		left := 0
-		for pid := range cgroupProcesses() {
+		for pid := range cgroupProcesses(g.cgroup()) {
 			commandLine, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 			if err == nil && programs[string(commandLine)] && !isZombie(pid) {
 				left++
@@ -277,7 +308,7 @@ func down() error {
 		say("no cluster is there")
 		return nil
 	}
-	// The node's programs first, and not in order: with the control plane gone they could only
+	// The nodes' programs first, and not in order: with the control plane gone they could only
 	// complain.
 	if err := killAll(record); err != nil {
 		return err
@@ -295,7 +326,12 @@ func lockCluster() (func(), error) {
 	if err != nil {
 		return nil, err
 	}
-	return lockFile(filepath.Join(cache, "cluster.lock"), "another `hack/cluster up` or `down`")
+	unlock, err := lockFile(filepath.Join(cache, "cluster.lock"), "another `hack/cluster up` or `down`")
+	if err != nil {
+		return nil, err
+	}
+	nodes = membersOnDisk() // the one before may have changed them
+	return unlock, nil
 }
 
 func needRoot(command string) error {
