@@ -11,15 +11,17 @@ use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as ObjectPath;
-use object_store::{ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig};
+use object_store::{Certificate, ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig};
 use url::Url;
 
 use crate::seal::{InvalidKeys, Keys};
 
 /// Names of the parameters that this crate reads.
 pub const PARAMETERS: [&str; 4] = ["url", "endpoint", "region", "allowHTTP"];
+/// File with certificate authorities, in PEM.
+const AUTHORITIES: &str = "ca.crt";
 /// Largest file of credentials, in bytes.
-const LARGEST: u64 = 64 << 10;
+const LARGEST: u64 = 256 << 10;
 /// Time limit of one request, and of all attempts at it. The caller tries again later.
 const REQUEST: Duration = Duration::from_secs(30);
 const ATTEMPTS: Duration = Duration::from_secs(60);
@@ -48,6 +50,8 @@ pub enum InvalidSettings {
         #[source]
         source: std::io::Error,
     },
+    #[error("{} holds no certificates: {why}", path.display())]
+    Authorities { path: PathBuf, why: String },
     #[error("{}: {source}", path.display())]
     Keys { path: PathBuf, source: InvalidKeys },
     #[error(
@@ -98,7 +102,7 @@ impl Settings {
         let parsed = ObjectStoreScheme::parse(&self.url).map_err(|e| refused(e.to_string()))?;
         let (scheme, prefix) = parsed;
         let options = options(credentials)?;
-        let client = ClientOptions::new()
+        let client = trusted(credentials)?
             .with_timeout(REQUEST)
             .with_allow_http(self.allow_http);
         let retry = RetryConfig {
@@ -153,6 +157,28 @@ impl Settings {
     }
 }
 
+/// Returns options of a client that trusts Mozilla's certificate authorities and those of the file
+/// `ca.crt`.
+fn trusted(credentials: &Path) -> Result<ClientOptions, InvalidSettings> {
+    let path = credentials.join(AUTHORITIES);
+    let mut client = ClientOptions::new().with_no_system_certificates(true);
+    for root in webpki_root_certs::TLS_SERVER_ROOT_CERTS {
+        // Certificates that are compiled in can be read.
+        if let Ok(root) = Certificate::from_der(root) {
+            client = client.with_root_certificate(root);
+        }
+    }
+    let own = read(&path)?.unwrap_or_default();
+    let own = Certificate::from_pem_bundle(own.as_bytes());
+    let own = own.map_err(|e| InvalidSettings::Authorities {
+        path,
+        why: e.to_string(),
+    })?;
+    Ok(own
+        .into_iter()
+        .fold(client, ClientOptions::with_root_certificate))
+}
+
 fn unknown(name: &str, scheme: &'static str) -> InvalidSettings {
     InvalidSettings::Option {
         name: name.to_owned(),
@@ -188,7 +214,7 @@ fn options(credentials: &Path) -> Result<Vec<(String, String)>, InvalidSettings>
         let entry = entry.map_err(failed)?;
         let name = entry.file_name().to_string_lossy().into_owned();
         // A mounted Secret has directories and links whose names begin with a dot.
-        if name.starts_with('.') {
+        if name.starts_with('.') || name == AUTHORITIES {
             continue;
         }
         if let Some(value) = read(&entry.path())? {
@@ -259,6 +285,10 @@ mod tests {
         let (client, prefix) = s3.client(credentials).expect("a client");
         assert_eq!(prefix, ObjectPath::from("some/prefix"));
         assert!(client.to_string().contains("bucket"));
+        put(AUTHORITIES, "-----BEGIN CERTIFICATE-----\nnonsense");
+        let error = s3.client(credentials).expect_err("no certificate");
+        assert!(error.to_string().contains("ca.crt"), "{error}");
+        std::fs::remove_file(credentials.join(AUTHORITIES)).expect("removed");
         let google = parse(&[("url", "gs://bucket/p")]).expect("settings");
         let error = google
             .client(credentials)
