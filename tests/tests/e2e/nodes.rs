@@ -1,0 +1,403 @@
+//! Memory that continues on another node, through a repository in an S3 server. These tests take
+//! nodes and the server away, so each runs alone.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams, PostParams};
+use kube::{Resource, ResourceExt};
+use serde_json::json;
+use torpor_api::annotations::{HIBERNATE, SNAPSHOT_CLASS};
+use torpor_api::conditions;
+use torpor_api::node::SandboxNode;
+use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
+use torpor_tests::case::{Case, alone_within, condition, uid};
+use torpor_tests::sandboxes::{condition_of, sandbox};
+use torpor_tests::{wait, witness};
+
+/// Time limit of a test: a node starts again within a minute.
+const TEST: Duration = Duration::from_secs(420);
+const LIMIT: Duration = Duration::from_secs(120);
+/// Folder in which the development cluster's S3 server keeps its objects.
+const OBJECTS: &str = "/var/lib/torpor-dev/store/data/torpor";
+
+/// Runs a test with a SnapshotClass of its own, of the test's namespace's name, and puts the nodes
+/// and the server back afterwards.
+async fn case(
+    name: &str,
+    body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    alone_within(TEST, name, async |case| {
+        for node in ["node-0", "node-1"] {
+            let ready = Api::<Node>::all(case.client()).get(node).await;
+            ready.context("these tests need two nodes: hack/cluster up --nodes 2")?;
+        }
+        let classes: Api<SnapshotClass> = Api::all(case.client());
+        let class = serde_json::from_value(json!({
+            "metadata": { "name": case.namespace },
+            "spec": {
+                "provisioner": "repository.torpor.dev",
+                "parameters": {
+                    "url": format!("s3://torpor/{}", case.namespace),
+                    "endpoint": "http://10.245.0.1:17070",
+                    "region": "us-east-1",
+                    "allowHTTP": "true",
+                },
+            },
+        }))?;
+        classes.create(&PostParams::default(), &class).await?;
+        let done = body(case).await;
+        for node in ["node-0", "node-1"] {
+            cordon(case, node, false).await?;
+        }
+        classes
+            .delete(&case.namespace, &DeleteParams::default())
+            .await?;
+        done
+    })
+    .await
+}
+
+/// Runs `hack/cluster` with these arguments.
+async fn cluster(case: &Case, args: &[&str]) -> anyhow::Result<()> {
+    let driver = case.cluster.driver.as_ref();
+    let driver = driver.context("TORPOR_DEV names no hack/cluster")?;
+    let ran = tokio::process::Command::new(driver).args(args).output();
+    let ran = tokio::time::timeout(LIMIT, ran).await??;
+    let words = String::from_utf8_lossy(&ran.stderr);
+    ensure!(
+        ran.status.success(),
+        "hack/cluster {}: {words}",
+        args.join(" ")
+    );
+    Ok(())
+}
+
+async fn cordon(case: &Case, node: &str, unschedulable: bool) -> anyhow::Result<()> {
+    let nodes: Api<Node> = Api::all(case.client());
+    let patch = Patch::Merge(json!({ "spec": { "unschedulable": unschedulable } }));
+    nodes.patch(node, &PatchParams::default(), &patch).await?;
+    Ok(())
+}
+
+/// Creates a Sandbox `s` with a witness, on this node, with the test's class.
+async fn start_on(case: &Case, node: &str, megabytes: u32) -> anyhow::Result<Pod> {
+    let other = other(node);
+    cordon(case, other, true).await?;
+    let mut manifest = sandbox(
+        "s",
+        json!({ "containers": [witness::container(megabytes, &["/file"])] }),
+    );
+    manifest["metadata"]["annotations"] = json!({ SNAPSHOT_CLASS: case.namespace });
+    case.create(manifest).await?;
+    let pod = case.sandbox_ready("s").await?;
+    ensure!(node_of(&pod) == node, "the Pod runs on {}", node_of(&pod));
+    cordon(case, other, false).await?;
+    Ok(pod)
+}
+
+fn other(node: &str) -> &'static str {
+    match node {
+        "node-0" => "node-1",
+        _ => "node-0",
+    }
+}
+
+fn node_of(pod: &Pod) -> String {
+    let spec = pod.spec.as_ref();
+    spec.and_then(|spec| spec.node_name.clone())
+        .unwrap_or_default()
+}
+
+/// Waits until the only snapshot has this condition Uploaded; returns it.
+async fn upload_is(case: &Case, status: &str, reason: &str) -> anyhow::Result<SandboxSnapshot> {
+    let words = format!("Uploaded={status}/{reason}");
+    wait::until(&words, LIMIT, async || {
+        let all = case.snapshots().list(&ListParams::default()).await;
+        let found = all?.items.into_iter().find(|snapshot| {
+            let uploaded = conditions::find(snapshot.conditions(), conditions::UPLOADED);
+            uploaded.is_some_and(|one| one.status == status && one.reason == reason)
+        });
+        Ok(found.ok_or_else(|| "no such snapshot".to_owned()))
+    })
+    .await
+}
+
+/// Waits until neither the node's disk nor its SandboxNode has a fetched image of the namespace.
+async fn nothing_fetched(case: &Case, node: &str) -> anyhow::Result<()> {
+    let nodes: Api<SandboxNode> = Api::all(case.client());
+    wait::object(nodes, node, "no image is claimed", LIMIT, |node| {
+        let fetched = node
+            .and_then(|node| node.status)
+            .unwrap_or_default()
+            .fetched;
+        match fetched.is_empty() {
+            true => Ok(()),
+            false => Err(format!("{fetched:?}")),
+        }
+    })
+    .await?;
+    let folder = format!("/var/lib/torpor/fetched/images/{}", case.namespace);
+    wait::until("no image is left", LIMIT, async || {
+        let gone = cluster(case, &["on", node, "test", "!", "-e", &folder]).await;
+        Ok(gone.map_err(|error| error.to_string()))
+    })
+    .await
+}
+
+/// Returns the objects of the test's namespace whose path has this part.
+fn objects(case: &Case, part: &str) -> Vec<PathBuf> {
+    fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            let path = entry.path();
+            match path.is_dir() {
+                true => walk(&path, found),
+                false => found.push(path),
+            }
+        }
+    }
+    let mut found = Vec::new();
+    walk(&Path::new(OBJECTS).join(&case.namespace), &mut found);
+    found.retain(|path| path.to_string_lossy().contains(part));
+    found
+}
+
+#[tokio::test]
+async fn a_suspended_sandbox_continues_on_the_other_node_and_comes_back() -> anyhow::Result<()> {
+    case("nodes", async |case| {
+        let first = start_on(case, "node-0", 20).await?;
+        let before = witness::ask(&first).await?;
+        case.suspend("s").await?;
+        let snapshot = upload_is(case, "True", "Uploaded").await?;
+        let upload = snapshot
+            .status
+            .and_then(|status| status.upload)
+            .context("no figures")?;
+        ensure!(
+            upload.done_bytes == upload.total_bytes && upload.sent_bytes > 0,
+            "{upload:?}"
+        );
+        let sealed = objects(case, "/chunks/");
+        ensure!(!sealed.is_empty(), "no object is in {OBJECTS}");
+
+        cordon(case, "node-0", true).await?;
+        let second = case.resume("s").await?;
+        ensure!(
+            node_of(&second) == "node-1",
+            "it runs on {}",
+            node_of(&second)
+        );
+        let there = witness::ask(&second).await?;
+        there.goes_on_from(&before)?;
+        nothing_fetched(case, "node-1").await?;
+        let left = case.node.images_of(&case.namespace, &uid(&first));
+        ensure!(left.is_empty(), "node-0 still has {left:?}");
+
+        case.suspend("s").await?;
+        let snapshot = upload_is(case, "True", "Uploaded").await?;
+        let again = snapshot
+            .status
+            .and_then(|status| status.upload)
+            .context("no figures")?;
+        println!("first upload {upload:?}, second {again:?}");
+        cordon(case, "node-0", false).await?;
+        cordon(case, "node-1", true).await?;
+        let third = case.resume("s").await?;
+        ensure!(
+            node_of(&third) == "node-0",
+            "it runs on {}",
+            node_of(&third)
+        );
+        witness::ask(&third).await?.goes_on_from(&there)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_lost_node_takes_only_what_was_not_uploaded() -> anyhow::Result<()> {
+    case("nodes-lost", async |case| {
+        let first = start_on(case, "node-1", 5).await?;
+        let before = witness::ask(&first).await?;
+        case.suspend("s").await?;
+        upload_is(case, "True", "Uploaded").await?;
+        lose(case, "node-1").await?;
+        let back = async {
+            let second = case.resume("s").await?;
+            ensure!(
+                node_of(&second) == "node-0",
+                "it runs on {}",
+                node_of(&second)
+            );
+            let there = witness::ask(&second).await?;
+            there.goes_on_from(&before)?;
+            Ok(there)
+        };
+        let back = back.await;
+        cluster(case, &["node-up", "node-1"]).await?;
+        let there = back?;
+        // The node that is back has an image of the past, and removes it.
+        let folder = format!("/var/lib/torpor/images/{}", case.namespace);
+        wait::until("the old image is gone", LIMIT, async || {
+            let gone = cluster(case, &["on", "node-1", "test", "!", "-e", &folder]).await;
+            Ok(gone.map_err(|error| error.to_string()))
+        })
+        .await?;
+        let pod = case.ready("s").await?;
+        witness::ask(&pod).await?.goes_on_from(&there)
+    })
+    .await
+}
+
+/// Takes a node's power, and its Node object as a cloud's controller would. No replica of Torpor's
+/// controller is on the node: Kubernetes starts another one elsewhere only after minutes.
+async fn lose(case: &Case, node: &str) -> anyhow::Result<()> {
+    cordon(case, node, true).await?;
+    let system = "agent-sandbox-system";
+    let controllers: Api<Pod> = Api::namespaced(case.client(), system);
+    let here = format!("spec.nodeName={node}");
+    let all = ListParams::default()
+        .labels("app=agent-sandbox-controller")
+        .fields(&here);
+    controllers
+        .delete_collection(&DeleteParams::default(), &all)
+        .await?;
+    wait::until("two controllers run elsewhere", LIMIT, async || {
+        let pods = controllers
+            .list(&ListParams::default().labels("app=agent-sandbox-controller"))
+            .await?;
+        let ready = |pod: &&Pod| node_of(pod) != node && condition(pod, "Ready").0 == "True";
+        let ready = pods.iter().filter(ready).count();
+        wait::holds(ready >= 2, || format!("{ready} are ready"))
+    })
+    .await?;
+    cluster(case, &["node-down", node]).await?;
+    let nodes: Api<Node> = Api::all(case.client());
+    nodes.delete(node, &DeleteParams::default()).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_image_is_uploaded_once_its_repository_answers_again() -> anyhow::Result<()> {
+    case("nodes-store", async |case| {
+        cluster(case, &["store", "down"]).await?;
+        let waits = async {
+            let first = start_on(case, "node-0", 5).await?;
+            let before = witness::ask(&first).await?;
+            case.suspend("s").await?;
+            let snapshot = upload_is(case, "False", "RepositoryUnavailable").await?;
+            let uploaded = conditions::find(snapshot.conditions(), conditions::UPLOADED);
+            let message = uploaded.map(|one| one.message.clone()).unwrap_or_default();
+            ensure!(message.contains("s3://torpor/"), "{message}");
+            // The node takes no Pods, and the image is nowhere else.
+            cordon(case, "node-0", true).await?;
+            case.set_mode("s", "Running").await?;
+            case.sandbox_has("s", "Restored", "False", "Uploading")
+                .await?;
+            Ok(before)
+        };
+        let before = waits.await;
+        cluster(case, &["store", "up"]).await?;
+        let before = before?;
+        let second = case.sandbox_ready("s").await?;
+        ensure!(
+            node_of(&second) == "node-1",
+            "it runs on {}",
+            node_of(&second)
+        );
+        witness::ask(&second).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_damaged_object_is_named_and_nothing_is_started_from_it() -> anyhow::Result<()> {
+    case("nodes-damage", async |case| {
+        let first = start_on(case, "node-0", 5).await?;
+        let before = witness::ask(&first).await?;
+        case.suspend("s").await?;
+        upload_is(case, "True", "Uploaded").await?;
+        let chunk = objects(case, "/chunks/").pop().context("no chunk")?;
+        let whole = std::fs::read(&chunk)?;
+        let mut flipped = whole.clone();
+        let middle = whole.len() / 2;
+        flipped[middle] ^= 1;
+        std::fs::write(&chunk, &flipped)?;
+        cordon(case, "node-0", true).await?;
+        case.set_mode("s", "Running").await?;
+        let refused = case
+            .sandbox_has("s", "Restored", "False", "ImageCorrupt")
+            .await?;
+        let message = condition_of(&refused, "Restored").2.to_owned();
+        let name = chunk
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        ensure!(message.contains(&name), "{message} does not name {name}");
+        std::fs::write(&chunk, &whole)?;
+        let second = case.sandbox_ready("s").await?;
+        ensure!(
+            node_of(&second) == "node-1",
+            "it runs on {}",
+            node_of(&second)
+        );
+        witness::ask(&second).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_hibernated_sandbox_of_a_drained_node_continues_on_the_other() -> anyhow::Result<()> {
+    case("nodes-drain", async |case| {
+        let first = start_on(case, "node-0", 5).await?;
+        let before = witness::ask(&first).await?;
+        let asleep = json!({ "metadata": { "annotations": { HIBERNATE: "true" } } });
+        case.patch("s", asleep).await?;
+        case.sandbox_has("s", "Hibernated", "True", "Hibernated")
+            .await?;
+        cordon(case, "node-0", true).await?;
+        case.pods().evict("s", &EvictParams::default()).await?;
+        let awake = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
+        case.patch("s", awake).await?;
+        let is_next =
+            |pod: &Pod| pod.meta().uid != first.meta().uid && condition(pod, "Ready").0 == "True";
+        let second = case.pod_until("s", "it continues", LIMIT, is_next).await?;
+        ensure!(
+            node_of(&second) == "node-1",
+            "it runs on {}",
+            node_of(&second)
+        );
+        assert_ne!(second.uid(), first.uid());
+        witness::ask(&second).await?.goes_on_from(&before)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_class_without_its_bucket_is_reported_and_costs_no_memory() -> anyhow::Result<()> {
+    case("nodes-bucket", async |case| {
+        let classes: Api<SnapshotClass> = Api::all(case.client());
+        let nowhere = json!({ "spec": { "parameters": { "url": "s3://no-such-bucket/x" } } });
+        let nowhere = Patch::Merge(nowhere);
+        classes
+            .patch(&case.namespace, &PatchParams::default(), &nowhere)
+            .await?;
+        let first = start_on(case, "node-0", 5).await?;
+        let before = witness::ask(&first).await?;
+        case.suspend("s").await?;
+        let snapshot = upload_is(case, "False", "RepositoryUnavailable").await?;
+        let uploaded = conditions::find(snapshot.conditions(), conditions::UPLOADED);
+        let message = uploaded.map(|one| one.message.clone()).unwrap_or_default();
+        ensure!(message.contains("no-such-bucket"), "{message}");
+        let second = case.resume("s").await?;
+        ensure!(
+            node_of(&second) == "node-0",
+            "it runs on {}",
+            node_of(&second)
+        );
+        witness::ask(&second).await?.goes_on_from(&before)
+    })
+    .await
+}
