@@ -240,7 +240,7 @@ end_to_end() {
 	for module in "${BESIDE_AGENT[@]}"; do
 		others+=(--skip "$module")
 	done
-	e2e --skip alone:: "${others[@]}" --test-threads="${E2E_THREADS:-$at_once}"
+	e2e --skip alone:: --skip nodes:: "${others[@]}" --test-threads="${E2E_THREADS:-$at_once}"
 }
 
 # Tests that replace or starve the agent wait most of the time, so others run beside them.
@@ -264,10 +264,24 @@ end_to_end_node() {
 	return "$status"
 }
 
+# Tests of memory that continues on another node: a second node, and an S3 server. Both go again.
+end_to_end_nodes() {
+	local status=0
+	"$cluster" up --nodes 2
+	"$cluster" store up
+	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-installer --timeout=120s
+	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-agent --timeout=120s
+	e2e nodes:: --test-threads=1 || status=$?
+	"$cluster" store down
+	"$cluster" up --nodes 1
+	return "$status"
+}
+
 all_end_to_end() {
 	step "end-to-end tests" end_to_end
 	step "end-to-end tests that disturb the agent, and those that do not mind" end_to_end_agent
 	step "end-to-end tests that disturb the node, and the rest of the unit tests" end_to_end_node
+	[ -n "$foreign_cluster" ] || step "end-to-end tests with two nodes and an S3 server" end_to_end_nodes
 }
 
 # A short kill test with a random seed, which it prints. hack/chaos is the long one.

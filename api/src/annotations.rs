@@ -172,6 +172,10 @@ documented! {
     /// from the image, even if its user changes `operatingMode` meanwhile: one controller cannot
     /// take back an image that another controller relies on.
     REPLACES_POD = "torpor.dev/replaces-pod";
+    /// Pod that was made to continue from the image, where other nodes than the image's own can
+    /// fetch it: `pending` before the Pod is created, then UID and node of the Pod as JSON. Only a
+    /// node that is named here, or may be, can claim the image. Agents cannot write it.
+    TAKEN_BY = "torpor.dev/taken-by";
 }
 
 /// Returns the keys of [`OF_USERS`] that are Torpor's own.

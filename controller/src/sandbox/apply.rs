@@ -15,7 +15,9 @@ use torpor_api::{
 use tracing::Instrument;
 
 use super::dereference::{Fact, Observed};
-use super::plan::{Action, Area, ImageFence, ImageUse, Plan, SnapshotFence, Step, pod_name_patch};
+use super::plan::{
+    Action, Area, ImageFence, ImageUse, Plan, SnapshotFence, Step, TAKER_PENDING, pod_name_patch,
+};
 use crate::{
     calls::{self, Answer, Apiserver},
     saved_pod, trace,
@@ -230,6 +232,7 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
         Action::DeleteSnapshot { name, uid, fence } => {
             delete_snapshot(api, ns, (name, uid), fence, failed).await
         }
+        Action::RecordTaker { name, patch } => record_taker(api, ns, name, patch).await,
         Action::SupersedeSnapshot { name, message } => {
             supersede(api, ns, name, message, failed).await
         }
@@ -377,10 +380,17 @@ async fn create_pod(
     image: Option<&ImageFence>,
     failed: impl Fn(&str, &calls::Error) -> Failure,
 ) -> Outcome {
-    if let Some(image) = image
-        && let Err(outcome) = check_image(api, namespace, image).await
-    {
-        return outcome;
+    if let Some(image) = image {
+        // Before another node can claim the image.
+        let marks = image.use_of == ImageUse::Resume
+            && !pod["metadata"]["annotations"][annotations::RESTORE_DIGEST].is_null();
+        let checked = match marks {
+            true => mark_image(api, namespace, image, TAKEN).await,
+            false => check_image(api, namespace, image).await.map(drop),
+        };
+        if let Err(outcome) = checked {
+            return outcome;
+        }
     }
     let created = api.create::<Pod>(namespace, pod.clone()).await;
     or_existing(
@@ -402,7 +412,7 @@ async fn delete_pod(
     failed: impl Fn(&str, &calls::Error) -> Failure,
 ) -> Outcome {
     if let Some(image) = image
-        && let Err(outcome) = claim_image(api, namespace, image).await
+        && let Err(outcome) = mark_image(api, namespace, image, REPLACES).await
     {
         return outcome;
     }
@@ -450,21 +460,26 @@ async fn check_image(
     }
 }
 
-/// Ensures that an image may replace its Pod, and marks the snapshot.
-///
-/// A pass that deletes the snapshot because its Pod lives does so only as long as this mark is not
-/// written.
-async fn claim_image(api: &Apiserver, namespace: &str, fence: &ImageFence) -> Result<(), Outcome> {
+/// Mark of an image that replaces its Pod. A pass that deletes the snapshot because its Pod lives
+/// does so only as long as this mark is not written.
+const REPLACES: (&str, &str) = (annotations::REPLACES_POD, "true");
+/// Mark of an image for which a Pod is about to be made.
+const TAKEN: (&str, &str) = (annotations::TAKEN_BY, TAKER_PENDING);
+
+/// Ensures that an image may be used, and marks the snapshot.
+async fn mark_image(
+    api: &Apiserver,
+    namespace: &str,
+    fence: &ImageFence,
+    (key, value): (&str, &str),
+) -> Result<(), Outcome> {
     let snapshot = check_image(api, namespace, fence).await?;
-    if snapshot
-        .annotations()
-        .contains_key(annotations::REPLACES_POD)
-    {
+    if snapshot.annotations().get(key).map(String::as_str) == Some(value) {
         return Ok(());
     }
     let patch = json!({"metadata": {
         "resourceVersion": snapshot.resource_version(),
-        "annotations": {annotations::REPLACES_POD: "true"},
+        "annotations": {key: value},
     }});
     let written = api.patch::<SandboxSnapshot>(namespace, &fence.name, &patch);
     match written.await {
@@ -530,6 +545,18 @@ async fn observe_snapshot(api: &Apiserver, namespace: &str, name: &str) -> Outco
 ///
 /// The agent writes this status too. The patch therefore holds only for the version it was made
 /// from.
+/// Writes the annotation about the Pod that takes the image. The patch names the version of the
+/// snapshot that it was made from.
+async fn record_taker(api: &Apiserver, namespace: &str, name: &str, patch: &Value) -> Outcome {
+    match api.patch::<SandboxSnapshot>(namespace, name, patch).await {
+        Ok(snapshot) => Outcome::Done(Some(Fact::Snapshot(Arc::new(snapshot)))),
+        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => {
+            observe_snapshot(api, namespace, name).await
+        }
+        Err(error) => Outcome::Unknown(error),
+    }
+}
+
 async fn supersede(
     api: &Apiserver,
     namespace: &str,

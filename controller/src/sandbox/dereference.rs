@@ -183,8 +183,8 @@ pub async fn gather_memory(
 
 /// Gathers what decides about a restore on another node than the image's own.
 ///
-/// The SandboxNode of the last Pod is read from the apiserver: the watch may not have shown yet
-/// that this node has claimed the image.
+/// The SandboxNode of a Pod that took an image is read from the apiserver: the watch may not have
+/// shown yet that this node has claimed the image.
 async fn gather_cluster(
     observed: &mut Observed,
     caches: &Caches,
@@ -201,11 +201,11 @@ async fn gather_cluster(
         return Ok(());
     }
     let mut nodes = caches.nodes.filtered(|_| true);
-    if let Some(last) = super::plan::last_node_elsewhere(observed)
-        && let Some(fresh) = api.get_cluster::<SandboxNode>(&last).await?
-    {
-        nodes.retain(|node| node.name_any() != last);
-        nodes.push(Arc::new(fresh));
+    for taker in super::plan::nodes_of_takers(observed) {
+        if let Some(fresh) = api.get_cluster::<SandboxNode>(&taker).await? {
+            nodes.retain(|node| node.name_any() != taker);
+            nodes.push(Arc::new(fresh));
+        }
     }
     let now = Timestamp::now();
     let candidates = nodes.into_iter().map(|node| Candidate {

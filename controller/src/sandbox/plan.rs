@@ -30,7 +30,7 @@ mod services;
 mod wakeup;
 
 pub(crate) use self::claims::is_name_taken;
-pub(super) use self::memory::disruption;
+pub(super) use self::memory::{TAKER_PENDING, disruption};
 
 /// Part of the work. A failure skips only the rest of its area, as upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,6 +130,11 @@ pub enum Action {
     SupersedeSnapshot {
         name: String,
         message: String,
+    },
+    /// Records on a snapshot which Pod was made to continue from its image.
+    RecordTaker {
+        name: String,
+        patch: Value,
     },
     DeleteSandbox {
         uid: String,
@@ -459,11 +464,15 @@ pub fn nodes_to_examine(observed: &Observed) -> Vec<String> {
     nodes.collect::<BTreeSet<_>>().into_iter().collect()
 }
 
-/// Returns the node of the Sandbox's last Pod, if it is not the node of its images.
-pub fn last_node_elsewhere(observed: &Observed) -> Option<String> {
-    let last = crate::saved_pod::last_pod(&observed.sandbox)?.node_name;
-    let mut saved = observed.saved_pods.values();
-    (!has_pod(observed) && saved.all(|record| record.node_name != last)).then_some(last)
+/// Returns the nodes that may have claimed an image for a Pod that is gone.
+pub fn nodes_of_takers(observed: &Observed) -> BTreeSet<String> {
+    if has_pod(observed) {
+        return BTreeSet::new();
+    }
+    let snapshots = observed.snapshots.values();
+    snapshots
+        .filter_map(|snapshot| memory::node_of_taker(snapshot))
+        .collect()
 }
 
 /// Returns the merge patch that sets or removes the Pod name of a Sandbox.

@@ -1,5 +1,6 @@
 //! Tests of restores on other nodes than the image's own, from a repository.
 
+use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
@@ -59,10 +60,67 @@ fn node_is_gone(world: &World) {
     world.api.remove("nodes", "", "n1");
 }
 
+/// Writes a claim of node `n2` on the image.
 fn claim(world: &World, pod: &str, consumed: bool) {
     let claim = json!({"imageID": "i.1", "namespace": NS, "podUID": pod, "consumed": consumed});
     let claimed = json!({"status": {"fetched": [claim]}});
     world.api.edit("sandboxnodes", "", "n2", &claimed);
+}
+
+/// Writes which Pod was made for the image, as the controller does.
+fn taken_by(world: &World, name: &str, value: &str) {
+    let taken = json!({"metadata": {"annotations": {"torpor.dev/taken-by": value}}});
+    world.edit_snapshot(name, &taken);
+}
+
+#[tokio::test]
+async fn the_pod_that_takes_an_image_is_recorded_before_it_is_made_and_once_it_has_a_node() {
+    let (world, name) = uploaded().await;
+    world.edit_sandbox(&mode("Running"));
+    let writes = world.writes_of_a_pass().await;
+    assert_eq!(writes[..2], ["patch sandboxsnapshots", "create pods"]);
+    let taken = || {
+        let mut all = world.snapshots().into_iter();
+        let snapshot = all.find(|one| one["metadata"]["name"] == name.as_str());
+        snapshot.expect("a snapshot")["metadata"]["annotations"]["torpor.dev/taken-by"].clone()
+    };
+    assert_eq!(taken(), "pending");
+    world.pod_becomes_ready();
+    world.settle().await;
+    let pod = world.pod().expect("a Pod");
+    let expected = json!({"nodeName": "n1", "uid": pod["metadata"]["uid"]});
+    let written: Value = serde_json::from_str(taken().as_str().expect("text")).expect("JSON");
+    assert_eq!(written, expected);
+}
+
+/// An agent that was taken over claims images of others, as far as it likes.
+#[rstest]
+#[case::no_pod_was_made(None)]
+#[case::another_pod_was_made(Some(r#"{"nodeName":"n3","uid":"pod-before"}"#))]
+#[tokio::test]
+async fn a_claim_of_a_node_without_the_pod_is_ignored(#[case] taken: Option<&str>) {
+    let (world, name) = uploaded().await;
+    if let Some(taken) = taken {
+        taken_by(&world, &name, taken);
+    }
+    claim(&world, "pod-before", true);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1", "n2"]);
+}
+
+#[tokio::test]
+async fn a_consumed_image_of_an_unknown_pod_is_neither_used_nor_given_up() {
+    let (world, name) = uploaded().await;
+    taken_by(&world, &name, "pending");
+    claim(&world, "pod-before", true);
+    let cold = json!({"metadata": {"annotations": {"torpor.dev/on-restore-failure": "ColdStart"}}});
+    world.edit_sandbox(&cold);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.pod(), None);
+    let restored = world.condition("Restored").expect("a condition");
+    assert_eq!(restored.1, "ImageClaimed");
 }
 
 #[tokio::test]
@@ -126,7 +184,8 @@ async fn without_any_place_the_reason_names_both() {
 
 #[tokio::test]
 async fn no_second_pod_is_made_while_a_node_may_have_run_the_first() {
-    let (world, _) = uploaded().await;
+    let (world, name) = uploaded().await;
+    taken_by(&world, &name, "pending");
     claim(&world, "pod-before", false);
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
@@ -143,12 +202,17 @@ async fn no_second_pod_is_made_while_a_node_may_have_run_the_first() {
     world.api.edit("sandboxnodes", "", "n2", &released);
     world.let_time_pass();
     world.settle().await;
-    assert_eq!(nodes(&world), ["n1", "n2"]);
+    assert_eq!(
+        nodes(&world),
+        ["n1"],
+        "the Pod may have been on the image's own node"
+    );
 }
 
 #[tokio::test]
 async fn an_image_that_a_pod_elsewhere_has_run_on_from_is_not_used_again() {
-    let (world, _) = uploaded().await;
+    let (world, name) = uploaded().await;
+    taken_by(&world, &name, r#"{"nodeName":"n2","uid":"pod-before"}"#);
     claim(&world, "pod-before", true);
     world.edit_sandbox(&mode("Running"));
     world.settle().await;

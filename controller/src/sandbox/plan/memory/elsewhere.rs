@@ -4,22 +4,23 @@
 //! A node claims an image in its SandboxNode before it fetches it (`status.fetched`). As long as
 //! such a claim is open, no other Pod is made for the image.
 
+use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 use torpor_api::{
-    SandboxNode, SandboxSnapshot,
+    SandboxNode, SandboxSnapshot, annotations,
     reasons::{restored, snapshot as snapshot_reasons},
 };
 
 use super::{
+    super::{Action, Area, Plan},
     image_missing,
     location::{lost, out_of_reach},
-    origin::record,
+    node_of,
     resume::Obstacle,
 };
-use crate::{
-    sandbox::{dereference::Observed, pod_spec, validate::Desired},
-    saved_pod,
-};
+use crate::sandbox::{dereference::Observed, pod_spec, validate::Desired};
 
 /// Most nodes in the affinity of a Pod.
 const MOST_NODES: usize = 64;
@@ -29,23 +30,78 @@ pub(super) fn waits(reason: &str) -> bool {
     matches!(reason, restored::IMAGE_CLAIMED | restored::UPLOADING)
 }
 
-/// A Pod that was restored from an image on another node than the image's own, and is gone.
-pub(super) struct Continued {
-    pub(super) message: String,
+/// Value of the annotation taken-by before the Pod is created.
+pub(in crate::sandbox) const TAKER_PENDING: &str = "pending";
+
+/// Pod that was made to continue from an image, and its node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Taker {
+    node_name: String,
+    uid: String,
 }
 
-/// Returns the Pod that has continued from the image elsewhere, if there is one.
-pub(super) fn continued(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Continued> {
+/// Pod that may claim an image, as the controller recorded it.
+enum Recorded {
+    /// No Pod was made for the image.
+    Nobody,
+    /// A Pod may have been made.
+    Unknown,
+    Pod(Taker),
+}
+
+fn recorded(snapshot: &SandboxSnapshot) -> Recorded {
+    let Some(written) = snapshot.annotations().get(annotations::TAKEN_BY) else {
+        return Recorded::Nobody;
+    };
+    serde_json::from_str(written).map_or(Recorded::Unknown, Recorded::Pod)
+}
+
+/// Returns the node of the Pod that was made to continue from an image.
+pub(in crate::sandbox) fn node_of_taker(snapshot: &SandboxSnapshot) -> Option<String> {
+    match recorded(snapshot) {
+        Recorded::Pod(taker) => Some(taker.node_name),
+        Recorded::Nobody | Recorded::Unknown => None,
+    }
+}
+
+/// Records the Pod on the snapshot that it continues from, once it has a node.
+pub(super) fn record_taker(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Pod) {
+    let fetches = pod.annotations().contains_key(annotations::RESTORE_DIGEST);
+    let Some((node, uid)) = node_of(pod).zip(pod.uid()).filter(|_| fetches) else {
+        return;
+    };
+    let taker = Taker {
+        node_name: node.to_owned(),
+        uid,
+    };
+    if matches!(recorded(snapshot), Recorded::Pod(known) if known == taker) {
+        return;
+    }
+    let patch = json!({"metadata": {
+        "resourceVersion": snapshot.resource_version(),
+        "annotations": {annotations::TAKEN_BY: json!(taker).to_string()},
+    }});
+    let name = snapshot.name_any();
+    plan.step(Area::Pod, Action::RecordTaker { name, patch });
+}
+
+/// Returns why the memory has run on in a Pod elsewhere that is gone, if it has.
+pub(super) fn continued(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<String> {
+    let Recorded::Pod(taker) = recorded(snapshot) else {
+        return None;
+    };
     let mut claims = claims(observed, snapshot);
-    let (node, claim) = claims.find(|(_, claim)| claim.consumed)?;
-    let pod = &claim.pod_uid;
-    let message = format!(
-        "Pod {pod} on node {node:?} continued from the image and is gone; the memory that it had since is lost"
-    );
-    Some(Continued { message })
+    claims.find(|(node, claim)| {
+        claim.consumed && claim.pod_uid == taker.uid && *node == taker.node_name
+    })?;
+    let Taker { node_name, uid } = taker;
+    Some(format!(
+        "Pod {uid} on node {node_name:?} continued from the image and is gone; the memory that it had since is lost"
+    ))
 }
 
-/// Returns the claims on an image by Pods that the Sandbox no longer has, each with its node.
+/// Returns the claims on an image, each with its node.
 fn claims<'a>(
     observed: &'a Observed,
     snapshot: &'a SandboxSnapshot,
@@ -80,8 +136,7 @@ pub(super) fn nodes(
     if !copy && let Some(claim) = open_claim(observed, snapshot) {
         return Err(claim);
     }
-    // The mark that a Pod has taken the image is on that Pod's node.
-    if !copy && ran_again_on(desired, observed, snapshot, origin) {
+    if !copy && may_be_taken_on(snapshot, origin) {
         return here.map(|()| vec![origin.to_owned()]);
     }
     let others = observed.cluster.iter().filter(|candidate| {
@@ -180,28 +235,35 @@ fn fits(
     }
 }
 
-/// Returns the claim by a Pod that is gone and whose node has not settled yet whether it ran.
+/// Returns the claim by a Pod that is gone and of which it is not known whether it ran.
+///
+/// Only the Pod that the controller recorded counts: an agent that was taken over claims what it
+/// likes. If the record is not complete, each claim counts.
 fn open_claim(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Obstacle> {
+    let recorded = recorded(snapshot);
+    let counts = |node: &str, pod: &str| match &recorded {
+        Recorded::Nobody => false,
+        Recorded::Unknown => true,
+        Recorded::Pod(taker) => taker.uid == pod && taker.node_name == node,
+    };
     let mut claims = claims(observed, snapshot);
-    let (node, claim) = claims.find(|(_, claim)| !claim.consumed)?;
+    let (node, claim) = claims.find(|(node, claim)| counts(node, &claim.pod_uid))?;
     let message = format!(
-        "Node {node:?} has fetched the image for Pod {}, which is gone, and has not reported yet whether that Pod ran",
+        "Node {node:?} has fetched the image for Pod {}, which is gone, and has not settled whether that Pod ran; \
+         bring the node's agent back, or give up what that Pod did: remove the entry from status.fetched of SandboxNode {node:?}",
         claim.pod_uid
     );
     Some((restored::IMAGE_CLAIMED, message))
 }
 
-/// Reports whether a later Pod than the saved one ran on the image's own node.
-fn ran_again_on(
-    desired: &Desired<'_>,
-    observed: &Observed,
-    snapshot: &SandboxSnapshot,
-    origin: &str,
-) -> bool {
-    let saved = record(observed, snapshot).map(|record| record.uid.clone());
-    let saved = saved.or_else(|| snapshot.spec.pod_uid.clone());
-    let last = saved_pod::last_pod(desired.sandbox);
-    last.is_some_and(|last| Some(&last.uid) != saved.as_ref() && last.node_name == origin)
+/// Reports whether a Pod may have taken the image on the image's own node, where only that node's
+/// mark on the image tells.
+fn may_be_taken_on(snapshot: &SandboxSnapshot, origin: &str) -> bool {
+    match recorded(snapshot) {
+        Recorded::Nobody => false,
+        Recorded::Unknown => true,
+        Recorded::Pod(taker) => taker.node_name == origin,
+    }
 }
 
 /// Reports whether the image will be in a repository soon and its node takes no Pods until then.

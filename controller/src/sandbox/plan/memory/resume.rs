@@ -91,8 +91,8 @@ fn resume(
     now: Timestamp,
 ) {
     let policy = desired.settings.restore_policy();
-    if let Some(continued) = elsewhere::continued(observed, snapshot) {
-        let (name, message) = (snapshot.name_any(), continued.message);
+    if let Some(message) = elsewhere::continued(observed, snapshot) {
+        let name = snapshot.name_any();
         return plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
     }
     match can_restore(desired, observed, snapshot, false) {
@@ -392,6 +392,9 @@ pub(in crate::sandbox::plan) fn awake(
         .unwrap_or_else(|| hibernated_in_place(desired, observed, pod));
     show_hibernated(plan, desired, observed, change);
     cancel_suspension(plan, desired, observed, pod);
+    if let Some(source) = source_of(desired, observed, pod) {
+        elsewhere::record_taker(plan, source, pod);
+    }
     plan.memory.restored = match restored_condition(pod) {
         Some(draft) => {
             settle_restore(plan, desired, observed, pod, &draft);
