@@ -126,8 +126,8 @@ documented! {
     /// `"true"` when the user named the image of `torpor.dev/restore-image`; a consumed image is
     /// then accepted.
     RESTORE_COPY = "torpor.dev/restore-copy";
-    /// Digest of the manifest of `torpor.dev/restore-image`, if the image is in a repository. A node
-    /// that does not hold the image fetches it, and accepts no other.
+    /// Digest of the manifest of `torpor.dev/restore-image`, if the image is in a repository. A
+    /// node that does not hold the image fetches it, and accepts no other.
     RESTORE_DIGEST = "torpor.dev/restore-digest";
     /// SnapshotClass whose repository has the image of `torpor.dev/restore-image`.
     RESTORE_CLASS = "torpor.dev/restore-class";

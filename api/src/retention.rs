@@ -36,7 +36,8 @@ pub enum InvalidParameter {
 }
 
 impl Retention {
-    /// Reads the parameters of a SnapshotClass. Those of a repository are no rules, and no problems.
+    /// Reads the parameters of a SnapshotClass. Those of a repository are no rules, and no
+    /// problems.
     pub fn of(class: &SnapshotClassSpec) -> Self {
         let is_known = |key: &String| {
             class.provisioner == REPOSITORY_PROVISIONER

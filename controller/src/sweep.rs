@@ -1,10 +1,11 @@
 //! Removes images from repositories that no SandboxSnapshot names any more, and the chunks that no
 //! image needs.
 //!
-//! One sweep starts some time after the controller has become the leader, and one at each interval.
+//! One sweep starts some time after the controller has become the leader, and one at each
+//! interval.
 //! An image goes when its index is older than an hour (by the object store's clock), the cache has
-//! no SandboxSnapshot that names it, and neither has the apiserver when it is asked. A SnapshotClass
-//! with `deletionPolicy: Retain` is not swept.
+//! no SandboxSnapshot that names it, and neither has the apiserver when it is asked. A
+//! SnapshotClass with `deletionPolicy: Retain` is not swept.
 
 use std::{collections::BTreeSet, path::Path, sync::Arc, time::Duration};
 

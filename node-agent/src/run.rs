@@ -2,7 +2,7 @@
 //!
 //! | task | reads | writes |
 //! |---|---|---|
-//! | 4 watches | Pods of this node, SandboxSnapshots, RuntimeClasses, SnapshotClasses | caches; pokes the driver |
+//! | 4 watches | Pods of this node, snapshots, RuntimeClasses, SnapshotClasses | caches; driver |
 //! | driver, one task per Pod | caches, node | node, Pod conditions, snapshot statuses |
 //! | node report | node | SandboxNode |
 //! | pressure | the node's memory and swap | sandboxes that must sleep; pokes the driver |

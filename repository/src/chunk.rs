@@ -19,7 +19,7 @@ pub(crate) const LARGEST: usize = 1 << 20;
 /// zstd's default level.
 const LEVEL: i32 = 3;
 
-/// Where a chunk lies in a file, its name, and its key where it is sealed.
+/// A chunk of a file: its place, its name, and its key if it is sealed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) offset: u64,

@@ -11,7 +11,7 @@
 //! An image is in the repository once its object in `images/` exists. That object is written after
 //! all chunks. Chunks are shared by the images of one namespace and never by two namespaces.
 //!
-//! What an object store returns is not trusted. Every name, size and digest is checked before its
+//! The content of an object store is not trusted. Every name, size and digest is checked before its
 //! use, and every read has a limit.
 
 mod chunk;

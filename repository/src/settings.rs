@@ -26,7 +26,7 @@ const LARGEST: u64 = 256 << 10;
 const REQUEST: Duration = Duration::from_secs(30);
 const ATTEMPTS: Duration = Duration::from_secs(60);
 
-/// Where a repository is.
+/// Place of a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
     pub url: Url,

@@ -21,7 +21,7 @@ pub struct Memory {
     pub image_id: String,
     /// Nodes that can restore the image, the preferred one first; never empty.
     pub nodes: Vec<String>,
-    /// Where a node that does not hold the image fetches it.
+    /// The image in a repository, from which other nodes fetch it.
     pub stored: Option<Stored>,
     /// True if the user named the image; a consumed image is then accepted.
     pub copy: bool,

@@ -53,7 +53,7 @@ impl Claims {
         if self.known.as_deref() == Some(claims) {
             return Ok(());
         }
-        // Whether a write without an answer has happened is not known.
+        // A write without an answer may have happened.
         self.known = None;
         let fetched = match claims {
             [] => json!(null),

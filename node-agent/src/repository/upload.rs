@@ -123,7 +123,7 @@ pub(crate) async fn run(uploads: Arc<Uploads>, stop: CancellationToken) {
     loop {
         let wanted = uploads.wanted();
         let is_wanted = |uid: &Uid| wanted.iter().any(|one| one.uid().as_ref() == Some(uid));
-        // Nobody needs the image of a sandbox that runs again.
+        // A sandbox that runs again does not need its image any more.
         running
             .iter()
             .filter(|(uid, _)| !is_wanted(uid))

@@ -3,8 +3,8 @@
 //! Run as root on the node of the cluster that KUBECONFIG names: `cargo test -p torpor-tests --test
 //! e2e -- --test-threads=4`.
 //!
-//! The tests `nodes::` need a second node and an S3 server (`hack/cluster up --nodes 2`, `hack/cluster
-//! store up`), and TORPOR_DEV.
+//! The tests `nodes::` need a second node and an S3 server (`hack/cluster up --nodes 2`,
+//! `hack/cluster store up`), and TORPOR_DEV.
 //!
 //! TORPOR_PLUGIN names the folder into which hack/plugin put the kubectl plugin; without it kubectl
 //! finds the plugin in PATH. TORPOR_DEV=hack/cluster adds the logs of a development cluster's

@@ -53,7 +53,7 @@ pub(crate) struct Plan {
     pub(crate) remove: Vec<Place>,
 }
 
-/// What [`plan`] decides from.
+/// Facts that [`plan`] decides from.
 #[derive(Debug)]
 pub(crate) struct Seen<'a> {
     /// Pods that continue from images that this node did not make.
