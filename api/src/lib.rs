@@ -29,6 +29,7 @@ pub mod sandbox;
 pub mod snapshot;
 
 mod list_types;
+pub mod taker;
 mod times;
 
 pub use extensions::{SandboxClaim, SandboxTemplate, SandboxWarmPool};

@@ -74,9 +74,8 @@ pub struct SandboxNodeStatus {
     /// Number of sandboxes by state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counts: Option<SandboxCounts>,
-    /// Images that this node has fetched from a repository for Pods of its own. An entry exists
-    /// before the Pod can be restored from the image, and as long as a SandboxSnapshot names the
-    /// image, unless the Pod is gone and never ran.
+    /// Images that this node fetches from a repository for Pods of its own. An entry exists before
+    /// the Pod can be restored from the image, and as long as a SandboxSnapshot names the image.
     // Left out when empty: the agent writes this list apart from the rest of the status.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "fetched_schema")]
@@ -111,9 +110,6 @@ pub struct SandboxNodeStatus {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FetchedImage {
-    /// True if the Pod may have run from the image.
-    #[serde(default)]
-    pub consumed: bool,
     /// Name of the image, `<pod UID>.<n>`.
     #[serde(rename = "imageID")]
     pub image_id: String,
@@ -122,6 +118,21 @@ pub struct FetchedImage {
     /// UID of the Pod.
     #[serde(rename = "podUID")]
     pub pod_uid: String,
+    /// Use of the image by the Pod.
+    #[serde(default)]
+    pub state: FetchState,
+}
+
+/// Use of a fetched image by its Pod.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum FetchState {
+    /// The Pod may be restored from the image.
+    #[default]
+    Claimed,
+    /// The Pod is gone, and it ran from the image.
+    Consumed,
+    /// The Pod is gone, and it never ran from the image.
+    Released,
 }
 
 /// Most entries of `status.fetched`.

@@ -10,14 +10,12 @@ use serde_json::{Value, json};
 use torpor_api::{
     OperatingMode, Sandbox, SandboxSnapshot, annotations,
     conditions::{self, Draft, Status},
-    reasons,
+    reasons, taker,
 };
 use tracing::Instrument;
 
 use super::dereference::{Fact, Observed};
-use super::plan::{
-    Action, Area, ImageFence, ImageUse, Plan, SnapshotFence, Step, TAKER_PENDING, pod_name_patch,
-};
+use super::plan::{Action, Area, ImageFence, ImageUse, Plan, SnapshotFence, Step, pod_name_patch};
 use crate::{
     calls::{self, Answer, Apiserver},
     saved_pod, trace,
@@ -464,7 +462,7 @@ async fn check_image(
 /// does so only as long as this mark is not written.
 const REPLACES: (&str, &str) = (annotations::REPLACES_POD, "true");
 /// Mark of an image for which a Pod is about to be made.
-const TAKEN: (&str, &str) = (annotations::TAKEN_BY, TAKER_PENDING);
+const TAKEN: (&str, &str) = (annotations::TAKEN_BY, taker::PENDING);
 
 /// Ensures that an image may be used, and marks the snapshot.
 async fn mark_image(
@@ -541,10 +539,6 @@ async fn observe_snapshot(api: &Apiserver, namespace: &str, name: &str) -> Outco
     }
 }
 
-/// Marks a snapshot as consumed.
-///
-/// The agent writes this status too. The patch therefore holds only for the version it was made
-/// from.
 /// Writes the annotation about the Pod that takes the image. The patch names the version of the
 /// snapshot that it was made from.
 async fn record_taker(api: &Apiserver, namespace: &str, name: &str, patch: &Value) -> Outcome {
@@ -557,6 +551,10 @@ async fn record_taker(api: &Apiserver, namespace: &str, name: &str, patch: &Valu
     }
 }
 
+/// Marks a snapshot as consumed.
+///
+/// The agent writes this status too. The patch therefore holds only for the version it was made
+/// from.
 async fn supersede(
     api: &Apiserver,
     namespace: &str,

@@ -256,7 +256,15 @@ pub(super) fn nodes_of_memory(observed: &Observed) -> BTreeSet<String> {
     });
     let last = saved_pod::last_pod(&observed.sandbox);
     let last = last.into_iter().map(|record| record.node_name);
-    reported.chain(pod_nodes).chain(last).collect()
+    let takers = observed
+        .snapshots
+        .values()
+        .filter_map(|one| super::plan::node_of_taker(one));
+    reported
+        .chain(pod_nodes)
+        .chain(last)
+        .chain(takers)
+        .collect()
 }
 
 /// Gathers the records of the snapshots' Pods. A snapshot that is copied belongs to another

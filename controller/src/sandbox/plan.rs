@@ -30,7 +30,7 @@ mod services;
 mod wakeup;
 
 pub(crate) use self::claims::is_name_taken;
-pub(super) use self::memory::{TAKER_PENDING, disruption};
+pub(super) use self::memory::{disruption, node_of_taker};
 
 /// Part of the work. A failure skips only the rest of its area, as upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

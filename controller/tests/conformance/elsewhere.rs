@@ -61,8 +61,8 @@ fn node_is_gone(world: &World) {
 }
 
 /// Writes a claim of node `n2` on the image.
-fn claim(world: &World, pod: &str, consumed: bool) {
-    let claim = json!({"imageID": "i.1", "namespace": NS, "podUID": pod, "consumed": consumed});
+fn claim(world: &World, pod: &str, state: &str) {
+    let claim = json!({"imageID": "i.1", "namespace": NS, "podUID": pod, "state": state});
     let claimed = json!({"status": {"fetched": [claim]}});
     world.api.edit("sandboxnodes", "", "n2", &claimed);
 }
@@ -95,16 +95,53 @@ async fn the_pod_that_takes_an_image_is_recorded_before_it_is_made_and_once_it_h
 
 /// An agent that was taken over claims images of others, as far as it likes.
 #[rstest]
-#[case::no_pod_was_made(None)]
-#[case::another_pod_was_made(Some(r#"{"nodeName":"n3","uid":"pod-before"}"#))]
+#[case::no_pod_was_made(None, &["n1", "n2"])]
+#[case::the_pod_was_on_another_node(Some("n1"), &["n1"])]
 #[tokio::test]
-async fn a_claim_of_a_node_without_the_pod_is_ignored(#[case] taken: Option<&str>) {
+async fn a_claim_of_a_node_without_the_pod_is_ignored(
+    #[case] taken_on: Option<&str>,
+    #[case] places: &[&str],
+) {
     let (world, name) = uploaded().await;
-    if let Some(taken) = taken {
-        taken_by(&world, &name, taken);
+    if let Some(node) = taken_on {
+        let taker = json!({"nodeName": node, "uid": "pod-before"}).to_string();
+        taken_by(&world, &name, &taker);
     }
-    claim(&world, "pod-before", true);
+    claim(&world, "pod-before", "Consumed");
     world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(nodes(&world), places);
+}
+
+#[tokio::test]
+async fn a_pod_of_a_node_that_is_gone_is_left_to_the_users_policy() {
+    let (world, name) = uploaded().await;
+    taken_by(&world, &name, r#"{"nodeName":"n2","uid":"pod-before"}"#);
+    let old_heartbeat = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
+    world.api.edit("sandboxnodes", "", "n2", &old_heartbeat);
+    world.api.remove("nodes", "", "n2");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.pod(), None);
+    let restored = world.condition("Restored").expect("a condition");
+    assert_eq!(restored.1, "NodeUnavailable");
+    assert!(restored.2.contains("may have continued"), "{}", restored.2);
+}
+
+#[tokio::test]
+async fn a_pod_that_waits_for_a_node_is_made_anew_once_the_image_is_uploaded() {
+    let (world, name) = uploaded().await;
+    set_upload(&world, &name, "False", "Uploading");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1"]);
+    let waits = condition("PodScheduled", "False", "Unschedulable", "no room");
+    world.set_pod_condition(waits);
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1"]);
+    set_upload(&world, &name, "True", "Uploaded");
+    world.settle().await;
+    world.pod_ends();
     world.settle().await;
     assert_eq!(nodes(&world), ["n1", "n2"]);
 }
@@ -113,7 +150,7 @@ async fn a_claim_of_a_node_without_the_pod_is_ignored(#[case] taken: Option<&str
 async fn a_consumed_image_of_an_unknown_pod_is_neither_used_nor_given_up() {
     let (world, name) = uploaded().await;
     taken_by(&world, &name, "pending");
-    claim(&world, "pod-before", true);
+    claim(&world, "pod-before", "Consumed");
     let cold = json!({"metadata": {"annotations": {"torpor.dev/on-restore-failure": "ColdStart"}}});
     world.edit_sandbox(&cold);
     world.edit_sandbox(&mode("Running"));
@@ -185,8 +222,7 @@ async fn without_any_place_the_reason_names_both() {
 #[tokio::test]
 async fn no_second_pod_is_made_while_a_node_may_have_run_the_first() {
     let (world, name) = uploaded().await;
-    taken_by(&world, &name, "pending");
-    claim(&world, "pod-before", false);
+    taken_by(&world, &name, r#"{"nodeName":"n2","uid":"pod-before"}"#);
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert_eq!(world.pod(), None);
@@ -198,22 +234,21 @@ async fn no_second_pod_is_made_while_a_node_may_have_run_the_first() {
         "{message}"
     );
     // The node reports that the Pod never ran.
-    let released = json!({"status": {"fetched": null}});
-    world.api.edit("sandboxnodes", "", "n2", &released);
+    claim(&world, "pod-before", "Claimed");
     world.let_time_pass();
     world.settle().await;
-    assert_eq!(
-        nodes(&world),
-        ["n1"],
-        "the Pod may have been on the image's own node"
-    );
+    assert_eq!(world.pod(), None, "the node has not settled it");
+    claim(&world, "pod-before", "Released");
+    world.let_time_pass();
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1", "n2"]);
 }
 
 #[tokio::test]
 async fn an_image_that_a_pod_elsewhere_has_run_on_from_is_not_used_again() {
     let (world, name) = uploaded().await;
     taken_by(&world, &name, r#"{"nodeName":"n2","uid":"pod-before"}"#);
-    claim(&world, "pod-before", true);
+    claim(&world, "pod-before", "Consumed");
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     let pod = world.pod().expect("a Pod");

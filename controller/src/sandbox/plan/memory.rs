@@ -40,7 +40,7 @@ mod resume;
 mod suspend;
 mod unclaimed;
 
-pub(in crate::sandbox) use self::elsewhere::{TAKER_PENDING, node_of_taker};
+pub(in crate::sandbox) use self::elsewhere::node_of_taker;
 pub(in crate::sandbox) use self::evicted::{disruption, is_evicted};
 use self::{
     location::{LOOK_FOR_NODE, hibernated_kept, image_missing},

@@ -6,18 +6,19 @@
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
-use serde::{Deserialize, Serialize};
 use serde_json::json;
 use torpor_api::{
-    SandboxNode, SandboxSnapshot, annotations,
+    SandboxNode, SandboxSnapshot, annotations, conditions, name_hash,
+    node::FetchState,
     reasons::{restored, snapshot as snapshot_reasons},
+    taker::{TakenBy, Taker},
 };
 
 use super::{
     super::{Action, Area, Plan},
-    image_missing,
-    location::{lost, out_of_reach},
-    node_of,
+    image_missing, is_terminating,
+    location::{LostNode, lost, out_of_reach},
+    node_of, pod_condition,
     resume::Obstacle,
 };
 use crate::sandbox::{dereference::Observed, pod_spec, validate::Desired};
@@ -30,38 +31,11 @@ pub(super) fn waits(reason: &str) -> bool {
     matches!(reason, restored::IMAGE_CLAIMED | restored::UPLOADING)
 }
 
-/// Value of the annotation taken-by before the Pod is created.
-pub(in crate::sandbox) const TAKER_PENDING: &str = "pending";
-
-/// Pod that was made to continue from an image, and its node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Taker {
-    node_name: String,
-    uid: String,
-}
-
-/// Pod that may claim an image, as the controller recorded it.
-enum Recorded {
-    /// No Pod was made for the image.
-    Nobody,
-    /// A Pod may have been made.
-    Unknown,
-    Pod(Taker),
-}
-
-fn recorded(snapshot: &SandboxSnapshot) -> Recorded {
-    let Some(written) = snapshot.annotations().get(annotations::TAKEN_BY) else {
-        return Recorded::Nobody;
-    };
-    serde_json::from_str(written).map_or(Recorded::Unknown, Recorded::Pod)
-}
-
 /// Returns the node of the Pod that was made to continue from an image.
 pub(in crate::sandbox) fn node_of_taker(snapshot: &SandboxSnapshot) -> Option<String> {
-    match recorded(snapshot) {
-        Recorded::Pod(taker) => Some(taker.node_name),
-        Recorded::Nobody | Recorded::Unknown => None,
+    match TakenBy::of(snapshot) {
+        TakenBy::Pod(taker) => Some(taker.node_name),
+        TakenBy::Nobody | TakenBy::Unknown => None,
     }
 }
 
@@ -75,12 +49,12 @@ pub(super) fn record_taker(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Po
         node_name: node.to_owned(),
         uid,
     };
-    if matches!(recorded(snapshot), Recorded::Pod(known) if known == taker) {
+    if matches!(TakenBy::of(snapshot), TakenBy::Pod(known) if known == taker) {
         return;
     }
     let patch = json!({"metadata": {
         "resourceVersion": snapshot.resource_version(),
-        "annotations": {annotations::TAKEN_BY: json!(taker).to_string()},
+        "annotations": {annotations::TAKEN_BY: taker.to_annotation()},
     }});
     let name = snapshot.name_any();
     plan.step(Area::Pod, Action::RecordTaker { name, patch });
@@ -88,17 +62,22 @@ pub(super) fn record_taker(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Po
 
 /// Returns why the memory has run on in a Pod elsewhere that is gone, if it has.
 pub(super) fn continued(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<String> {
-    let Recorded::Pod(taker) = recorded(snapshot) else {
+    let TakenBy::Pod(taker) = TakenBy::of(snapshot) else {
         return None;
     };
-    let mut claims = claims(observed, snapshot);
-    claims.find(|(node, claim)| {
-        claim.consumed && claim.pod_uid == taker.uid && *node == taker.node_name
-    })?;
+    let consumed = state_of(observed, snapshot, &taker) == Some(FetchState::Consumed);
     let Taker { node_name, uid } = taker;
-    Some(format!(
+    consumed.then(|| format!(
         "Pod {uid} on node {node_name:?} continued from the image and is gone; the memory that it had since is lost"
     ))
+}
+
+/// Returns what the node of the recorded Pod reports about that Pod and the image.
+fn state_of(observed: &Observed, snapshot: &SandboxSnapshot, taker: &Taker) -> Option<FetchState> {
+    let mut claims = claims(observed, snapshot);
+    let (_, claim) =
+        claims.find(|(node, claim)| claim.pod_uid == taker.uid && *node == taker.node_name)?;
+    Some(claim.state)
 }
 
 /// Returns the claims on an image, each with its node.
@@ -133,7 +112,7 @@ pub(super) fn nodes(
             false => Ok(vec![origin.to_owned()]),
         };
     }
-    if !copy && let Some(claim) = open_claim(observed, snapshot) {
+    if !copy && let Some(claim) = open_claim(observed, snapshot, origin) {
         return Err(claim);
     }
     if !copy && may_be_taken_on(snapshot, origin) {
@@ -146,7 +125,8 @@ pub(super) fn nodes(
             && fits(desired, observed, snapshot, node).is_ok()
     });
     let mut others: Vec<String> = others.map(|candidate| candidate.node.name_any()).collect();
-    others.sort();
+    // Another order for each Sandbox, so that not all go to the same nodes of a large cluster.
+    others.sort_by_key(|node| name_hash(&format!("{}/{node}", desired.name)));
     let nodes: Vec<String> = here
         .as_ref()
         .ok()
@@ -235,34 +215,68 @@ fn fits(
     }
 }
 
-/// Returns the claim by a Pod that is gone and of which it is not known whether it ran.
+/// Returns why it is not known whether a Pod that is gone has run from the image.
 ///
 /// Only the Pod that the controller recorded counts: an agent that was taken over claims what it
-/// likes. If the record is not complete, each claim counts.
-fn open_claim(observed: &Observed, snapshot: &SandboxSnapshot) -> Option<Obstacle> {
-    let recorded = recorded(snapshot);
-    let counts = |node: &str, pod: &str| match &recorded {
-        Recorded::Nobody => false,
-        Recorded::Unknown => true,
-        Recorded::Pod(taker) => taker.uid == pod && taker.node_name == node,
+/// likes. That Pod's node has to answer; silence is no answer. If the record is not complete, each
+/// claim counts.
+fn open_claim(observed: &Observed, snapshot: &SandboxSnapshot, origin: &str) -> Option<Obstacle> {
+    let (node, pod) = match TakenBy::of(snapshot) {
+        TakenBy::Nobody => return None,
+        TakenBy::Pod(taker) if taker.node_name == origin => return None,
+        TakenBy::Pod(taker) => {
+            if state_of(observed, snapshot, &taker) == Some(FetchState::Released) {
+                return None;
+            }
+            (taker.node_name, taker.uid)
+        }
+        TakenBy::Unknown => {
+            let mut claims = claims(observed, snapshot);
+            let (node, claim) = claims.find(|(_, one)| one.state != FetchState::Released)?;
+            (node, claim.pod_uid.clone())
+        }
     };
-    let mut claims = claims(observed, snapshot);
-    let (node, claim) = claims.find(|(node, claim)| counts(node, &claim.pod_uid))?;
+    if let Some(lost) = lost_claimant(observed, &node) {
+        let message = format!(
+            "Pod {pod}, which is gone, may have continued from the image on node {node:?}, {}",
+            lost.clause()
+        );
+        return Some((restored::NODE_UNAVAILABLE, message));
+    }
     let message = format!(
-        "Node {node:?} has fetched the image for Pod {}, which is gone, and has not settled whether that Pod ran; \
-         bring the node's agent back, or give up what that Pod did: remove the entry from status.fetched of SandboxNode {node:?}",
-        claim.pod_uid
+        "Pod {pod} was made to continue from the image on node {node:?} and is gone; the controller waits until the node's agent has reported whether that Pod ran"
     );
     Some((restored::IMAGE_CLAIMED, message))
+}
+
+/// Reports whether a Pod waits for the image's own node although the image has been uploaded since
+/// the Pod was made.
+pub(super) fn has_more_places(snapshot: &SandboxSnapshot, pod: &Pod) -> bool {
+    let scheduled = pod_condition(pod, conditions::POD_SCHEDULED, conditions::POD_SCHEDULED);
+    node_of(pod).is_none()
+        && !is_terminating(pod)
+        && snapshot.is_uploaded()
+        && !pod.annotations().contains_key(annotations::RESTORE_DIGEST)
+        && scheduled.is_some_and(|scheduled| scheduled.reason == "Unschedulable")
+}
+
+/// Returns why a node that has to answer for a Pod is lost, if it is.
+fn lost_claimant(observed: &Observed, name: &str) -> Option<LostNode> {
+    let mut reporting = observed.cluster.iter().map(|candidate| &candidate.node);
+    let reports = reporting.any(|node| node.name_any() == name && node.status.is_some());
+    match observed.gone_nodes.contains(name) {
+        true => Some(LostNode::Gone),
+        false => (!reports).then_some(LostNode::NoAgent),
+    }
 }
 
 /// Reports whether a Pod may have taken the image on the image's own node, where only that node's
 /// mark on the image tells.
 fn may_be_taken_on(snapshot: &SandboxSnapshot, origin: &str) -> bool {
-    match recorded(snapshot) {
-        Recorded::Nobody => false,
-        Recorded::Unknown => true,
-        Recorded::Pod(taker) => taker.node_name == origin,
+    match TakenBy::of(snapshot) {
+        TakenBy::Nobody => false,
+        TakenBy::Unknown => true,
+        TakenBy::Pod(taker) => taker.node_name == origin,
     }
 }
 

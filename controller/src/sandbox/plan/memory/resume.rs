@@ -394,6 +394,9 @@ pub(in crate::sandbox::plan) fn awake(
     cancel_suspension(plan, desired, observed, pod);
     if let Some(source) = source_of(desired, observed, pod) {
         elsewhere::record_taker(plan, source, pod);
+        if elsewhere::has_more_places(source, pod) {
+            plan.step(Area::Pod, delete_as_seen(pod));
+        }
     }
     plan.memory.restored = match restored_condition(pod) {
         Some(draft) => {
