@@ -362,7 +362,8 @@ pub const REPOSITORY_PROVISIONER: &str = "repository.torpor.dev";
 pub const PROVISIONERS: [&str; 2] = [NODE_PROVISIONER, REPOSITORY_PROVISIONER];
 
 /// Parameters of a SnapshotClass of [`REPOSITORY_PROVISIONER`].
-pub const REPOSITORY_PARAMETERS: [&str; 4] = ["url", "endpoint", "region", "allowHTTP"];
+pub const REPOSITORY_PARAMETERS: [&str; 5] =
+    ["url", "endpoint", "region", "allowHTTP", "encryption"];
 
 fn node_provisioner() -> String {
     NODE_PROVISIONER.to_owned()

@@ -268,6 +268,14 @@ impl Apiserver {
             .collect())
     }
 
+    /// Lists a namespace from the apiserver itself. An object that cannot be deserialized is an
+    /// error.
+    pub async fn list_whole<K: Namespaced>(&self, namespace: &str) -> Result<Vec<K>, Error> {
+        let api: Api<K> = Api::namespaced(self.client(), namespace);
+        let params = ListParams::default();
+        Ok(self.limited(|| api.list(&params)).await?.items)
+    }
+
     /// Reports whether a cluster-scoped object exists.
     ///
     /// Returns true without the permission to read it, so that a missing permission causes no

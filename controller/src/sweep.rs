@@ -60,7 +60,18 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
             class.spec.provisioner == REPOSITORY_PROVISIONER
                 && class.spec.deletion_policy == DeletionPolicy::Delete
         };
-        for class in context.caches.snapshot_classes.filtered(is_swept) {
+        let is_kept = |class: &SnapshotClass| {
+            class.spec.provisioner == REPOSITORY_PROVISIONER
+                && class.spec.deletion_policy == DeletionPolicy::Retain
+        };
+        let url = |class: &SnapshotClass| class.spec.parameters.get("url").cloned();
+        let classes = &context.caches.snapshot_classes;
+        let kept: Vec<_> = classes
+            .filtered(is_kept)
+            .iter()
+            .map(|class| url(class))
+            .collect();
+        for class in classes.filtered(|class| is_swept(class) && !kept.contains(&url(class))) {
             let swept = tokio::select! {
                 swept = sweep(&context, &class) => swept,
                 () = shutdown.cancelled() => return,
@@ -84,32 +95,46 @@ async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
         if !scope.is_cluster() && !scope.names().any(|own| own == namespace) {
             continue;
         }
-        let images = repository.images(&namespace).await?;
-        let mut deleted = 0;
-        let mut named = None;
-        for image in unnamed(&images, &cached(context, &namespace)) {
-            if named.is_none() {
-                named = Some(asked(context, &namespace).await?);
-            }
-            let is_named = named
-                .as_ref()
-                .is_some_and(|all| all.contains(image.name.image()));
-            if !is_named {
-                repository.delete_image(image).await?;
-                deleted += 1;
-            }
-        }
-        let chunks = repository.sweep(&namespace).await?;
-        if deleted > 0 || chunks.deleted > 0 {
-            let class = class.name_any();
-            tracing::info!(
+        // What is wrong in one namespace does not keep the others from being swept.
+        if let Err(error) = sweep_namespace(context, &repository, &namespace).await {
+            let (class, error): (_, &dyn std::error::Error) = (class.name_any(), &error);
+            tracing::warn!(
                 class,
                 namespace,
-                images = deleted,
-                chunks = chunks.deleted,
-                "removed what no SandboxSnapshot names from a repository"
+                error,
+                "cannot sweep a namespace of a repository"
             );
         }
+    }
+    Ok(())
+}
+
+async fn sweep_namespace(
+    context: &Context,
+    repository: &Repository,
+    namespace: &str,
+) -> Result<(), Error> {
+    let images = repository.images(namespace).await?;
+    let mut deleted = 0;
+    let unnamed = unnamed(&images, &cached(context, namespace));
+    if !unnamed.is_empty() {
+        let named = asked(context, namespace).await?;
+        for image in unnamed
+            .iter()
+            .filter(|image| !named.contains(image.name.image()))
+        {
+            repository.delete_image(image).await?;
+            deleted += 1;
+        }
+    }
+    let chunks = repository.sweep(namespace).await?;
+    if deleted > 0 || chunks.deleted > 0 {
+        tracing::info!(
+            namespace,
+            images = deleted,
+            chunks = chunks.deleted,
+            "removed what no SandboxSnapshot names from a repository"
+        );
     }
     Ok(())
 }
@@ -137,7 +162,7 @@ fn cached(context: &Context, namespace: &str) -> BTreeSet<String> {
 
 /// Asks the apiserver for the images that SandboxSnapshots name.
 async fn asked(context: &Context, namespace: &str) -> Result<BTreeSet<String>, Error> {
-    let listed = context.api.list::<SandboxSnapshot>(namespace).await;
+    let listed = context.api.list_whole::<SandboxSnapshot>(namespace).await;
     let listed = listed.map_err(|source| Error::Observe {
         what: "the SandboxSnapshots of a namespace",
         source,

@@ -159,6 +159,9 @@ pub(crate) struct RepositoryArgs {
     /// Maximum number of images that are uploaded at once
     #[arg(long, default_value = "2", value_parser = at_least_one, env = "TORPOR_UPLOADS_AT_ONCE")]
     pub(crate) uploads_at_once: usize,
+    /// Maximum number of images that are fetched at once
+    #[arg(long, default_value = "4", value_parser = at_least_one, env = "TORPOR_FETCHES_AT_ONCE")]
+    pub(crate) fetches_at_once: usize,
     /// Maximum bytes a second (50Mi, 1G) of all uploads together, or off
     #[arg(long, default_value = "off", env = "TORPOR_UPLOAD_BANDWIDTH")]
     pub(crate) upload_bandwidth: Bytes,

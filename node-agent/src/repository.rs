@@ -6,6 +6,7 @@
 //! | `classes` | repositories of SnapshotClasses |
 //! | `upload` | uploads the images of this node's snapshots, and reports them in their status |
 //! | `fetch` | fetches images for Pods of this node; `fetch/plan.rs` decides |
+//! | `ask` | questions to the apiserver where a watch may be behind |
 //! | `claims` | list of fetched images in the SandboxNode |
 
 use std::sync::Arc;
@@ -25,6 +26,7 @@ use crate::args::RepositoryArgs;
 use crate::reconcile::driver::Shared;
 use crate::watches::{pump, reflect, trim_snapshot_class};
 
+mod ask;
 mod claims;
 mod classes;
 mod fetch;
@@ -60,6 +62,7 @@ pub(crate) fn start(
         repositories,
         publisher: shared.publisher.clone(),
         metrics: shared.metrics.clone(),
+        at_once: args.fetches_at_once,
     });
     let stop = stop.clone();
     tasks.spawn(async move {

@@ -9,6 +9,7 @@ use kube::Api;
 use kube::runtime::reflector::{self, Store};
 use kube::runtime::{WatchStreamExt, watcher};
 use tokio_util::sync::CancellationToken;
+use torpor_api::annotations::TAKEN_BY;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
 
 use crate::reconcile::snapshot_index::SnapshotIndex;
@@ -18,6 +19,9 @@ use crate::reconcile::snapshot_index::SnapshotIndex;
 const PAGE: u32 = 10;
 
 pub(crate) type Events<K> = std::pin::Pin<Box<dyn Stream<Item = Result<K, watcher::Error>> + Send>>;
+
+/// Longest record of a Pod that takes an image, in bytes.
+const LONGEST_RECORD: usize = 1024;
 
 /// Watches objects; returns their cache and the events, which must be taken.
 pub(crate) fn reflect<K>(
@@ -75,8 +79,12 @@ fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
     let metadata = &mut snapshot.metadata;
     metadata.managed_fields = None;
     metadata.labels = None;
-    metadata.annotations = None;
     metadata.owner_references = None;
+    // The agent reads only the controller's record of the Pod that takes the image.
+    metadata.annotations = metadata.annotations.take().and_then(|mut annotations| {
+        annotations.retain(|key, value| key == TAKEN_BY && value.len() <= LONGEST_RECORD);
+        (!annotations.is_empty()).then_some(annotations)
+    });
 }
 
 pub(crate) fn trim_class(class: &mut RuntimeClass) {

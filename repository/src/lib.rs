@@ -38,7 +38,7 @@ pub use names::ImageName;
 pub use pace::Pace;
 pub use progress::Progress;
 pub use seal::{InvalidKeys, Keys};
-pub use settings::{InvalidSettings, PARAMETERS, Settings};
+pub use settings::{InvalidSettings, Settings};
 pub use sweep::{ImageLeft, Swept};
 pub use upload::{LocalFile, Stored};
 
@@ -61,14 +61,20 @@ impl Repository {
     /// `cluster` is the UID of the cluster's namespace `kube-system`, so that clusters that share a
     /// prefix never share an object. `credentials` is a directory with one file for each option of
     /// the object store's client, for example `aws_access_key_id`. `keys` is a file of encryption
-    /// keys; it need not exist, and sweeps need none.
+    /// keys, for callers that read or write images; without parameter `encryption: none` it must
+    /// have one.
     pub fn open(
         settings: &Settings,
         credentials: &Path,
         keys: Option<&Path>,
         cluster: &str,
     ) -> Result<Self, InvalidSettings> {
-        let keys = keys.map(settings::keys).transpose()?.unwrap_or_default();
+        let keys = match keys.map(settings::keys).transpose()? {
+            Some(keys) if settings.encrypted && keys.is_empty() => {
+                return Err(InvalidSettings::NoKeys);
+            }
+            keys => keys.unwrap_or_default(),
+        };
         let (objects, prefix) = settings.client(credentials)?;
         Ok(Self {
             objects,

@@ -63,6 +63,10 @@ impl Keys {
         keys.collect::<Result<_, _>>().map(Self)
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Returns the id of the key for new images, and its sealer; none without keys.
     pub(crate) fn newest(&self, cluster: &str, namespace: &str) -> Option<(&str, Sealer)> {
         let (id, key) = self.0.first()?;

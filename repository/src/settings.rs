@@ -16,8 +16,6 @@ use url::Url;
 
 use crate::seal::{InvalidKeys, Keys};
 
-/// Names of the parameters that this crate reads.
-pub const PARAMETERS: [&str; 4] = ["url", "endpoint", "region", "allowHTTP"];
 /// File with certificate authorities, in PEM.
 const AUTHORITIES: &str = "ca.crt";
 /// Largest file of credentials, in bytes.
@@ -25,6 +23,8 @@ const LARGEST: u64 = 256 << 10;
 /// Time limit of one request, and of all attempts at it. The caller tries again later.
 const REQUEST: Duration = Duration::from_secs(30);
 const ATTEMPTS: Duration = Duration::from_secs(60);
+/// Longest time after which a request that was begun may still have an effect.
+pub(crate) const LONGEST_REQUEST: Duration = Duration::from_secs(120);
 
 /// Place of a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +33,8 @@ pub struct Settings {
     endpoint: Option<String>,
     region: Option<String>,
     allow_http: bool,
+    /// Images are not written without an encryption key.
+    pub(crate) encrypted: bool,
 }
 
 /// Error: the settings do not name a repository.
@@ -44,6 +46,12 @@ pub enum InvalidSettings {
     Url { url: String, why: String },
     #[error("parameter allowHTTP is {0:?}, not \"true\" or \"false\"")]
     AllowHttp(String),
+    #[error("parameter encryption is {0:?}, not \"required\" or \"none\"")]
+    Encryption(String),
+    #[error(
+        "there is no encryption key: make the Secret torpor-repository-keys, or set parameter encryption: none"
+    )]
+    NoKeys,
     #[error("cannot read {}", path.display())]
     Credentials {
         path: PathBuf,
@@ -63,7 +71,8 @@ pub enum InvalidSettings {
 }
 
 impl Settings {
-    /// Reads the parameters of a SnapshotClass. Others than [`PARAMETERS`] are ignored.
+    /// Reads the parameters of a SnapshotClass: `url`, `endpoint`, `region`, `allowHTTP` and
+    /// `encryption`. Others are ignored.
     pub fn parse(parameters: &BTreeMap<String, String>) -> Result<Self, InvalidSettings> {
         let text = parameters.get("url").ok_or(InvalidSettings::NoUrl)?;
         let bad = |why: String| InvalidSettings::Url {
@@ -77,16 +86,25 @@ impl Settings {
                 "it holds credentials, which belong in the Secret".to_owned()
             ));
         }
+        if url.query().is_some() || url.fragment().is_some() {
+            return Err(bad("it has a query, which may hold credentials".to_owned()));
+        }
         let allow_http = match parameters.get("allowHTTP").map(String::as_str) {
             None | Some("false") => false,
             Some("true") => true,
             Some(other) => return Err(InvalidSettings::AllowHttp(other.to_owned())),
+        };
+        let encrypted = match parameters.get("encryption").map(String::as_str) {
+            None | Some("required") => true,
+            Some("none") => false,
+            Some(other) => return Err(InvalidSettings::Encryption(other.to_owned())),
         };
         Ok(Self {
             url,
             endpoint: parameters.get("endpoint").cloned(),
             region: parameters.get("region").cloned(),
             allow_http,
+            encrypted,
         })
     }
 
@@ -264,6 +282,8 @@ mod tests {
         assert!(refusal(&[("url", "ftp://x/y")]).contains("ftp://x/y"));
         assert!(refusal(&[("url", "s3://key:secret@b/p")]).contains("belong in the Secret"));
         assert!(refusal(&[("url", "s3://b/p"), ("allowHTTP", "yes")]).contains("\"yes\""));
+        assert!(refusal(&[("url", "s3://b/p"), ("encryption", "no")]).contains("\"no\""));
+        assert!(refusal(&[("url", "az://b/p?sig=x")]).contains("a query"));
         parse(&[("url", "s3://b/p"), ("keepLast", "3")]).expect("other parameters are ignored");
     }
 

@@ -11,14 +11,15 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use futures::TryStreamExt;
+use futures::stream::FuturesUnordered;
+use futures::{StreamExt, TryStreamExt};
 use jiff::{SignedDuration, Timestamp};
 use object_store::path::Path;
 
 use crate::clock::modified;
 use crate::index::{self, Header};
 use crate::names::{ChunkName, ImageName};
-use crate::{Error, Repository};
+use crate::{Error, PARALLEL, Repository};
 
 /// Age below which nothing is deleted.
 pub(crate) const KEPT_FOR: SignedDuration = SignedDuration::from_hours(1);
@@ -127,14 +128,21 @@ impl Repository {
             bytes: chunks.iter().map(|chunk| chunk.bytes).sum(),
             deleted: 0,
         };
-        for chunk in doomed(&chunks, &needed) {
-            if begun.elapsed() >= DELETES_FOR {
-                break;
+        let mut doomed = doomed(&chunks, &needed);
+        let mut under_way = FuturesUnordered::new();
+        loop {
+            while under_way.len() < 2 * PARALLEL
+                && begun.elapsed() < DELETES_FOR
+                && let Some(chunk) = doomed.next()
+            {
+                under_way.push(self.delete(&chunk.path));
             }
-            self.delete(&chunk.path).await?;
+            match under_way.next().await {
+                Some(deleted) => deleted?,
+                None => return Ok(swept),
+            }
             swept.deleted += 1;
         }
-        Ok(swept)
     }
 
     async fn list_chunks(&self, namespace: &str, now: Timestamp) -> Result<Vec<Listed>, Error> {

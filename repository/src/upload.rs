@@ -11,7 +11,7 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
 use futures::StreamExt;
@@ -22,11 +22,12 @@ use object_store::{ObjectStoreExt, PutPayload};
 
 use crate::chunk::{self, Piece};
 use crate::clock::modified;
-use crate::index::Index;
+use crate::index::{Index, LARGEST};
 use crate::names::{ChunkName, ImageName};
 use crate::pace::Pace;
 use crate::progress::Progress;
 use crate::seal::Sealer;
+use crate::settings::LONGEST_REQUEST;
 use crate::sweep::{DELETES_FOR, KEPT_FOR};
 use crate::{Error, PARALLEL, Repository};
 
@@ -67,7 +68,7 @@ impl Found {
 }
 
 impl Repository {
-    /// Uploads an image. Does nothing for an image that is there.
+    /// Uploads an image. Sends nothing of an image that is there with the same manifest.
     pub async fn upload(
         &self,
         image: &ImageName,
@@ -76,20 +77,25 @@ impl Repository {
         progress: &Progress,
         pace: &Pace,
     ) -> Result<Stored, Error> {
+        if let Some(size) = self.has(image, &manifest).await? {
+            progress.begin(size);
+            progress.add(size, 0);
+            return Ok(Stored { size, sent: 0 });
+        }
         let sealer = self.keys.newest(self.names.cluster(), image.namespace());
         let sealer = sealer.map(|(id, sealer)| (id.to_owned(), sealer));
         let files: Vec<Arc<LocalFile>> = files.into_iter().map(Arc::new).collect();
         let index = cut(image, manifest, &files, sealer.as_ref()).await?;
         let size = index.size();
-        progress.begin(size);
         let place = self.names.image(image);
-        if self.modified(&place).await?.is_some() {
-            progress.add(size, 0);
-            return Ok(Stored { size, sent: 0 });
-        }
         let encoded = index.encode(self.names.cluster(), image, sealer.as_ref());
         let encoded = encoded.map_err(|why| self.damaged(&place, why))?;
         let encoded = Bytes::from(encoded);
+        if encoded.len() as u64 > LARGEST {
+            let size = encoded.len();
+            let why = format!("it would have {size} bytes, at most {LARGEST} are allowed");
+            return Err(self.damaged(&place, why));
+        }
         let begun = Instant::now();
         let pending = self.names.pending(image);
         self.put(&pending, encoded.clone()).await?;
@@ -103,17 +109,30 @@ impl Repository {
             progress,
             pace,
         };
-        if sending.send(&index, &files).await? {
+        let any_old = sending.send(&index, &files).await?;
+        let mut sent = progress.sent();
+        if any_old {
             // A sweep that did not see the pending index may delete old chunks for this long.
             let passed = begun.elapsed();
-            tokio::time::sleep((DELETES_FOR + Duration::from_secs(30)).saturating_sub(passed))
-                .await;
+            tokio::time::sleep((DELETES_FOR + LONGEST_REQUEST).saturating_sub(passed)).await;
             sending.send(&index, &files).await?;
+            sent += progress.sent();
         }
         self.put(&place, encoded).await?;
         self.delete(&pending).await?;
-        let sent = progress.sent();
         Ok(Stored { size, sent })
+    }
+
+    /// Returns the size of the image if it is there with this manifest.
+    async fn has(&self, image: &ImageName, manifest: &[u8]) -> Result<Option<u64>, Error> {
+        match self.image(image).await {
+            Ok(found) if found.manifest() == manifest => {
+                Ok(Some(found.files().map(|file| file.size).sum()))
+            }
+            Err(error) if !error.is_final() => Err(error),
+            // Another image of this name, or one that cannot be read, is written anew.
+            Ok(_) | Err(_) => Ok(None),
+        }
     }
 
     /// Returns when an object was written last; none if it does not exist.

@@ -349,7 +349,11 @@ fn note_wake(context: &Context<'_>, sandbox: &SandboxId, took: Duration) {
 /// away for a while, and the step fails.
 fn release_image(context: &Context<'_>, image: &ImageId) -> Outcome {
     let store = &context.node.store;
-    let released = store.list_pod(image.pod()).and_then(|listed| {
+    let listed = store.list_pod(image.pod()).and_then(|mut listed| {
+        listed.extend(store.fetched().list_pod(image.pod())?);
+        Ok(listed)
+    });
+    let released = listed.and_then(|listed| {
         let whole = |one: &Listed| one.id == *image && one.state == ImageState::Committed;
         let found = listed.into_iter().find(whole);
         found

@@ -12,8 +12,9 @@ use kube::ResourceExt;
 use kube::runtime::watcher::Event;
 use tokio::sync::watch;
 use torpor_api::snapshot::SandboxSnapshot;
+use torpor_api::taker::TakenBy;
 use torpor_api::{conditions, reasons};
-use torpor_core::ids::{ImageId, PodUid};
+use torpor_core::ids::{ImageId, Namespace, PodUid};
 
 use super::references::{named_pod, sandbox_name};
 
@@ -46,6 +47,8 @@ struct Index {
     to_answer: BTreeMap<PodUid, usize>,
     /// The snapshots whose images this node has to upload.
     to_upload: Snapshots,
+    /// The snapshots whose images a Pod of this node takes, as the controller has recorded it.
+    taken_here: BTreeMap<Key, (Arc<SandboxSnapshot>, PodUid)>,
 }
 
 impl SnapshotIndex {
@@ -166,6 +169,19 @@ impl SnapshotIndex {
         self.shown().to_upload.values().cloned().collect()
     }
 
+    /// Returns the images that Pods of this node take, as the controller has recorded it: each with
+    /// its namespace and the Pod.
+    pub(crate) fn taken_here(&self) -> Vec<(Namespace, ImageId, PodUid)> {
+        let shown = self.shown();
+        let taken = shown.taken_here.values().filter_map(|(snapshot, pod)| {
+            let status = snapshot.status.as_ref()?;
+            let image = ImageId::parse(status.image_id.as_deref()?).ok()?;
+            let namespace = Namespace::new(snapshot.namespace()?).ok()?;
+            Some((namespace, image, pod.clone()))
+        });
+        taken.collect()
+    }
+
     /// Returns the snapshot as the watch has shown it last, if it is still the same object.
     pub(crate) fn latest(&self, of: &SandboxSnapshot) -> Option<Arc<SandboxSnapshot>> {
         let found = self.shown().all.get(&key(of)).cloned();
@@ -202,6 +218,10 @@ impl Index {
         if is_to_upload(&snapshot, node) {
             self.to_upload.insert(key.clone(), snapshot.clone());
         }
+        if let Some(pod) = taker_of_node(&snapshot, node) {
+            let taken = (snapshot.clone(), pod);
+            self.taken_here.insert(key.clone(), taken);
+        }
         if let Some(pod) = named_pod(&snapshot) {
             if is_to_answer(&snapshot, node) {
                 *self.to_answer.entry(pod.clone()).or_default() += 1;
@@ -220,6 +240,7 @@ impl Index {
             return;
         };
         self.to_upload.remove(key);
+        self.taken_here.remove(key);
         if let Some(pod) = named_pod(&snapshot) {
             if is_to_answer(&snapshot, node)
                 && let Some(count) = self.to_answer.get_mut(&pod)
@@ -279,6 +300,20 @@ fn is_same(before: &SandboxSnapshot, listed: &SandboxSnapshot) -> bool {
 pub(crate) fn may_be_of_node(snapshot: &SandboxSnapshot, node: &str) -> bool {
     let named = snapshot.spec.node_name.as_deref();
     named.is_none_or(|named| named == node)
+}
+
+/// Returns the Pod that takes the snapshot's image, if it is a Pod of this node and the image is of
+/// another node.
+fn taker_of_node(snapshot: &SandboxSnapshot, node: &str) -> Option<PodUid> {
+    let status = snapshot.status.as_ref()?;
+    match TakenBy::of(snapshot) {
+        TakenBy::Pod(taker)
+            if taker.node_name == node && status.node_name.as_deref() != Some(node) =>
+        {
+            PodUid::new(taker.uid).ok()
+        }
+        TakenBy::Nobody | TakenBy::Unknown | TakenBy::Pod(_) => None,
+    }
 }
 
 fn is_to_upload(snapshot: &SandboxSnapshot, node: &str) -> bool {

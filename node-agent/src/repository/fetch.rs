@@ -15,15 +15,17 @@ use kube::runtime::reflector::Store as Cache;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+use torpor_api::node::FetchedImage;
 use torpor_api::reasons::restored as reasons;
 use torpor_api::{annotations, conditions};
 use torpor_core::ids::{ImageId, Namespace, PodUid};
 use torpor_core::state::ImageState;
 use torpor_records::FetchFailure;
 use torpor_repository::{ImageName, Progress, Repository, StoredImage};
-use torpor_snapshots::{Manifest, Partial};
+use torpor_snapshots::{Manifest, Partial, SaveError};
 
-use super::claims::Claims;
+use super::ask;
+use super::claims::{self, Claims, READ_AGAIN};
 use super::classes::{self, Repositories};
 use crate::reconcile::desired::condition;
 use crate::reconcile::node::Node;
@@ -34,15 +36,15 @@ use crate::report::publish::Publisher;
 
 mod plan;
 
-use plan::{Held, Place, Plan, Seen, Want, parsed};
+use plan::{Ended, Held, Place, Plan, Seen, Use, Want, parsed};
 
 /// Interval at which the progress of a fetch is written into the Pod's condition.
 const PROGRESS: Duration = Duration::from_secs(2);
 /// Pause after a failure, and the longest one. It doubles in between.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// Pause after a failure to write the claims.
-const CLAIM_PAUSE: Duration = Duration::from_secs(1);
+/// Pause after a failure to write the claims, and while it is not known how a Pod ended.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// Time for which a Pod that may start cold waits for a repository that does not answer.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(60);
 
@@ -59,17 +61,20 @@ enum Error {
     NoRoom(String),
     #[error("cannot write the image to this node's disk: {0}")]
     Disk(String),
+    #[error(transparent)]
+    Ask(#[from] ask::Error),
 }
 
 impl Error {
     fn reason(&self) -> &'static str {
         match self {
-            Self::Class(_) => reasons::REPOSITORY_UNAVAILABLE,
+            Self::Class(_) | Self::Ask(_) => reasons::REPOSITORY_UNAVAILABLE,
             Self::Repository(error) => match error.reason() {
                 "RepositoryDenied" => reasons::REPOSITORY_DENIED,
                 "ImageMissing" => reasons::IMAGE_MISSING,
                 "ImageCorrupt" => reasons::IMAGE_CORRUPT,
                 "KeyMissing" => reasons::KEY_MISSING,
+                "ImageUnreadable" => reasons::RESTORE_FAILED,
                 _ => reasons::REPOSITORY_UNAVAILABLE,
             },
             Self::Corrupt(_) => reasons::IMAGE_CORRUPT,
@@ -83,7 +88,7 @@ impl Error {
         match self {
             Self::Repository(error) => error.is_final(),
             Self::Corrupt(_) => true,
-            Self::Class(_) | Self::NoRoom(_) | Self::Disk(_) => false,
+            Self::Class(_) | Self::NoRoom(_) | Self::Disk(_) | Self::Ask(_) => false,
         }
     }
 }
@@ -102,6 +107,14 @@ pub(crate) struct Fetches {
     pub(crate) repositories: Arc<Repositories>,
     pub(crate) publisher: Publisher,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) at_once: usize,
+}
+
+/// Result of a look at the node and the API.
+struct Next {
+    plan: Plan,
+    /// Time after which to look again, even if nothing happens.
+    look_again: Option<Duration>,
 }
 
 /// An image whose fetch has failed.
@@ -113,62 +126,41 @@ struct Failed {
     until: Instant,
 }
 
+/// Downloads of this node that run or have failed.
+#[derive(Default)]
+struct Work {
+    running: HashMap<Place, CancellationToken>,
+    failed: BTreeMap<Place, Failed>,
+    tasks: JoinSet<(Place, bool)>,
+}
+
 /// Fetches until `stop` is cancelled.
 pub(crate) async fn run(fetches: Arc<Fetches>, stop: CancellationToken) {
     let publisher = &fetches.publisher;
     let mut claims = Claims::new(publisher.client().clone(), publisher.node_name().to_owned());
     let mut pod_events = fetches.pod_events.clone();
     let mut snapshot_events = fetches.snapshots.events();
-    let mut running: HashMap<Place, CancellationToken> = HashMap::new();
-    let mut failed: BTreeMap<Place, Failed> = BTreeMap::new();
-    let mut tasks: JoinSet<(Place, bool)> = JoinSet::new();
+    let mut work = Work::default();
     loop {
-        let now = Instant::now();
         let wants = fetches.wants();
-        let mut retry_at = None;
-        match fetches.next(&mut claims, &wants).await {
+        let look_again = match fetches.next(&mut claims, &wants).await {
             Err(error) => {
                 tracing::warn!(%error, "cannot claim the images that Pods of this node need");
-                retry_at = Some(now + CLAIM_PAUSE);
+                Some(LOOK_AGAIN)
             }
-            Ok(plan) => {
-                let is_wanted = |place: &Place| plan.fetch.iter().any(|want| want.place == *place);
-                running
-                    .iter()
-                    .filter(|(place, _)| !is_wanted(place))
-                    .for_each(|(_, stop)| stop.cancel());
-                failed.retain(|place, _| is_wanted(place));
-                let removed = plan
-                    .remove
-                    .iter()
-                    .filter(|place| !running.contains_key(*place));
-                fetches.remove(removed.cloned().collect()).await;
-                for want in plan.fetch {
-                    let place = want.place.clone();
-                    let before = failed.get(&place).copied();
-                    if running.contains_key(&place) || before.is_some_and(|one| one.until > now) {
-                        continue;
-                    }
-                    let cancelled = stop.child_token();
-                    running.insert(place.clone(), cancelled.clone());
-                    let fetches = fetches.clone();
-                    let since = before.map_or(now, |one| one.since);
-                    tasks.spawn(async move {
-                        // A dropped fetch leaves a partial image, which the next one removes.
-                        tokio::select! {
-                            done = fetches.one(&want, since) => (place, done),
-                            () = cancelled.cancelled() => (place, true),
-                        }
-                    });
-                }
+            Ok(next) => {
+                work.begin(&fetches, next.plan, &stop).await;
+                next.look_again
             }
-        }
+        };
         fetches.release_ending(&wants).await;
-        let due = failed
+        let now = Instant::now();
+        let due = work
+            .failed
             .values()
             .map(|one| one.until)
             .filter(|until| *until > now);
-        let next = due.chain(retry_at).min();
+        let next = due.chain(look_again.map(|pause| now + pause)).min();
         let retry = async {
             match next {
                 Some(at) => tokio::time::sleep_until(at.into()).await,
@@ -180,15 +172,55 @@ pub(crate) async fn run(fetches: Arc<Fetches>, stop: CancellationToken) {
             Ok(()) = pod_events.changed() => {}
             Ok(()) = snapshot_events.changed() => {}
             () = retry => {}
-            Some(ended) = tasks.join_next() => {
-                let Ok((place, done)) = ended else { continue };
-                running.remove(&place);
-                match done {
-                    true => drop(failed.remove(&place)),
-                    false => drop(failed.insert(place.clone(), again(failed.get(&place), Instant::now()))),
+            Some(ended) = work.tasks.join_next() => {
+                if let Ok((place, done)) = ended {
+                    work.ended(&place, done);
                 }
             }
-            () = stop.cancelled() => return tasks.shutdown().await,
+            () = stop.cancelled() => return work.tasks.shutdown().await,
+        }
+    }
+}
+
+impl Work {
+    /// Begins, ends and removes what the plan says.
+    async fn begin(&mut self, fetches: &Arc<Fetches>, plan: Plan, stop: &CancellationToken) {
+        let is_wanted = |place: &Place| plan.fetch.iter().any(|want| want.place == *place);
+        let running = self.running.iter();
+        running
+            .filter(|(place, _)| !is_wanted(place))
+            .for_each(|(_, stop)| stop.cancel());
+        self.failed.retain(|place, _| is_wanted(place));
+        let removed = plan.remove.into_iter();
+        let removed = removed.filter(|place| !self.running.contains_key(place));
+        fetches.remove(removed.collect()).await;
+        let now = Instant::now();
+        for want in plan.fetch {
+            let before = self.failed.get(&want.place).copied();
+            let waits = before.is_some_and(|one| one.until > now);
+            let is_full = self.running.len() >= fetches.at_once;
+            if waits || is_full || self.running.contains_key(&want.place) {
+                continue;
+            }
+            let cancelled = stop.child_token();
+            self.running.insert(want.place.clone(), cancelled.clone());
+            let fetches = fetches.clone();
+            let since = before.map_or(now, |one| one.since);
+            self.tasks.spawn(async move {
+                let done = fetches.one(&want, since, &cancelled).await;
+                (want.place, done)
+            });
+        }
+    }
+
+    fn ended(&mut self, place: &Place, done: bool) {
+        self.running.remove(place);
+        match done {
+            true => drop(self.failed.remove(place)),
+            false => {
+                let again = again(self.failed.get(place), Instant::now());
+                self.failed.insert(place.clone(), again);
+            }
         }
     }
 }
@@ -237,40 +269,98 @@ impl Fetches {
     }
 
     /// Decides, and writes the claims. The rest of the plan holds once they are written.
-    async fn next(
-        &self,
-        claims: &mut Claims,
-        wants: &[Want],
-    ) -> Result<Plan, super::claims::Error> {
-        let pods = self
+    async fn next(&self, claims: &mut Claims, wants: &[Want]) -> Result<Next, claims::Error> {
+        let pods: BTreeSet<PodUid> = self
             .pods
             .state()
             .iter()
             .filter_map(|pod| PodUid::new(pod.uid()?).ok())
             .collect();
-        let node = self.node.clone();
-        let mut wants = wants.to_vec();
+        let (node, mut wants) = (self.node.clone(), wants.to_vec());
         let disk = tokio::task::spawn_blocking(move || {
             // An image that this node made itself is not fetched.
             wants.retain(|want| !is_own(&node, &want.place));
             (held(&node), wants)
         });
         let (held, wants) = disk.await.unwrap_or_default();
-        let known = claims.read().await?.to_vec();
-        let named: BTreeSet<Place> = known
-            .iter()
-            .filter_map(|claim| Some(parsed(claim)?.0))
-            .filter(|(namespace, image)| self.snapshots.is_named(namespace.as_str(), image))
+        let known = claims.read().await?;
+        let taken = self.snapshots.taken_here();
+        let taken: Vec<Use> = taken
+            .into_iter()
+            .map(|(of, image, pod)| ((of, image), pod))
             .collect();
+        let mut ended = BTreeMap::new();
+        let to_settle = plan::to_settle(&known, &taken, &held, &pods);
+        for of in &to_settle {
+            if let Some(how) = self.ended(of, &wants).await {
+                ended.insert(of.clone(), how);
+            }
+        }
+        let named = self.named(&known, &held, &taken).await;
         let plan = plan::plan(&Seen {
             wants: &wants,
             pods: &pods,
             held: &held,
             claims: &known,
+            taken: &taken,
             named: &named,
+            ended: &ended,
         });
         claims.write(&plan.claims).await?;
-        Ok(plan)
+        let look_again = match (ended.len() < to_settle.len(), plan.claims.is_empty()) {
+            (true, _) => Some(LOOK_AGAIN),
+            (false, false) => Some(READ_AGAIN),
+            (false, true) => None,
+        };
+        Ok(Next { plan, look_again })
+    }
+
+    /// Returns the images that a SandboxSnapshot names. The apiserver is asked before a claim is
+    /// dropped, because the watch may be behind.
+    async fn named(&self, known: &[FetchedImage], held: &[Held], taken: &[Use]) -> BTreeSet<Place> {
+        let claimed: BTreeSet<Place> = known
+            .iter()
+            .filter_map(|one| Some(parsed(one)?.0.0))
+            .collect();
+        let mut named = BTreeSet::new();
+        let held = held.iter().map(|one| one.place.clone());
+        let taken = taken.iter().map(|(place, _)| place.clone());
+        let all: BTreeSet<Place> = claimed.iter().cloned().chain(held).chain(taken).collect();
+        for place in all {
+            let (namespace, image) = &place;
+            let mut is_named = self.snapshots.is_named(namespace.as_str(), image);
+            if !is_named && claimed.contains(&place) {
+                let client = self.publisher.client();
+                // Without an answer it may be named.
+                is_named = ask::is_named(client, namespace.as_str(), image)
+                    .await
+                    .unwrap_or(true);
+            }
+            if is_named {
+                named.insert(place);
+            }
+        }
+        named
+    }
+
+    /// Finds out how a Pod ended that is not in the cache; none if that is not known yet.
+    async fn ended(&self, of: &Use, wants: &[Want]) -> Option<Ended> {
+        let ((namespace, _), pod) = of;
+        let (client, name) = (self.publisher.client(), self.publisher.node_name());
+        match ask::is_gone(client, name, namespace.as_str(), pod).await {
+            Ok(true) => {}
+            Ok(false) => return None,
+            Err(error) => {
+                tracing::warn!(%error, %pod, "cannot ask for a Pod that took an image");
+                return None;
+            }
+        }
+        let is_wanted = wants
+            .iter()
+            .any(|want| want.is_open() && want.place == of.0);
+        let (node, of) = (self.node.clone(), of.clone());
+        let found = tokio::task::spawn_blocking(move || settle(&node, &of, is_wanted));
+        found.await.ok().flatten()
     }
 
     async fn remove(&self, places: Vec<Place>) {
@@ -295,68 +385,115 @@ impl Fetches {
     async fn release_ending(&self, wants: &[Want]) {
         for want in wants.iter().filter(|want| want.ends && !want.settled) {
             let message = "the Pod is being deleted; its image is not fetched".to_owned();
-            self.note(want, "PodDeleted", message, true).await;
+            let failure = FetchFailure {
+                reason: "PodDeleted".to_owned(),
+                message,
+                pod_ends: true,
+            };
+            self.note(&want.pod, Some(failure)).await;
         }
     }
 
-    async fn note(&self, want: &Want, reason: &str, message: String, pod_ends: bool) {
-        let failure = FetchFailure {
-            reason: reason.to_owned(),
-            message,
-            pod_ends,
-        };
-        let (node, pod) = (self.node.clone(), want.pod.clone());
-        let noted =
-            tokio::task::spawn_blocking(move || node.records.note_fetch(&pod, Some(&failure)));
+    /// Notes for the Pod's shim why its image is not fetched, or that it is.
+    async fn note(&self, pod: &PodUid, failure: Option<FetchFailure>) {
+        let (node, pod) = (self.node.clone(), pod.clone());
+        let noted = tokio::task::spawn_blocking(move || {
+            match node.records.fetch_failure(&pod)? == failure {
+                true => Ok(()),
+                false => node.records.note_fetch(&pod, failure.as_ref()),
+            }
+        });
         if let Ok(Err(error)) = noted.await {
+            let error: torpor_records::Error = error;
             tracing::warn!(%error, "cannot note that an image was not fetched");
         }
     }
 
-    /// Fetches an image for a Pod. Returns whether the image is on this node. `since`: the time of
-    /// the first attempt.
-    async fn one(&self, want: &Want, since: Instant) -> bool {
+    /// Fetches an image for a Pod. Returns whether the image is on this node, or is not to be
+    /// fetched any more. `since`: the time of the first attempt.
+    async fn one(&self, want: &Want, since: Instant, cancelled: &CancellationToken) -> bool {
         let begun = Instant::now();
         let progress = Progress::default();
-        match self.fetch(want, &progress).await {
-            Ok(()) => {
+        let error = match self.fetch(want, &progress, cancelled).await {
+            Ok(true) => {
                 self.metrics.fetched(progress.sent(), begun.elapsed());
-                let (node, pod) = (self.node.clone(), want.pod.clone());
-                let _ =
-                    tokio::task::spawn_blocking(move || node.records.note_fetch(&pod, None)).await;
-                true
-            }
-            Err(error) => {
-                let (reason, image) = (error.reason(), &want.place.1);
-                tracing::warn!(%error, %image, pod = %want.pod, "cannot fetch an image");
-                self.metrics.fetch_failed(reason);
-                let gives_up = want.cold_start && since.elapsed() >= GIVEN_UP_AFTER;
-                let message = format!("Image {image} cannot be fetched: {error}");
-                if error.is_final() || gives_up {
-                    self.note(want, reason, message.clone(), false).await;
+                for other in self
+                    .wants()
+                    .iter()
+                    .filter(|other| other.place == want.place)
+                {
+                    self.note(&other.pod, None).await;
                 }
-                self.report(want, reason, format!("{message}. The fetch is retried"))
-                    .await;
-                false
+                return true;
+            }
+            Ok(false) => return true,
+            Err(error) => error,
+        };
+        let (reason, image) = (error.reason(), &want.place.1);
+        tracing::warn!(%error, %image, pod = %want.pod, "cannot fetch an image");
+        self.metrics.fetch_failed(reason);
+        let message = format!("Image {image} cannot be fetched: {error}");
+        let all = self.wants();
+        for other in all
+            .iter()
+            .filter(|other| other.is_open() && other.place == want.place)
+        {
+            // A Pod that may start cold gives the repository time; another one waits anyway.
+            let is_told = match other.cold_start {
+                true => since.elapsed() >= GIVEN_UP_AFTER,
+                false => error.is_final(),
+            };
+            match is_told {
+                // The shim reports it.
+                true => {
+                    let failure = FetchFailure {
+                        reason: reason.to_owned(),
+                        message: message.clone(),
+                        pod_ends: false,
+                    };
+                    self.note(&other.pod, Some(failure)).await;
+                }
+                false => {
+                    self.report(other, reason, format!("{message}. The fetch is retried"))
+                        .await
+                }
             }
         }
+        false
     }
 
-    async fn fetch(&self, want: &Want, progress: &Progress) -> Result<(), Error> {
-        let repository = self.repositories.of(&want.class).await?;
+    /// Fetches an image. Returns false if it is not to be fetched any more.
+    async fn fetch(
+        &self,
+        want: &Want,
+        progress: &Progress,
+        cancelled: &CancellationToken,
+    ) -> Result<bool, Error> {
+        let (client, node) = (self.publisher.client(), self.publisher.node_name());
         let (namespace, image) = &want.place;
+        // The cache may still have a Pod that is gone, for which another one was made elsewhere.
+        if !ask::is_to_run(client, node, namespace.as_str(), &want.pod).await? {
+            return Ok(false);
+        }
+        let repository = self.repositories.of(&want.class).await?;
         let name = ImageName::new(namespace.as_str(), &image.to_string());
         let name = name.ok_or_else(|| Error::Corrupt(format!("{image} names no image")))?;
         let stored = repository.image(&name).await?;
         let manifest = checked(&stored, want)?;
         let (partial, files) = self.begin(want, &manifest).await?;
-        self.download(want, &repository, &stored, files, progress)
-            .await?;
+        // Cancel-safe: a dropped download leaves a partial image, which the next one removes.
+        tokio::select! {
+            done = self.download(want, &repository, &stored, files, progress) => done?,
+            () = cancelled.cancelled() => return Ok(false),
+        }
         let content = stored.manifest().to_vec();
         let committed = tokio::task::spawn_blocking(move || partial.commit_copy(&content));
         let committed = committed.await.map_err(|error| disk(&error))?;
-        committed.map_err(|error| Error::Corrupt(error.to_string()))?;
-        Ok(())
+        committed.map_err(|error| match error {
+            SaveError::Manifest { .. } => Error::Corrupt(error.to_string()),
+            error => disk(&error),
+        })?;
+        Ok(true)
     }
 
     async fn download(
@@ -432,13 +569,47 @@ fn is_own(node: &Node, (namespace, image): &Place) -> bool {
 }
 
 fn held(node: &Node) -> Vec<Held> {
-    let listed = node.store.fetched().list().unwrap_or_default();
+    let store = node.store.fetched();
+    let listed = store.list().unwrap_or_default();
     let held = listed.into_iter().map(|image| Held {
-        whole: image.state == ImageState::Committed,
+        whole: image.state == ImageState::Committed
+            && store.image(&image.namespace, &image.id).is_ok(),
         consumed_by: image.consumed_by,
         place: (image.namespace, image.id),
     });
     held.collect()
+}
+
+/// Finds out whether a Pod that the apiserver does not have any more ran from the image; none if
+/// that is not known yet. An image that the Pod has not taken is removed first, so that no sandbox
+/// of the Pod can take it later. `is_wanted`: another Pod of this node waits for the image.
+fn settle(node: &Node, ((namespace, image), pod): &Use, is_wanted: bool) -> Option<Ended> {
+    if node.sandbox_of(pod).is_some() {
+        return None;
+    }
+    let ledger = node
+        .store
+        .ledger(pod)
+        .and_then(|ledger| ledger.read())
+        .ok()?;
+    let is_in_image = ledger.seq > 0 && ledger.memory.image() == Some(image);
+    let store = node.store.fetched();
+    let taken_by = match store.image(namespace, image) {
+        Ok(found) => found.consumed_by().ok()?,
+        Err(_) => None,
+    };
+    match (taken_by.as_ref() == Some(pod), is_in_image) {
+        // The planner gives the image back.
+        (_, true) => None,
+        (true, false) => Some(Ended::Ran),
+        (false, false) if ledger.seq > 0 => Some(Ended::Ran),
+        (false, false) if is_wanted => None,
+        (false, false) => {
+            store.remove_partial(namespace, image).ok()?;
+            store.remove_image(namespace, image).ok()?;
+            node.sandbox_of(pod).is_none().then_some(Ended::NeverRan)
+        }
+    }
 }
 
 /// Checks the manifest of an image in a repository: it must be the one that the SandboxSnapshot

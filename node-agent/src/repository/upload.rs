@@ -4,7 +4,7 @@
 //! nothing that a sandbox needs. An upload that is cut off, by a restart of the agent too, is begun
 //! again and sends only the missing chunks.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,9 @@ use crate::report::metrics::Metrics;
 use crate::report::publish::Publisher;
 
 /// Interval at which the progress of an upload is written into the snapshot's status.
-const PROGRESS: Duration = Duration::from_secs(5);
+const PROGRESS: Duration = Duration::from_secs(15);
+/// Time after which the first progress is written. Most uploads end before.
+const FIRST_PROGRESS: Duration = Duration::from_secs(2);
 /// Pause after the first failure of an upload, and the longest one. It doubles in between.
 const FIRST_PAUSE: Duration = Duration::from_secs(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
@@ -119,9 +121,14 @@ pub(crate) async fn run(uploads: Arc<Uploads>, stop: CancellationToken) {
     let mut events = uploads.snapshots.events();
     let mut running: HashMap<Uid, CancellationToken> = HashMap::new();
     let mut failed: BTreeMap<Uid, Failed> = BTreeMap::new();
+    // Uploads that the watch does not show as done yet.
+    let mut done: BTreeSet<Uid> = BTreeSet::new();
     let mut tasks: JoinSet<(Uid, bool)> = JoinSet::new();
     loop {
-        let wanted = uploads.wanted();
+        let mut wanted = uploads.wanted();
+        let uids: BTreeSet<Uid> = wanted.iter().filter_map(|one| one.uid()).collect();
+        done.retain(|uid| uids.contains(uid));
+        wanted.retain(|one| one.uid().is_none_or(|uid| !done.contains(&uid)));
         let is_wanted = |uid: &Uid| wanted.iter().any(|one| one.uid().as_ref() == Some(uid));
         // A sandbox that runs again does not need its image any more.
         running
@@ -140,7 +147,7 @@ pub(crate) async fn run(uploads: Arc<Uploads>, stop: CancellationToken) {
                 // A dropped upload leaves chunks that the next attempt finds.
                 tokio::select! {
                     done = uploads.one(&snapshot) => (uid, done),
-                    () = cancelled.cancelled() => (uid, true),
+                    () = cancelled.cancelled() => (uid, false),
                 }
             });
         }
@@ -167,10 +174,13 @@ pub(crate) async fn run(uploads: Arc<Uploads>, stop: CancellationToken) {
             Ok(()) = events.changed() => {}
             () = retry => {}
             Some(ended) = tasks.join_next() => {
-                let Ok((uid, done)) = ended else { continue };
+                let Ok((uid, is_done)) = ended else { continue };
                 running.remove(&uid);
-                match done {
-                    true => drop(failed.remove(&uid)),
+                match is_done {
+                    true => {
+                        failed.remove(&uid);
+                        done.insert(uid);
+                    }
                     false => {
                         let again = Failed::again(failed.get(&uid).copied(), Instant::now());
                         failed.insert(uid, again);
@@ -233,7 +243,8 @@ impl Uploads {
         let (name, manifest, files) = self.open(snapshot).await?;
         let uploading = repository.upload(&name, manifest, files, progress, &self.pace);
         tokio::pin!(uploading);
-        let mut reports = tokio::time::interval(PROGRESS);
+        let first = tokio::time::Instant::now() + FIRST_PROGRESS;
+        let mut reports = tokio::time::interval_at(first, PROGRESS);
         loop {
             // Cancel-safe: the upload is only polled again, and the interval only waits.
             tokio::select! {

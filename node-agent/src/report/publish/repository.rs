@@ -34,6 +34,9 @@ impl Publisher {
             let Some(snapshot) = index.latest(of) else {
                 return false;
             };
+            if snapshot.is_uploaded() {
+                return true;
+            }
             let mut status = snapshot.status.clone().unwrap_or_default();
             let before = conditions::find(&status.conditions, conditions::UPLOADED).cloned();
             let (generation, now) = (snapshot.metadata.generation, Timestamp::now());

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use torpor_api::node::{FetchedImage, MAX_FETCHED};
+use torpor_api::node::{FetchState, FetchedImage, MAX_FETCHED};
 use torpor_core::ids::{ImageId, Namespace, PodUid};
 
 /// An image of a namespace.
@@ -28,6 +28,11 @@ pub(crate) struct Want {
 }
 
 impl Want {
+    /// Returns the use of the image by the Pod.
+    pub(crate) fn of(&self) -> Use {
+        (self.place.clone(), self.pod.clone())
+    }
+
     pub(crate) fn is_open(&self) -> bool {
         !self.settled && !self.ends
     }
@@ -41,6 +46,18 @@ pub(crate) struct Held {
     pub(crate) whole: bool,
     pub(crate) consumed_by: Option<PodUid>,
 }
+
+/// End of a Pod that is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// It ran from the image.
+    Ran,
+    /// It never ran from the image, and never will.
+    NeverRan,
+}
+
+/// Use of an image by a Pod.
+pub(crate) type Use = (Place, PodUid);
 
 /// Result of [`plan`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -63,45 +80,82 @@ pub(crate) struct Seen<'a> {
     pub(crate) held: &'a [Held],
     /// `status.fetched` as it is.
     pub(crate) claims: &'a [FetchedImage],
-    /// Images that a SandboxSnapshot names, of those in `claims`.
+    /// Images that Pods of this node take, as the controller has recorded it.
+    pub(crate) taken: &'a [Use],
+    /// Images that a SandboxSnapshot names, of those in `claims` and on the disk.
     pub(crate) named: &'a BTreeSet<Place>,
+    /// What is known of Pods that are gone.
+    pub(crate) ended: &'a BTreeMap<Use, Ended>,
+}
+
+/// Returns the uses whose Pods are gone and of which it has to be found out how they ended.
+pub(crate) fn to_settle(
+    claims: &[FetchedImage],
+    taken: &[Use],
+    held: &[Held],
+    pods: &BTreeSet<PodUid>,
+) -> BTreeSet<Use> {
+    let known: BTreeMap<Use, FetchState> = claims.iter().filter_map(parsed).collect();
+    let open = known
+        .iter()
+        .filter(|(_, state)| **state == FetchState::Claimed);
+    let open = open.map(|(of, _)| of.clone());
+    let unanswered = taken.iter().filter(|of| !known.contains_key(of)).cloned();
+    // The list may be lost, with the SandboxNode.
+    let marked = held
+        .iter()
+        .filter_map(|one| Some((one.place.clone(), one.consumed_by.clone()?)));
+    let marked = marked.filter(|of| !known.contains_key(of));
+    let all = open.chain(unanswered).chain(marked);
+    all.filter(|(_, pod)| !pods.contains(pod)).collect()
 }
 
 /// Decides.
 ///
-/// A claim is kept as long as a SandboxSnapshot names its image and its Pod is on the node or may
-/// have run from the image. It is dropped when the Pod is gone and never ran, so that the next Pod
-/// may use the image anywhere.
+/// An entry of the list is kept as long as a SandboxSnapshot names its image. Its state changes
+/// once: when its Pod is gone and it is known whether the Pod ran from the image.
 pub(crate) fn plan(seen: &Seen<'_>) -> Plan {
-    let mut claims: BTreeMap<(Place, PodUid), bool> = BTreeMap::new();
-    for claim in seen.claims {
-        let Some((place, pod)) = parsed(claim) else {
-            continue;
-        };
-        let mut held = seen.held.iter();
-        let marked = held.any(|one| one.place == place && one.consumed_by.as_ref() == Some(&pod));
-        let consumed = claim.consumed || marked;
-        if seen.named.contains(&place) && (consumed || seen.pods.contains(&pod)) {
-            claims.insert((place, pod), consumed);
+    let mut claims: BTreeMap<Use, FetchState> = BTreeMap::new();
+    let settled = |of: &Use, before: FetchState| match (before, seen.ended.get(of)) {
+        (FetchState::Claimed, Some(Ended::Ran)) => FetchState::Consumed,
+        (FetchState::Claimed, Some(Ended::NeverRan)) => FetchState::Released,
+        (before, _) => before,
+    };
+    for (of, state) in seen.claims.iter().filter_map(parsed) {
+        if seen.named.contains(&of.0) {
+            let state = settled(&of, state);
+            claims.insert(of, state);
+        }
+    }
+    let marked = seen
+        .held
+        .iter()
+        .filter_map(|one| Some((one.place.clone(), one.consumed_by.clone()?)));
+    for of in seen.taken.iter().cloned().chain(marked) {
+        let answer = seen.pods.contains(&of.1) || seen.ended.contains_key(&of);
+        if answer && seen.named.contains(&of.0) && !claims.contains_key(&of) {
+            let state = settled(&of, FetchState::Claimed);
+            claims.insert(of, state);
         }
     }
     let open: Vec<&Want> = seen.wants.iter().filter(|want| want.is_open()).collect();
     for want in open.iter().filter(|want| !want.copy) {
-        let claim = (want.place.clone(), want.pod.clone());
         if claims.len() < MAX_FETCHED {
-            claims.entry(claim).or_insert(false);
+            claims.insert(want.of(), FetchState::Claimed);
         }
     }
     let is_whole = |place: &Place| seen.held.iter().any(|one| one.whole && one.place == *place);
-    let claimed = |want: &Want| claims.contains_key(&(want.place.clone(), want.pod.clone()));
     let mut fetched = BTreeSet::new();
     let fetch = open.iter().filter(|want| {
-        let may = want.copy || claimed(want);
+        let may = want.copy || claims.contains_key(&want.of());
         may && !is_whole(&want.place) && fetched.insert(want.place.clone())
     });
     let fetch = fetch.map(|want| (*want).clone()).collect();
     let is_needed = |place: &Place| {
-        open.iter().any(|want| want.place == *place) || claims.keys().any(|(of, _)| of == place)
+        open.iter().any(|want| want.place == *place)
+            || claims
+                .iter()
+                .any(|((of, _), state)| of == place && *state == FetchState::Claimed)
     };
     let unneeded = seen.held.iter().filter(|one| !is_needed(&one.place));
     Plan {
@@ -111,20 +165,20 @@ pub(crate) fn plan(seen: &Seen<'_>) -> Plan {
     }
 }
 
-/// Returns image and Pod of a claim; none if it was not written by an agent.
-pub(crate) fn parsed(claim: &FetchedImage) -> Option<(Place, PodUid)> {
+/// Returns what an entry says; none if it was not written by an agent.
+pub(crate) fn parsed(claim: &FetchedImage) -> Option<(Use, FetchState)> {
     let namespace = Namespace::new(claim.namespace.clone()).ok()?;
     let image = ImageId::parse(&claim.image_id).ok()?;
     let pod = PodUid::new(claim.pod_uid.clone()).ok()?;
-    Some(((namespace, image), pod))
+    Some((((namespace, image), pod), claim.state))
 }
 
-fn written((((namespace, image), pod), consumed): ((Place, PodUid), bool)) -> FetchedImage {
+fn written((((namespace, image), pod), state): (Use, FetchState)) -> FetchedImage {
     FetchedImage {
-        consumed,
         image_id: image.to_string(),
         namespace: namespace.to_string(),
         pod_uid: pod.to_string(),
+        state,
     }
 }
 
@@ -154,8 +208,12 @@ mod tests {
         }
     }
 
-    fn claim(uid: &str, consumed: bool) -> FetchedImage {
-        written(((place(), pod(uid)), consumed))
+    fn of(uid: &str) -> Use {
+        (place(), pod(uid))
+    }
+
+    fn claim(uid: &str, state: FetchState) -> FetchedImage {
+        written((of(uid), state))
     }
 
     fn held(whole: bool, consumed_by: Option<&str>) -> Held {
@@ -166,21 +224,40 @@ mod tests {
         }
     }
 
-    /// Decides. `pods`: the Pods of the node; `named`: a SandboxSnapshot names the image.
-    fn decide(
-        wants: &[Want],
-        pods: &[&str],
-        held: &[Held],
-        claims: &[FetchedImage],
-        named: bool,
-    ) -> Plan {
-        plan(&Seen {
-            wants,
-            pods: &pods.iter().map(|uid| pod(uid)).collect(),
-            held,
-            claims,
-            named: &named.then(place).into_iter().collect(),
-        })
+    /// Facts of a test; `pods` are the Pods of the node.
+    #[derive(Default)]
+    struct Facts<'a> {
+        wants: &'a [Want],
+        pods: &'a [&'a str],
+        held: &'a [Held],
+        claims: &'a [FetchedImage],
+        taken: &'a [Use],
+        ended: &'a [(Use, Ended)],
+        /// No SandboxSnapshot names the image.
+        unnamed: bool,
+    }
+
+    impl Facts<'_> {
+        fn pods(&self) -> BTreeSet<PodUid> {
+            self.pods.iter().map(|uid| pod(uid)).collect()
+        }
+
+        fn plan(&self) -> Plan {
+            plan(&Seen {
+                wants: self.wants,
+                pods: &self.pods(),
+                held: self.held,
+                claims: self.claims,
+                taken: self.taken,
+                named: &(!self.unnamed).then(place).into_iter().collect(),
+                ended: &self.ended.iter().cloned().collect(),
+            })
+        }
+
+        fn to_settle(&self) -> Vec<Use> {
+            let all = to_settle(self.claims, self.taken, self.held, &self.pods());
+            all.into_iter().collect()
+        }
     }
 
     #[test]
@@ -192,24 +269,31 @@ mod tests {
                 ..want("q")
             },
         ];
-        let fresh = decide(&wants, &["p", "q"], &[], &[], true);
-        assert_eq!(fresh.claims, [claim("p", false)]);
+        let facts = Facts {
+            wants: &wants,
+            pods: &["p", "q"],
+            ..Facts::default()
+        };
+        let fresh = facts.plan();
+        assert_eq!(fresh.claims, [claim("p", FetchState::Claimed)]);
         assert_eq!(fresh.fetch, [want("p")]);
-        let begun = decide(
-            &wants,
-            &["p", "q"],
-            &[held(false, None)],
-            &fresh.claims,
-            true,
-        );
+        let held_part = [held(false, None)];
+        let begun = Facts {
+            held: &held_part,
+            claims: &fresh.claims,
+            ..facts
+        }
+        .plan();
         assert_eq!(begun.fetch, [want("p")], "a part is fetched anew");
-        let whole = decide(
-            &wants,
-            &["p", "q"],
-            &[held(true, None)],
-            &fresh.claims,
-            true,
-        );
+        let held_whole = [held(true, None)];
+        let whole = Facts {
+            held: &held_whole,
+            claims: &fresh.claims,
+            wants: &wants,
+            pods: &["p", "q"],
+            ..Facts::default()
+        }
+        .plan();
         assert_eq!(
             (&whole.claims, &whole.fetch[..], &whole.remove[..]),
             (&fresh.claims, &[][..], &[][..])
@@ -218,44 +302,93 @@ mod tests {
 
     #[test]
     fn a_copy_is_fetched_without_a_claim_and_removed_once_it_runs() {
-        let copy = Want {
+        let copy = [Want {
             copy: true,
             ..want("q")
-        };
-        let first = decide(std::slice::from_ref(&copy), &["q"], &[], &[], true);
-        assert_eq!(
-            (&first.claims[..], &first.fetch[..]),
-            (&[][..], &[copy.clone()][..])
-        );
-        let runs = Want {
+        }];
+        let first = Facts {
+            wants: &copy,
+            pods: &["q"],
+            ..Facts::default()
+        }
+        .plan();
+        assert_eq!((&first.claims[..], &first.fetch[..]), (&[][..], &copy[..]));
+        let runs = [Want {
+            copy: true,
             settled: true,
-            ..copy
+            ..want("q")
+        }];
+        let later = Facts {
+            wants: &runs,
+            pods: &["q"],
+            held: &[held(true, None)],
+            ..Facts::default()
         };
-        let later = decide(&[runs], &["q"], &[held(true, None)], &[], true);
-        assert_eq!(later.remove, [place()]);
+        assert_eq!(later.plan().remove, [place()]);
     }
 
     #[test]
     fn a_claim_ends_when_its_pod_is_gone_and_never_ran() {
-        let claims = [claim("p", false)];
-        let gone = decide(&[], &[], &[held(true, None)], &claims, true);
+        let claims = [claim("p", FetchState::Claimed)];
+        let whole = [held(true, None)];
+        let gone = Facts {
+            held: &whole,
+            claims: &claims,
+            ..Facts::default()
+        };
+        assert_eq!(gone.to_settle(), [of("p")]);
+        assert_eq!(gone.plan().claims, claims, "as long as it is not known");
+        let ended = [(of("p"), Ended::NeverRan)];
+        let released = Facts {
+            ended: &ended,
+            ..gone
+        }
+        .plan();
+        assert_eq!(released.claims, [claim("p", FetchState::Released)]);
+        assert_eq!(released.remove, [place()]);
+        let there = Facts {
+            pods: &["p"],
+            held: &whole,
+            claims: &claims,
+            ..Facts::default()
+        };
         assert_eq!(
-            (&gone.claims[..], &gone.remove[..]),
-            (&[][..], &[place()][..])
+            (there.to_settle(), there.plan().claims),
+            (Vec::new(), claims.to_vec())
         );
-        let there = decide(&[], &["p"], &[held(true, None)], &claims, true);
-        assert_eq!(there.claims, claims, "the Pod may still run from it");
     }
 
     #[test]
     fn a_consumed_image_stays_claimed_until_no_snapshot_names_it() {
-        let claims = [claim("p", false)];
-        let ran = decide(&[], &[], &[held(true, Some("p"))], &claims, true);
-        assert_eq!(ran.claims, [claim("p", true)]);
-        assert_eq!(ran.remove, []);
-        let lost = decide(&[], &[], &[], &ran.claims, true);
-        assert_eq!(lost.claims, ran.claims, "the mark survives the image");
-        let done = decide(&[], &["p"], &[held(true, Some("p"))], &ran.claims, false);
+        let claims = [claim("p", FetchState::Claimed)];
+        let marked = [held(true, Some("p"))];
+        let ended = [(of("p"), Ended::Ran)];
+        let ran = Facts {
+            held: &marked,
+            claims: &claims,
+            ended: &ended,
+            ..Facts::default()
+        }
+        .plan();
+        assert_eq!(ran.claims, [claim("p", FetchState::Consumed)]);
+        let lost = Facts {
+            claims: &ran.claims,
+            ..Facts::default()
+        };
+        assert_eq!(
+            lost.plan().claims,
+            ran.claims,
+            "the entry outlives the image"
+        );
+        assert_eq!(lost.to_settle(), []);
+        let done = Facts {
+            pods: &["p"],
+            held: &marked,
+            claims: &claims,
+            unnamed: true,
+            ..Facts::default()
+        };
+        let done = done.plan();
         assert_eq!(
             (&done.claims[..], &done.remove[..]),
             (&[][..], &[place()][..])
@@ -263,26 +396,100 @@ mod tests {
     }
 
     #[test]
+    fn a_mark_while_the_pod_is_there_says_nothing() {
+        let claims = [claim("p", FetchState::Claimed)];
+        let marked = [held(true, Some("p"))];
+        let facts = Facts {
+            pods: &["p"],
+            held: &marked,
+            claims: &claims,
+            ..Facts::default()
+        };
+        assert_eq!(
+            facts.plan().claims,
+            claims,
+            "the restore may fail and give the image back"
+        );
+    }
+
+    #[test]
+    fn the_node_answers_for_each_pod_that_the_controller_recorded() {
+        let taken = [of("p")];
+        let asked = Facts {
+            taken: &taken,
+            ..Facts::default()
+        };
+        assert_eq!(asked.to_settle(), [of("p")]);
+        assert_eq!(asked.plan().claims, [], "no answer before it is known");
+        let ended = [(of("p"), Ended::NeverRan)];
+        let answered = Facts {
+            taken: &taken,
+            ended: &ended,
+            ..Facts::default()
+        }
+        .plan();
+        assert_eq!(answered.claims, [claim("p", FetchState::Released)]);
+        let there = Facts {
+            taken: &taken,
+            pods: &["p"],
+            ..Facts::default()
+        }
+        .plan();
+        assert_eq!(there.claims, [claim("p", FetchState::Claimed)]);
+    }
+
+    #[test]
+    fn a_list_that_was_lost_is_made_anew_from_the_marks() {
+        let marked = [held(true, Some("p"))];
+        let there = Facts {
+            pods: &["p"],
+            held: &marked,
+            ..Facts::default()
+        };
+        assert_eq!(there.plan().claims, [claim("p", FetchState::Claimed)]);
+        let gone = Facts {
+            held: &marked,
+            ..Facts::default()
+        };
+        assert_eq!(gone.to_settle(), [of("p")]);
+        let ended = [(of("p"), Ended::Ran)];
+        let answered = Facts {
+            ended: &ended,
+            ..gone
+        }
+        .plan();
+        assert_eq!(answered.claims, [claim("p", FetchState::Consumed)]);
+    }
+
+    #[test]
     fn a_pod_that_ends_fetches_nothing_more() {
-        let ends = Want {
+        let ends = [Want {
             ends: true,
             ..want("p")
+        }];
+        let claims = [claim("p", FetchState::Claimed)];
+        let part = [held(false, None)];
+        let facts = Facts {
+            wants: &ends,
+            pods: &["p"],
+            held: &part,
+            claims: &claims,
+            ..Facts::default()
         };
-        let plan = decide(
-            &[ends],
-            &["p"],
-            &[held(false, None)],
-            &[claim("p", false)],
-            true,
-        );
+        let plan = facts.plan();
         assert_eq!(plan.fetch, []);
-        assert_eq!(plan.claims, [claim("p", false)], "until it is gone");
+        assert_eq!(plan.claims, claims, "until it is gone");
     }
 
     #[test]
     fn a_claim_that_no_agent_wrote_is_dropped() {
-        let mut strange = claim("p", true);
+        let mut strange = claim("p", FetchState::Consumed);
         strange.image_id = "../x".to_owned();
-        assert_eq!(decide(&[], &["p"], &[], &[strange], true), Plan::default());
+        let facts = Facts {
+            pods: &["p"],
+            claims: &[strange],
+            ..Facts::default()
+        };
+        assert_eq!(facts.plan(), Plan::default());
     }
 }
