@@ -375,6 +375,73 @@ async fn a_hibernated_sandbox_of_a_drained_node_continues_on_the_other() -> anyh
     .await
 }
 
+/// Suspends a Sandbox of `node-0`, takes the server away, and resumes on `node-1`, whose agent then
+/// waits for the server. Returns the witness's state.
+async fn waits_for_its_image(case: &Case) -> anyhow::Result<witness::State> {
+    let first = start_on(case, "node-0", 5).await?;
+    let before = witness::ask(&first).await?;
+    case.suspend("s").await?;
+    upload_is(case, "True", "Uploaded").await?;
+    cluster(case, &["store", "down"]).await?;
+    cordon(case, "node-0", true).await?;
+    case.set_mode("s", "Running").await?;
+    case.sandbox_has("s", "Restored", "False", "RepositoryUnavailable")
+        .await?;
+    Ok(before)
+}
+
+#[tokio::test]
+async fn a_fetch_outlives_its_agent() -> anyhow::Result<()> {
+    case("nodes-agent", async |case| {
+        let waits = async {
+            let before = waits_for_its_image(case).await?;
+            let agents: Api<Pod> = Api::namespaced(case.client(), "agent-sandbox-system");
+            let here = ListParams::default().labels("app.kubernetes.io/name=torpor-agent");
+            let here = here.fields("spec.nodeName=node-1");
+            let at_once = DeleteParams::default().grace_period(0);
+            agents.delete_collection(&at_once, &here).await?;
+            Ok::<_, anyhow::Error>(before)
+        };
+        let before = waits.await;
+        cluster(case, &["store", "up"]).await?;
+        let before = before?;
+        let second = case.sandbox_ready("s").await?;
+        ensure!(
+            node_of(&second) == "node-1",
+            "it runs on {}",
+            node_of(&second)
+        );
+        witness::ask(&second).await?.goes_on_from(&before)?;
+        nothing_fetched(case, "node-1").await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_that_never_ran_gives_its_image_back() -> anyhow::Result<()> {
+    case("nodes-back", async |case| {
+        let waits = async {
+            let before = waits_for_its_image(case).await?;
+            cordon(case, "node-0", false).await?;
+            cordon(case, "node-1", true).await?;
+            case.delete_pod_at_once("s").await?;
+            let second = case.sandbox_ready("s").await?;
+            Ok::<_, anyhow::Error>((before, second))
+        };
+        let waits = waits.await;
+        cluster(case, &["store", "up"]).await?;
+        let (before, second) = waits?;
+        ensure!(
+            node_of(&second) == "node-0",
+            "it runs on {}",
+            node_of(&second)
+        );
+        witness::ask(&second).await?.goes_on_from(&before)?;
+        nothing_fetched(case, "node-1").await
+    })
+    .await
+}
+
 #[tokio::test]
 async fn a_class_without_its_bucket_is_reported_and_costs_no_memory() -> anyhow::Result<()> {
     case("nodes-bucket", async |case| {
