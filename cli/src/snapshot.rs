@@ -5,7 +5,7 @@ use std::time::Duration;
 use kube::ResourceExt;
 use kube::api::{ObjectMeta, PostParams};
 use tokio::time::Instant;
-use torpor_api::annotations::SAVED_POD;
+use torpor_api::annotations::{SAVED_POD, Settings};
 use torpor_api::conditions::{self, COMMITTED};
 use torpor_api::reasons::snapshot as reasons;
 use torpor_api::snapshot::SandboxSnapshotSpec;
@@ -159,6 +159,7 @@ async fn request(
     }
     let spec = SandboxSnapshotSpec {
         sandbox_name: name.to_owned(),
+        snapshot_class_name: class_of(sandbox),
         ..SandboxSnapshotSpec::default()
     };
     let mut wanted = SandboxSnapshot::new("", spec);
@@ -176,6 +177,12 @@ async fn request(
             .create(&parameters, &wanted),
     )
     .await
+}
+
+/// Returns the SnapshotClass that the Sandbox names. Pure.
+fn class_of(sandbox: &Sandbox) -> Option<String> {
+    let own = sandbox.metadata.annotations.as_ref();
+    Settings::read(own, sandbox.spec.pod_template.annotations()).snapshot_class
 }
 
 /// Deletes a snapshot that the command has requested. If the deletion fails, the snapshot stays,

@@ -29,6 +29,10 @@ pub struct View {
     /// Node that holds the image.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
+    /// Progress of the upload to the repository of the snapshot's class: `Uploaded`, a percentage,
+    /// or the reason for which it waits. None without such a class.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub upload: Option<String>,
     /// Pod that was saved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pod: Option<String>,
@@ -88,10 +92,26 @@ fn view(snapshot: &SandboxSnapshot) -> View {
         state,
         bytes: status.and_then(|status| status.size_bytes),
         node: status.and_then(|status| status.node_name.clone()),
+        upload: upload(snapshot),
         pod: status.and_then(|status| status.pod_name.clone()),
         committed_at: status.and_then(|status| Some(status.committed_at.as_ref()?.0)),
         message,
     }
+}
+
+fn upload(snapshot: &SandboxSnapshot) -> Option<String> {
+    let reason = snapshot.upload_reason()?;
+    let figures = snapshot.status.as_ref()?.upload.as_ref();
+    let known = figures.filter(|figures| reason == reasons::UPLOADING && figures.total_bytes > 0);
+    Some(known.map_or_else(
+        || reason.to_owned(),
+        |figures| {
+            format!(
+                "{}%",
+                figures.done_bytes.saturating_mul(100) / figures.total_bytes
+            )
+        },
+    ))
 }
 
 /// Returns the state, and the message of the condition that decides it.
@@ -114,7 +134,9 @@ fn state(snapshot: &SandboxSnapshot) -> (String, String) {
 
 /// State of a snapshot that is being deleted.
 const DELETING: &str = "Deleting";
-const HEADINGS: [&str; 7] = ["NAME", "SANDBOX", "REASON", "STATE", "SIZE", "NODE", "AGE"];
+const HEADINGS: [&str; 8] = [
+    "NAME", "SANDBOX", "REASON", "STATE", "SIZE", "NODE", "UPLOAD", "AGE",
+];
 const WIDE: [&str; 2] = ["POD", "MESSAGE"];
 
 impl Render for Listing {
@@ -134,6 +156,7 @@ impl Render for Listing {
                 view.state.clone(),
                 view.bytes.map_or_else(String::new, units::bytes),
                 view.node.clone().unwrap_or_default(),
+                view.upload.clone().unwrap_or_default(),
                 view.committed_at.map_or_else(String::new, age),
             ]);
             if wide {
@@ -181,7 +204,19 @@ mod tests {
         let mut going = snapshot("g", "demo", &[committed], &image("2026-11-20T08:00:00Z"));
         going.metadata.deletion_timestamp =
             serde_json::from_value(json!("2026-11-21T00:00:00Z")).unwrap();
-        let past = [committed, "Consumed=True:Superseded"];
+        let past = [
+            committed,
+            "Consumed=True:Superseded",
+            "Uploaded=True:Uploaded",
+        ];
+        let mut half = snapshot(
+            "half",
+            "demo",
+            &[committed, "Uploaded=False:Uploading"],
+            &image("2026-11-21T11:00:00Z"),
+        );
+        let status = half.status.get_or_insert_default();
+        status.upload = serde_json::from_value(json!({"doneBytes": 5, "totalBytes": 10})).unwrap();
         let snapshots = [
             suspend,
             snapshot("new", "demo", &[], &json!({})),
@@ -199,6 +234,7 @@ mod tests {
             ),
             snapshot("past", "demo", &past, &image("2026-11-21T10:00:00Z")),
             going,
+            half,
         ];
         let sandboxes: Vec<String> = sandboxes.iter().map(|name| (*name).to_owned()).collect();
         Listing::of(

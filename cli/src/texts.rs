@@ -111,7 +111,7 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
         }
         hibernated::INVALID_ANNOTATION => "correct the annotation that the message names",
         hibernated::SNAPSHOT_CLASS_NOT_SUPPORTED => {
-            "remove the annotation torpor.dev/snapshot-class"
+            "correct the SnapshotClass, or remove the annotation torpor.dev/snapshot-class"
         }
         hibernated::SAVE_FAILED => {
             "depends on the reason in the message (DiskFull: delete SandboxSnapshots or enlarge the disk; NamespaceStoreFull: delete SandboxSnapshots or sleeping Sandboxes of the namespace; CheckpointFailed: gVisor cannot save a state of the program; NotWatched: the Pod's link is no veth pair, so that no packet could wake the sandbox); the agent retries the save"
@@ -143,6 +143,23 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
         }
         restored::SNAPSHOT_NOT_FOUND | restored::SNAPSHOT_NOT_READY => {
             "create the SandboxSnapshot or wait until it is ready, or remove the annotation torpor.dev/restore-from"
+        }
+        restored::FETCHING => "wait: the message has the progress",
+        restored::UPLOADING => {
+            "wait: the condition Uploaded of the SandboxSnapshot has the progress; or uncordon the node that holds the image"
+        }
+        restored::REPOSITORY_UNAVAILABLE => {
+            "check the object store that the SnapshotClass names, and its bucket; the fetch is retried"
+        }
+        restored::REPOSITORY_DENIED => {
+            "correct the credentials in the Secret torpor-repository; the fetch is retried"
+        }
+        restored::KEY_MISSING => {
+            "put the encryption key that the message names back into the Secret torpor-repository-keys"
+        }
+        restored::NO_ROOM => "make room on the node's disk; the fetch is retried",
+        restored::IMAGE_CLAIMED => {
+            "bring the agent of the node that the message names back (`kubectl torpor doctor` checks it)"
         }
         snapshot::SANDBOX_NOT_FOUND => {
             "delete the SandboxSnapshot: its Sandbox or the Pod is gone, so there is no memory to save"

@@ -95,7 +95,7 @@ async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
         if !scope.is_cluster() && !scope.names().any(|own| own == namespace) {
             continue;
         }
-        // What is wrong in one namespace does not keep the others from being swept.
+        // An error in one namespace does not keep the others from being swept.
         if let Err(error) = sweep_namespace(context, &repository, &namespace).await {
             let (class, error): (_, &dyn std::error::Error) = (class.name_any(), &error);
             tracing::warn!(

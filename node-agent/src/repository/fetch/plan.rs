@@ -84,7 +84,7 @@ pub(crate) struct Seen<'a> {
     pub(crate) taken: &'a [Use],
     /// Images that a SandboxSnapshot names, of those in `claims` and on the disk.
     pub(crate) named: &'a BTreeSet<Place>,
-    /// What is known of Pods that are gone.
+    /// Ends of Pods that are gone, as far as they are known.
     pub(crate) ended: &'a BTreeMap<Use, Ended>,
 }
 
