@@ -125,7 +125,7 @@ An existing flag gets the value; the others follow in alphabetical order.
 
 {{/* torpor.rules: the rules about cluster-scoped kinds, or the others, as a JSON list. */}}
 {{- define "torpor.rules" -}}
-{{- $ofCluster := list "nodes" "runtimeclasses" "sandboxnodes" "snapshotclasses" -}}
+{{- $ofCluster := list "namespaces" "nodes" "runtimeclasses" "sandboxnodes" "snapshotclasses" -}}
 {{- $rules := list -}}
 {{- range $rule := .rules -}}
   {{- $count := 0 -}}
