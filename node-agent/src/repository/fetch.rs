@@ -4,7 +4,7 @@
 //! (`node-agent/sandbox/src/restore/fetched.rs`). The order of the steps is that of [`plan`]: the
 //! claim is in the API before the first byte is on the disk.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,13 +13,11 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::runtime::reflector::Store as Cache;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use torpor_api::node::FetchedImage;
 use torpor_api::reasons::restored as reasons;
 use torpor_api::{annotations, conditions};
 use torpor_core::ids::{ImageId, Namespace, PodUid};
-use torpor_core::state::ImageState;
 use torpor_records::FetchFailure;
 use torpor_repository::{ImageName, Progress, Repository, StoredImage};
 use torpor_snapshots::{Manifest, Partial, SaveError};
@@ -34,15 +32,16 @@ use crate::report::bytes::mebibytes;
 use crate::report::metrics::Metrics;
 use crate::report::publish::Publisher;
 
+mod disk;
 mod plan;
+mod work;
 
+use disk::{held, is_own, settle};
 use plan::{Ended, Held, Place, Plan, Seen, Use, Want, parsed};
+use work::Work;
 
 /// Interval at which the progress of a fetch is written into the Pod's condition.
 const PROGRESS: Duration = Duration::from_secs(2);
-/// Pause after a failure, and the longest one. It doubles in between.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// Pause after a failure to write the claims, and while it is not known how a Pod ended.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// Time for which a Pod that may start cold waits for a repository that does not answer.
@@ -93,7 +92,7 @@ impl Error {
     }
 }
 
-fn disk(error: &dyn std::fmt::Display) -> Error {
+fn disk_error(error: &dyn std::fmt::Display) -> Error {
     Error::Disk(error.to_string())
 }
 
@@ -117,23 +116,6 @@ struct Next {
     look_again: Option<Duration>,
 }
 
-/// An image whose fetch has failed.
-#[derive(Debug, Clone, Copy)]
-struct Failed {
-    times: u32,
-    since: Instant,
-    /// No attempt is made before.
-    until: Instant,
-}
-
-/// Downloads of this node that run or have failed.
-#[derive(Default)]
-struct Work {
-    running: HashMap<Place, CancellationToken>,
-    failed: BTreeMap<Place, Failed>,
-    tasks: JoinSet<(Place, bool)>,
-}
-
 /// Fetches until `stop` is cancelled.
 pub(crate) async fn run(fetches: Arc<Fetches>, stop: CancellationToken) {
     let publisher = &fetches.publisher;
@@ -155,12 +137,8 @@ pub(crate) async fn run(fetches: Arc<Fetches>, stop: CancellationToken) {
         };
         fetches.release_ending(&wants).await;
         let now = Instant::now();
-        let due = work
-            .failed
-            .values()
-            .map(|one| one.until)
-            .filter(|until| *until > now);
-        let next = due.chain(look_again.map(|pause| now + pause)).min();
+        let next = work.due(now).into_iter();
+        let next = next.chain(look_again.map(|pause| now + pause)).min();
         let retry = async {
             match next {
                 Some(at) => tokio::time::sleep_until(at.into()).await,
@@ -179,59 +157,6 @@ pub(crate) async fn run(fetches: Arc<Fetches>, stop: CancellationToken) {
             }
             () = stop.cancelled() => return work.tasks.shutdown().await,
         }
-    }
-}
-
-impl Work {
-    /// Begins, ends and removes what the plan says.
-    async fn begin(&mut self, fetches: &Arc<Fetches>, plan: Plan, stop: &CancellationToken) {
-        let is_wanted = |place: &Place| plan.fetch.iter().any(|want| want.place == *place);
-        let running = self.running.iter();
-        running
-            .filter(|(place, _)| !is_wanted(place))
-            .for_each(|(_, stop)| stop.cancel());
-        self.failed.retain(|place, _| is_wanted(place));
-        let removed = plan.remove.into_iter();
-        let removed = removed.filter(|place| !self.running.contains_key(place));
-        fetches.remove(removed.collect()).await;
-        let now = Instant::now();
-        for want in plan.fetch {
-            let before = self.failed.get(&want.place).copied();
-            let waits = before.is_some_and(|one| one.until > now);
-            let is_full = self.running.len() >= fetches.at_once;
-            if waits || is_full || self.running.contains_key(&want.place) {
-                continue;
-            }
-            let cancelled = stop.child_token();
-            self.running.insert(want.place.clone(), cancelled.clone());
-            let fetches = fetches.clone();
-            let since = before.map_or(now, |one| one.since);
-            self.tasks.spawn(async move {
-                let done = fetches.one(&want, since, &cancelled).await;
-                (want.place, done)
-            });
-        }
-    }
-
-    fn ended(&mut self, place: &Place, done: bool) {
-        self.running.remove(place);
-        match done {
-            true => drop(self.failed.remove(place)),
-            false => {
-                let again = again(self.failed.get(place), Instant::now());
-                self.failed.insert(place.clone(), again);
-            }
-        }
-    }
-}
-
-fn again(before: Option<&Failed>, now: Instant) -> Failed {
-    let times = before.map_or(0, |failed| failed.times) + 1;
-    let pause = FIRST_PAUSE.saturating_mul(1 << (times - 1).min(10));
-    Failed {
-        times,
-        since: before.map_or(now, |failed| failed.since),
-        until: now + pause.min(LONGEST_PAUSE),
     }
 }
 
@@ -488,10 +413,10 @@ impl Fetches {
         }
         let content = stored.manifest().to_vec();
         let committed = tokio::task::spawn_blocking(move || partial.commit_copy(&content));
-        let committed = committed.await.map_err(|error| disk(&error))?;
+        let committed = committed.await.map_err(|error| disk_error(&error))?;
         committed.map_err(|error| match error {
             SaveError::Manifest { .. } => Error::Corrupt(error.to_string()),
-            error => disk(&error),
+            error => disk_error(&error),
         })?;
         Ok(true)
     }
@@ -538,17 +463,17 @@ impl Fetches {
             room.map_err(|error| Error::NoRoom(error.to_string()))?;
             store
                 .remove_partial(&namespace, &image)
-                .map_err(|error| disk(&error))?;
+                .map_err(|error| disk_error(&error))?;
             let partial = store
                 .begin(&namespace, &image)
-                .map_err(|error| disk(&error))?;
+                .map_err(|error| disk_error(&error))?;
             let files = names
                 .iter()
                 .map(|name| partial.open_file(name).map(File::from));
             let files: Result<Vec<File>, _> = files.collect();
-            Ok((partial, files.map_err(|error| disk(&error))?))
+            Ok((partial, files.map_err(|error| disk_error(&error))?))
         });
-        begun.await.map_err(|error| disk(&error))?
+        begun.await.map_err(|error| disk_error(&error))?
     }
 
     async fn report(&self, want: &Want, reason: &'static str, message: String) {
@@ -557,57 +482,6 @@ impl Fetches {
             .find(|pod| pod.uid().as_deref() == Some(want.pod.as_str()));
         if let Some(pod) = pod {
             self.publisher.fetch(&pod, reason, message).await;
-        }
-    }
-}
-
-/// Returns whether this node made the image itself and still has it.
-fn is_own(node: &Node, (namespace, image): &Place) -> bool {
-    let found = node.store.image(namespace, image);
-    let fetched = node.store.fetched().image(namespace, image);
-    found.is_ok() && fetched.is_err()
-}
-
-fn held(node: &Node) -> Vec<Held> {
-    let store = node.store.fetched();
-    let listed = store.list().unwrap_or_default();
-    let held = listed.into_iter().map(|image| Held {
-        whole: image.state == ImageState::Committed
-            && store.image(&image.namespace, &image.id).is_ok(),
-        consumed_by: image.consumed_by,
-        place: (image.namespace, image.id),
-    });
-    held.collect()
-}
-
-/// Finds out whether a Pod that the apiserver does not have any more ran from the image; none if
-/// that is not known yet. An image that the Pod has not taken is removed first, so that no sandbox
-/// of the Pod can take it later. `is_wanted`: another Pod of this node waits for the image.
-fn settle(node: &Node, ((namespace, image), pod): &Use, is_wanted: bool) -> Option<Ended> {
-    if node.sandbox_of(pod).is_some() {
-        return None;
-    }
-    let ledger = node
-        .store
-        .ledger(pod)
-        .and_then(|ledger| ledger.read())
-        .ok()?;
-    let is_in_image = ledger.seq > 0 && ledger.memory.image() == Some(image);
-    let store = node.store.fetched();
-    let taken_by = match store.image(namespace, image) {
-        Ok(found) => found.consumed_by().ok()?,
-        Err(_) => None,
-    };
-    match (taken_by.as_ref() == Some(pod), is_in_image) {
-        // The planner gives the image back.
-        (_, true) => None,
-        (true, false) => Some(Ended::Ran),
-        (false, false) if ledger.seq > 0 => Some(Ended::Ran),
-        (false, false) if is_wanted => None,
-        (false, false) => {
-            store.remove_partial(namespace, image).ok()?;
-            store.remove_image(namespace, image).ok()?;
-            node.sandbox_of(pod).is_none().then_some(Ended::NeverRan)
         }
     }
 }

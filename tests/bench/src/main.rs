@@ -12,6 +12,7 @@ mod bare;
 mod cargo;
 mod claims;
 mod doze;
+mod elsewhere;
 mod hour;
 mod http;
 mod link;
@@ -47,6 +48,8 @@ enum Command {
     Wake(wake::Options),
     /// Time to the first byte of a sleeping sandbox, dozing and hibernated, small and with 100 MB
     Doze(doze::Options),
+    /// Time of a resume on another node, from an S3 server; needs two nodes
+    Elsewhere(elsewhere::Options),
     /// 50 sandboxes of 30 MB woken at once; cost of 300 asleep, and of the agent with them
     Many(many::Options),
     /// Time of gVisor alone to restore many Pods: its own commands, no cluster
@@ -85,6 +88,7 @@ fn measure(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Wake(options) => run(async |stop| wake::run(&options, stop).await),
         Command::Doze(options) => run(async |stop| doze::run(&options, stop).await),
+        Command::Elsewhere(options) => run(async |stop| elsewhere::run(&options, stop).await),
         Command::Many(options) => run(async |stop| many::run(&options, stop).await),
         Command::Bare(options) => run(async |stop| bare::run(&options, stop).await),
         Command::Awake(options) => run(async |stop| awake::run(&options, stop).await),

@@ -1,0 +1,249 @@
+//! Time of a resume on the node that holds the image, and on another node that fetches it from an
+//! S3 server; beside the bare transfer of as many bytes by the same client.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use clap::Args;
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use object_store::aws::{AmazonS3, AmazonS3Builder};
+use object_store::path::Path;
+use object_store::{ObjectStoreExt, PutPayload};
+use serde_json::json;
+use torpor_api::annotations::SNAPSHOT_CLASS;
+use torpor_api::snapshot::{SnapshotClass, Upload};
+use torpor_tests::case::Case;
+use torpor_tests::pods::PYTHON;
+use torpor_tests::{sandboxes, wait};
+
+use crate::{node, setup, stats::Times, stop::Stop, table};
+
+const NAMESPACE: &str = "torpor-bench-elsewhere";
+const ENDPOINT: &str = "http://10.245.0.1:17070";
+/// Time limit of an upload.
+const UPLOADED: Duration = Duration::from_secs(120);
+const NODES: [&str; 2] = ["node-0", "node-1"];
+
+/// Holds random memory, answers each connection, and changes a fiftieth of it on demand.
+const PROGRAM: &str = r#"
+import os, socket, sys
+held = bytearray(os.urandom(int(sys.argv[1]) << 20)); part = len(held) // 50
+s = socket.create_server(("", 8080), backlog=64)
+open("/tmp/ready", "w").close()
+while True:
+  c, _ = s.accept(); d = c.recv(100)
+  if d == b"change": held[:part] = os.urandom(part)
+  c.sendall(d); c.close()"#;
+
+#[derive(Debug, Args)]
+pub(crate) struct Options {
+    /// Rounds, each with a resume on either node
+    #[arg(default_value_t = 5)]
+    rounds: usize,
+    /// Memory of the sandbox in MiB
+    #[arg(long, default_value_t = 100)]
+    megabytes: u32,
+}
+
+pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()> {
+    setup::namespaced(NAMESPACE, stop, async |case| {
+        let nodes: Api<Node> = Api::all(case.client());
+        let second = nodes.get(NODES[1]).await;
+        second.context("needs two nodes and an S3 server: hack/cluster up --nodes 2, hack/cluster store up, kubectl apply -f hack/repository.yaml")?;
+        println!("{} rounds with {} MiB, {}", options.rounds, options.megabytes, node::describe()?);
+        let classes: Api<SnapshotClass> = Api::all(case.client());
+        classes.create(&PostParams::default(), &class()?).await?;
+        let measured = measure(case, options).await;
+        for node in NODES {
+            cordon(case, node, false).await?;
+        }
+        classes.delete(NAMESPACE, &DeleteParams::default()).await?;
+        measured
+    })
+    .await
+}
+
+fn class() -> anyhow::Result<SnapshotClass> {
+    let class = json!({
+        "metadata": { "name": NAMESPACE },
+        "spec": {
+            "provisioner": "repository.torpor.dev",
+            "parameters": {
+                "url": format!("s3://torpor/{NAMESPACE}"), "endpoint": ENDPOINT,
+                "region": "us-east-1", "allowHTTP": "true",
+            },
+        },
+    });
+    Ok(serde_json::from_value(class)?)
+}
+
+async fn cordon(case: &Case, node: &str, unschedulable: bool) -> anyhow::Result<()> {
+    let nodes: Api<Node> = Api::all(case.client());
+    let patch = Patch::Merge(json!({ "spec": { "unschedulable": unschedulable } }));
+    nodes.patch(node, &PatchParams::default(), &patch).await?;
+    Ok(())
+}
+
+/// Times and sizes of all rounds.
+#[derive(Default)]
+struct Figures {
+    here: Vec<Duration>,
+    elsewhere: Vec<Duration>,
+    bare: Vec<Duration>,
+    uploads: Vec<Duration>,
+    /// Share of the image that the upload after a change of 2 percent sent.
+    changed: Vec<f64>,
+    sent: i64,
+}
+
+async fn measure(case: &Case, options: &Options) -> anyhow::Result<()> {
+    let megabytes = options.megabytes.to_string();
+    let container = json!({
+        "name": setup::MAIN, "image": PYTHON, "imagePullPolicy": "Never",
+        "command": ["python3", "-c", PROGRAM, megabytes],
+        "readinessProbe": setup::ready_file(),
+    });
+    let mut sandbox = sandboxes::sandbox("s", json!({ "containers": [container] }));
+    sandbox["metadata"]["annotations"] = json!({ SNAPSHOT_CLASS: NAMESPACE });
+    case.create(sandbox).await?;
+    let mut pod = case.sandbox_ready("s").await?;
+    let s3 = AmazonS3Builder::new()
+        .with_url("s3://torpor")
+        .with_endpoint(ENDPOINT)
+        .with_region("us-east-1")
+        .with_allow_http(true)
+        .with_access_key_id("torpor-dev")
+        .with_secret_access_key("torpor-dev-secret")
+        .build()?;
+    let mut figures = Figures::default();
+    for _ in 0..options.rounds {
+        // The image's own node.
+        let first = suspend(case, &mut figures).await?;
+        figures.sent = figures.sent.max(first.sent_bytes);
+        let (next, took) = resume(case).await?;
+        ensure!(
+            node_of(&next) == node_of(&pod),
+            "it resumed on another node"
+        );
+        figures.here.push(took);
+        // Another node, after a small change.
+        ask(&next, b"change").await?;
+        let second = suspend(case, &mut figures).await?;
+        figures
+            .changed
+            .push(second.sent_bytes as f64 / second.total_bytes as f64);
+        let here = node_of(&next);
+        cordon(case, &here, true).await?;
+        let (moved, took) = resume(case).await?;
+        cordon(case, &here, false).await?;
+        ensure!(node_of(&moved) != here, "it resumed on the same node");
+        figures.elsewhere.push(took);
+        figures.bare.push(transfer(&s3, figures.sent).await?);
+        pod = moved;
+    }
+    print(&figures);
+    Ok(())
+}
+
+fn node_of(pod: &Pod) -> String {
+    let spec = pod.spec.as_ref();
+    spec.and_then(|spec| spec.node_name.clone())
+        .unwrap_or_default()
+}
+
+/// Suspends the Sandbox and waits for the upload.
+async fn suspend(case: &Case, figures: &mut Figures) -> anyhow::Result<Upload> {
+    case.suspend("s").await?;
+    let began = Instant::now();
+    let upload = wait::until("the image is uploaded", UPLOADED, async || {
+        let all = case.snapshots().list(&ListParams::default()).await?;
+        let uploaded = all.items.into_iter().find(|one| one.is_uploaded());
+        let upload = uploaded.and_then(|one| one.status?.upload);
+        Ok(upload.ok_or_else(|| "not yet".to_owned()))
+    })
+    .await?;
+    figures.uploads.push(began.elapsed());
+    Ok(upload)
+}
+
+/// Resumes the Sandbox; returns its Pod and the time until the program answered.
+async fn resume(case: &Case) -> anyhow::Result<(Pod, Duration)> {
+    let began = Instant::now();
+    let pod = case.run("s").await?;
+    ask(&pod, b"x").await?;
+    Ok((pod, began.elapsed()))
+}
+
+async fn ask(pod: &Pod, question: &[u8]) -> anyhow::Result<()> {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let address = pod.status.as_ref().and_then(|status| status.pod_ip.clone());
+    let address = address.context("the Pod has no address")?;
+    let mut stream = tokio::net::TcpStream::connect((address, 8080)).await?;
+    stream.write_all(question).await?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await?;
+    ensure!(answer == question, "the program answered {answer:?}");
+    Ok(())
+}
+
+/// Returns the time to fetch one object of this size.
+async fn transfer(s3: &AmazonS3, bytes: i64) -> anyhow::Result<Duration> {
+    let path = Path::from(format!("{NAMESPACE}/bare"));
+    let content = vec![7; usize::try_from(bytes)?];
+    s3.put(&path, PutPayload::from(content)).await?;
+    let began = Instant::now();
+    let fetched = s3.get(&path).await?.bytes().await?;
+    let took = began.elapsed();
+    ensure!(
+        fetched.len() as i64 == bytes,
+        "{} bytes were fetched",
+        fetched.len()
+    );
+    s3.delete(&path).await?;
+    Ok(took)
+}
+
+fn print(figures: &Figures) {
+    let here = Times::of(&figures.here);
+    let elsewhere = Times::of(&figures.elsewhere);
+    let bare = Times::of(&figures.bare);
+    println!(
+        "{}",
+        table::row(
+            "resume on the image's own node, until it answers",
+            &here,
+            &here
+        )
+    );
+    println!(
+        "{}",
+        table::row("resume on the other node", &elsewhere, &here)
+    );
+    println!(
+        "{}",
+        table::row(
+            "bare transfer of the bytes of the first upload",
+            &bare,
+            &here
+        )
+    );
+    let sum = here.p50 + bare.p50;
+    let words = "other node, of own node and bare transfer together";
+    println!("{}", table::value(words, elsewhere.p50 / sum, "x", None));
+    let uploads = Times::of(&figures.uploads);
+    println!(
+        "{}",
+        table::row("upload, from the end of the Pod", &uploads, &here)
+    );
+    let changed = figures.changed.iter().sum::<f64>() / figures.changed.len().max(1) as f64;
+    println!(
+        "{}",
+        table::value(
+            "sent after a change of 2 percent",
+            100.0 * changed,
+            "percent",
+            None
+        )
+    );
+}
