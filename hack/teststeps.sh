@@ -175,13 +175,8 @@ install_again() {
 	local pid
 	pid=$(containerd_pid)
 	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-installer daemonset/torpor-agent
-	"$cluster" kubectl apply -f hack/repository.yaml
-	# A running Pod would see new Secrets after a minute.
-	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-agent
-	local part
-	for part in daemonset/torpor-installer daemonset/torpor-agent; do
-		"$cluster" kubectl -n agent-sandbox-system rollout status "$part" --timeout=120s
-	done
+	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-installer --timeout=120s
+	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-agent --timeout=120s
 	[ "$(containerd_pid)" = "$pid" ] || die "an installation that changed nothing restarted containerd"
 }
 
@@ -274,8 +269,13 @@ end_to_end_nodes() {
 	local status=0
 	"$cluster" up --nodes 2
 	"$cluster" store up
-	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-installer --timeout=120s
-	"$cluster" kubectl -n agent-sandbox-system rollout status daemonset/torpor-agent --timeout=120s
+	"$cluster" kubectl apply -f hack/repository.yaml
+	# A running Pod would see new Secrets after a minute.
+	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-agent
+	local part
+	for part in daemonset/torpor-installer daemonset/torpor-agent; do
+		"$cluster" kubectl -n agent-sandbox-system rollout status "$part" --timeout=120s
+	done
 	e2e nodes:: --test-threads=1 || status=$?
 	"$cluster" store down
 	"$cluster" up --nodes 1
