@@ -30,7 +30,6 @@ const PROGRAM: &str = r#"
 import os, socket, sys
 held = bytearray(os.urandom(int(sys.argv[1]) << 20)); part = len(held) // 50
 s = socket.create_server(("", 8080), backlog=64)
-open("/tmp/ready", "w").close()
 while True:
   c, _ = s.accept(); d = c.recv(100)
   if d == b"change": held[:part] = os.urandom(part)
@@ -102,12 +101,12 @@ async fn measure(case: &Case, options: &Options) -> anyhow::Result<()> {
     let container = json!({
         "name": setup::MAIN, "image": PYTHON, "imagePullPolicy": "Never",
         "command": ["python3", "-c", PROGRAM, megabytes],
-        "readinessProbe": setup::ready_file(),
     });
     let mut sandbox = sandboxes::sandbox("s", json!({ "containers": [container] }));
     sandbox["metadata"]["annotations"] = json!({ SNAPSHOT_CLASS: NAMESPACE });
     case.create(sandbox).await?;
     let mut pod = case.sandbox_ready("s").await?;
+    answers(&pod).await?;
     let s3 = AmazonS3Builder::new()
         .with_url("s3://torpor")
         .with_endpoint(ENDPOINT)
@@ -167,12 +166,23 @@ async fn suspend(case: &Case, figures: &mut Figures) -> anyhow::Result<Upload> {
     Ok(upload)
 }
 
+/// Time until the program serves.
+const SERVES: Duration = Duration::from_secs(60);
+
 /// Resumes the Sandbox; returns its Pod and the time until the program answered.
 async fn resume(case: &Case) -> anyhow::Result<(Pod, Duration)> {
     let began = Instant::now();
     let pod = case.run("s").await?;
-    ask(&pod, b"x").await?;
+    answers(&pod).await?;
     Ok((pod, began.elapsed()))
+}
+
+/// Waits until the program answers.
+async fn answers(pod: &Pod) -> anyhow::Result<()> {
+    wait::until("the program answers", SERVES, async || {
+        Ok(ask(pod, b"x").await.map_err(|error| error.to_string()))
+    })
+    .await
 }
 
 async fn ask(pod: &Pod, question: &[u8]) -> anyhow::Result<()> {
