@@ -7,6 +7,7 @@
 //! | `upload` | uploads the images of this node's snapshots, and reports them in their status |
 //! | `fetch` | fetches images for Pods of this node; `fetch/plan.rs` decides |
 //! | `ask` | questions to the apiserver where a watch may be behind |
+//! | `retries` | when an upload or a download that failed is tried again |
 //! | `claims` | list of fetched images in the SandboxNode |
 
 use std::sync::Arc;
@@ -30,6 +31,7 @@ mod ask;
 mod claims;
 mod classes;
 mod fetch;
+mod retries;
 mod upload;
 
 /// Starts the uploads and downloads of this node. They end when `stop` is cancelled.

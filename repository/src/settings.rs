@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -131,9 +132,7 @@ impl Settings {
         let built: Result<Arc<dyn ObjectStore>, object_store::Error> = match scheme {
             ObjectStoreScheme::AmazonS3 => {
                 let mut builder = AmazonS3Builder::new().with_url(self.url.as_str());
-                for (name, value) in options {
-                    let key = name.parse::<AmazonS3ConfigKey>();
-                    let key = key.map_err(|_| unknown(&name, "S3"))?;
+                for (key, value) in keyed::<AmazonS3ConfigKey>(options, "S3")? {
                     builder = builder.with_config(key, value);
                 }
                 if let Some(endpoint) = &self.endpoint {
@@ -147,9 +146,7 @@ impl Settings {
             }
             ObjectStoreScheme::GoogleCloudStorage => {
                 let mut builder = GoogleCloudStorageBuilder::new().with_url(self.url.as_str());
-                for (name, value) in options {
-                    let key = name.parse::<GoogleConfigKey>();
-                    let key = key.map_err(|_| unknown(&name, "Google Cloud Storage"))?;
+                for (key, value) in keyed::<GoogleConfigKey>(options, "Google Cloud Storage")? {
                     builder = builder.with_config(key, value);
                 }
                 let builder = builder.with_client_options(client).with_retry(retry);
@@ -157,9 +154,7 @@ impl Settings {
             }
             ObjectStoreScheme::MicrosoftAzure => {
                 let mut builder = MicrosoftAzureBuilder::new().with_url(self.url.as_str());
-                for (name, value) in options {
-                    let key = name.parse::<AzureConfigKey>();
-                    let key = key.map_err(|_| unknown(&name, "Azure"))?;
+                for (key, value) in keyed::<AzureConfigKey>(options, "Azure")? {
                     builder = builder.with_config(key, value);
                 }
                 if let Some(endpoint) = &self.endpoint {
@@ -197,11 +192,16 @@ fn trusted(credentials: &Path) -> Result<ClientOptions, InvalidSettings> {
         .fold(client, ClientOptions::with_root_certificate))
 }
 
-fn unknown(name: &str, scheme: &'static str) -> InvalidSettings {
-    InvalidSettings::Option {
-        name: name.to_owned(),
-        scheme,
-    }
+/// Returns the options with their keys as a client has them.
+fn keyed<K: FromStr>(
+    options: Vec<(String, String)>,
+    scheme: &'static str,
+) -> Result<Vec<(K, String)>, InvalidSettings> {
+    let keyed = options.into_iter().map(|(name, value)| match name.parse() {
+        Ok(key) => Ok((key, value)),
+        Err(_) => Err(InvalidSettings::Option { name, scheme }),
+    });
+    keyed.collect()
 }
 
 /// Reads encryption keys; none if the file does not exist.

@@ -48,8 +48,6 @@ impl ImageLeft {
 pub struct Swept {
     /// Chunks that the namespace had.
     pub chunks: u64,
-    /// Bytes of these chunks.
-    pub bytes: u64,
     /// Chunks that were deleted.
     pub deleted: u64,
 }
@@ -59,7 +57,6 @@ pub struct Swept {
 struct Listed {
     name: ChunkName,
     path: Path,
-    bytes: u64,
     age: SignedDuration,
 }
 
@@ -125,7 +122,6 @@ impl Repository {
         let needed = self.needed(namespace).await?;
         let mut swept = Swept {
             chunks: chunks.len() as u64,
-            bytes: chunks.iter().map(|chunk| chunk.bytes).sum(),
             deleted: 0,
         };
         let mut doomed = doomed(&chunks, &needed);
@@ -154,7 +150,6 @@ impl Repository {
             chunks.extend(name.map(|name| Listed {
                 name,
                 age: now.duration_since(modified(&meta)),
-                bytes: meta.size,
                 path: meta.location,
             }));
         }
@@ -211,7 +206,6 @@ mod tests {
         let chunk = |byte, age| Listed {
             name: ChunkName([byte; 32]),
             path: Path::from("x"),
-            bytes: 1,
             age,
         };
         let old = KEPT_FOR + SignedDuration::from_secs(1);

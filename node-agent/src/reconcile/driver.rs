@@ -27,7 +27,7 @@ use crate::report::publish;
 use crate::report::sandboxes::Latest;
 
 mod api_calls;
-mod ask;
+pub(crate) mod ask;
 pub(crate) use ask::Asked;
 mod departure;
 pub(crate) use departure::pod_about;

@@ -1,35 +1,12 @@
 //! Questions to the apiserver, where a watch that is behind would cost memory.
 
-use std::future::Future;
-
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt};
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::{ImageId, PodUid};
 
-use crate::report::publish::API_LIMIT;
-
-/// Objects per page of a list. Tenants make SandboxSnapshots, and each may have more than a
-/// megabyte.
-const PODS: u32 = 100;
-const SNAPSHOTS: u32 = 10;
-
-/// The reason why there is no answer.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
-    #[error("cannot list {what} of namespace {namespace}: {source}")]
-    Api {
-        what: &'static str,
-        namespace: String,
-        source: kube::Error,
-    },
-    #[error("the apiserver did not answer the list of {what} of namespace {namespace}")]
-    Timeout {
-        what: &'static str,
-        namespace: String,
-    },
-}
+use crate::reconcile::driver::ask::{Error, PAGE, PODS_PAGE, within};
 
 /// Returns whether the apiserver has the Pod on this node, and it is not being deleted.
 pub(super) async fn is_to_run(
@@ -62,7 +39,7 @@ async fn find_pod(
 ) -> Result<Option<bool>, Error> {
     let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
     let of_node = format!("spec.nodeName={node}");
-    let mut params = ListParams::default().fields(&of_node).limit(PODS);
+    let mut params = ListParams::default().fields(&of_node).limit(PODS_PAGE);
     loop {
         let listed = within("Pods", namespace, api.list_metadata(&params)).await?;
         let mut found = listed.items.iter();
@@ -85,7 +62,7 @@ pub(super) async fn is_named(
 ) -> Result<bool, Error> {
     let api: Api<SandboxSnapshot> = Api::namespaced(client.clone(), namespace);
     let id = image.to_string();
-    let mut params = ListParams::default().limit(SNAPSHOTS);
+    let mut params = ListParams::default().limit(PAGE);
     loop {
         let listed = within("SandboxSnapshots", namespace, api.list(&params)).await?;
         let names = |snapshot: &SandboxSnapshot| {
@@ -99,22 +76,5 @@ pub(super) async fn is_named(
             Some(next) => params = params.continue_token(&next),
             None => return Ok(false),
         }
-    }
-}
-
-async fn within<T>(
-    what: &'static str,
-    namespace: &str,
-    call: impl Future<Output = Result<T, kube::Error>>,
-) -> Result<T, Error> {
-    let namespace = namespace.to_owned();
-    match tokio::time::timeout(API_LIMIT, call).await {
-        Err(_) => Err(Error::Timeout { what, namespace }),
-        Ok(Err(source)) => Err(Error::Api {
-            what,
-            namespace,
-            source,
-        }),
-        Ok(Ok(listed)) => Ok(listed),
     }
 }

@@ -48,7 +48,10 @@ impl Claims {
     /// Returns the list. The agent may not read SandboxNodes; a patch without a change returns the
     /// object. The list of an object that was deleted meanwhile is kept.
     pub(super) async fn read(&mut self) -> Result<Vec<FetchedImage>, Error> {
-        let is_fresh = |(_, at): &&(Vec<FetchedImage>, Instant)| at.elapsed() < READ_AGAIN;
+        // An empty list cannot be lost, so it is read once.
+        let is_fresh = |(known, at): &&(Vec<FetchedImage>, Instant)| {
+            known.is_empty() || at.elapsed() < READ_AGAIN
+        };
         if let Some((known, _)) = self.known.as_ref().filter(is_fresh) {
             return Ok(known.clone());
         }

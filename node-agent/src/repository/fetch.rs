@@ -25,8 +25,11 @@ use torpor_snapshots::{Manifest, Partial, SaveError};
 use super::ask;
 use super::claims::{self, Claims, READ_AGAIN};
 use super::classes::{self, Repositories};
+use super::retries::wait_until;
 use crate::reconcile::desired::condition;
+use crate::reconcile::driver::ask::Error as AskError;
 use crate::reconcile::node::Node;
+use crate::reconcile::observe::words;
 use crate::reconcile::snapshot_index::SnapshotIndex;
 use crate::report::bytes::mebibytes;
 use crate::report::metrics::Metrics;
@@ -60,8 +63,8 @@ enum Error {
     NoRoom(String),
     #[error("cannot write the image to this node's disk: {0}")]
     Disk(String),
-    #[error(transparent)]
-    Ask(#[from] ask::Error),
+    #[error("{}", words(.0))]
+    Ask(#[from] AskError),
 }
 
 impl Error {
@@ -122,7 +125,7 @@ pub(crate) async fn run(fetches: Arc<Fetches>, stop: CancellationToken) {
     let mut claims = Claims::new(publisher.client().clone(), publisher.node_name().to_owned());
     let mut pod_events = fetches.pod_events.clone();
     let mut snapshot_events = fetches.snapshots.events();
-    let mut work = Work::default();
+    let mut work = Work::new();
     loop {
         let wants = fetches.wants();
         let look_again = match fetches.next(&mut claims, &wants).await {
@@ -139,17 +142,11 @@ pub(crate) async fn run(fetches: Arc<Fetches>, stop: CancellationToken) {
         let now = Instant::now();
         let next = work.due(now).into_iter();
         let next = next.chain(look_again.map(|pause| now + pause)).min();
-        let retry = async {
-            match next {
-                Some(at) => tokio::time::sleep_until(at.into()).await,
-                None => std::future::pending().await,
-            }
-        };
         // Cancel-safe: all arms only wait.
         tokio::select! {
             Ok(()) = pod_events.changed() => {}
             Ok(()) = snapshot_events.changed() => {}
-            () = retry => {}
+            () = wait_until(next) => {}
             Some(ended) = work.tasks.join_next() => {
                 if let Ok((place, done)) = ended {
                     work.ended(&place, done);
@@ -276,7 +273,7 @@ impl Fetches {
             Ok(true) => {}
             Ok(false) => return None,
             Err(error) => {
-                tracing::warn!(%error, %pod, "cannot ask for a Pod that took an image");
+                tracing::warn!(error = words(&error), %pod, "cannot ask for a Pod that took an image");
                 return None;
             }
         }

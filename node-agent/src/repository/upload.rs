@@ -4,7 +4,7 @@
 //! nothing that a sandbox needs. An upload that is cut off, by a restart of the agent too, is begun
 //! again and sends only the missing chunks.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use torpor_core::ids::{ImageId, Namespace};
 use torpor_repository::{ImageName, LocalFile, Pace, Progress, Repository, Stored};
 
 use super::classes::{self, Repositories};
+use super::retries::{Retries, wait_until};
 use crate::reconcile::node::Node;
 use crate::reconcile::snapshot_index::SnapshotIndex;
 use crate::report::bytes::{mebibytes, signed};
@@ -72,37 +73,17 @@ pub(crate) struct Uploads {
     pub(crate) at_once: usize,
 }
 
-/// Failures of an upload, since its last success.
-#[derive(Debug, Clone, Copy)]
-struct Failed {
-    times: u32,
-    /// No attempt is made before.
-    until: Instant,
-}
-
-impl Failed {
-    fn again(before: Option<Self>, now: Instant) -> Self {
-        let times = before.map_or(0, |failed| failed.times) + 1;
-        let pause = FIRST_PAUSE.saturating_mul(1 << (times - 1).min(10));
-        Self {
-            times,
-            until: now + pause.min(LONGEST_PAUSE),
-        }
-    }
-}
-
 /// Returns the uploads to begin: the oldest images first, as many as fit.
 fn to_begin<'a>(
     wanted: impl IntoIterator<Item = &'a Arc<SandboxSnapshot>>,
     running: &HashMap<Uid, CancellationToken>,
-    failed: &BTreeMap<Uid, Failed>,
+    failed: &Retries<Uid>,
     at_once: usize,
     now: Instant,
 ) -> Vec<&'a Arc<SandboxSnapshot>> {
     let is_due = |snapshot: &&Arc<SandboxSnapshot>| {
         let uid = snapshot.uid().unwrap_or_default();
-        let waits = failed.get(&uid).is_some_and(|failed| failed.until > now);
-        !waits && !running.contains_key(&uid)
+        !failed.waits(&uid, now) && !running.contains_key(&uid)
     };
     let mut due: Vec<_> = wanted.into_iter().filter(is_due).collect();
     due.sort_by_key(|snapshot| {
@@ -120,7 +101,7 @@ fn to_begin<'a>(
 pub(crate) async fn run(uploads: Arc<Uploads>, stop: CancellationToken) {
     let mut events = uploads.snapshots.events();
     let mut running: HashMap<Uid, CancellationToken> = HashMap::new();
-    let mut failed: BTreeMap<Uid, Failed> = BTreeMap::new();
+    let mut failed: Retries<Uid> = Retries::new(FIRST_PAUSE, LONGEST_PAUSE);
     // Uploads that the watch does not show as done yet.
     let mut done: BTreeSet<Uid> = BTreeSet::new();
     let mut tasks: JoinSet<(Uid, bool)> = JoinSet::new();
@@ -135,7 +116,7 @@ pub(crate) async fn run(uploads: Arc<Uploads>, stop: CancellationToken) {
             .iter()
             .filter(|(uid, _)| !is_wanted(uid))
             .for_each(|(_, stop)| stop.cancel());
-        failed.retain(|uid, _| is_wanted(uid));
+        failed.retain(is_wanted);
         let now = Instant::now();
         let begin = to_begin(&wanted, &running, &failed, uploads.at_once, now);
         for snapshot in begin {
@@ -153,37 +134,25 @@ pub(crate) async fn run(uploads: Arc<Uploads>, stop: CancellationToken) {
         }
         let waiting = wanted.iter().filter(|one| {
             let uid = one.uid().unwrap_or_default();
-            !running.contains_key(&uid) && !failed.contains_key(&uid)
+            !running.contains_key(&uid) && !failed.has_failed(&uid)
         });
         for snapshot in waiting {
             uploads.queued(snapshot).await;
         }
-        let next = failed
-            .values()
-            .map(|failed| failed.until)
-            .filter(|until| *until > now)
-            .min();
-        let retry = async {
-            match next {
-                Some(at) => tokio::time::sleep_until(at.into()).await,
-                None => std::future::pending().await,
-            }
-        };
         // Cancel-safe: all arms only wait.
         tokio::select! {
             Ok(()) = events.changed() => {}
-            () = retry => {}
+            () = wait_until(failed.due(now)) => {}
             Some(ended) = tasks.join_next() => {
                 let Ok((uid, is_done)) = ended else { continue };
                 running.remove(&uid);
                 match is_done {
                     true => {
-                        failed.remove(&uid);
+                        failed.succeeded(&uid);
                         done.insert(uid);
                     }
                     false => {
-                        let again = Failed::again(failed.get(&uid).copied(), Instant::now());
-                        failed.insert(uid, again);
+                        failed.failed(uid, Instant::now());
                     }
                 }
             }
@@ -377,35 +346,26 @@ mod tests {
         ];
         let now = Instant::now();
         let mut running = HashMap::new();
-        let mut failed = BTreeMap::new();
-        let begin = |running: &_, failed: &_, at_once| -> Vec<String> {
+        let mut failed = Retries::new(FIRST_PAUSE, LONGEST_PAUSE);
+        let begin = |running: &_, failed: &_, at_once, now| -> Vec<String> {
             let chosen = to_begin(&all, running, failed, at_once, now);
             chosen.iter().map(|one| one.name_any()).collect()
         };
-        assert_eq!(begin(&running, &failed, 2), ["old", "middle"]);
+        assert_eq!(begin(&running, &failed, 2, now), ["old", "middle"]);
         running.insert("old".to_owned(), CancellationToken::new());
-        assert_eq!(begin(&running, &failed, 2), ["middle"]);
-        assert_eq!(begin(&running, &failed, 1), [""; 0]);
-        failed.insert("middle".to_owned(), Failed::again(None, now));
-        assert_eq!(begin(&running, &failed, 2), ["young"]);
-        let over = Failed {
-            times: 1,
-            until: now,
-        };
-        failed.insert("middle".to_owned(), over);
-        assert_eq!(begin(&running, &failed, 2), ["middle"]);
+        assert_eq!(begin(&running, &failed, 2, now), ["middle"]);
+        assert_eq!(begin(&running, &failed, 1, now), [""; 0]);
+        let until = failed.failed("middle".to_owned(), now);
+        assert_eq!(begin(&running, &failed, 2, now), ["young"]);
+        assert_eq!(begin(&running, &failed, 2, until), ["middle"]);
     }
 
     #[test]
     fn failures_are_repeated_less_and_less_often() {
         let now = Instant::now();
-        let mut failed = None;
+        let mut failed = Retries::new(FIRST_PAUSE, LONGEST_PAUSE);
         let pauses: Vec<u64> = (0..9)
-            .map(|_| {
-                let again = Failed::again(failed, now);
-                failed = Some(again);
-                (again.until - now).as_secs()
-            })
+            .map(|_| (failed.failed("image", now) - now).as_secs())
             .collect();
         assert_eq!(pauses, [5, 10, 20, 40, 80, 160, 300, 300, 300]);
     }

@@ -22,13 +22,13 @@ use crate::report::publish::API_LIMIT;
 /// How long the listing of a namespace is kept for the tasks that wait for it.
 const KEPT_FOR: Duration = Duration::from_secs(60);
 /// SandboxSnapshots per page of a list. Tenants make them, and each may have more than a megabyte.
-const PAGE: u32 = 10;
+pub(crate) const PAGE: u32 = 10;
 /// Pods per page of a list, which has only their metadata.
-const PODS_PAGE: u32 = 100;
+pub(crate) const PODS_PAGE: u32 = 100;
 
 /// The reason why there is no answer.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
+pub(crate) enum Error {
     #[error("cannot list {what} of namespace {namespace}")]
     Api {
         what: &'static str,
@@ -165,7 +165,7 @@ fn names(snapshot: &SandboxSnapshot, node: &str) -> Option<(PodUid, SnapshotUid)
 }
 
 /// Waits for the answer at most [`API_LIMIT`].
-async fn within<T>(
+pub(crate) async fn within<T>(
     what: &'static str,
     namespace: &str,
     call: impl Future<Output = Result<T, kube::Error>>,

@@ -102,12 +102,16 @@ pub(crate) fn to_settle(
     let open = open.map(|(of, _)| of.clone());
     let unanswered = taken.iter().filter(|of| !known.contains_key(of)).cloned();
     // The list may be lost, with the SandboxNode.
-    let marked = held
-        .iter()
-        .filter_map(|one| Some((one.place.clone(), one.consumed_by.clone()?)));
+    let marked = marks(held);
     let marked = marked.filter(|of| !known.contains_key(of));
     let all = open.chain(unanswered).chain(marked);
     all.filter(|(_, pod)| !pods.contains(pod)).collect()
+}
+
+/// Returns the uses that fetched images have the mark of.
+fn marks(held: &[Held]) -> impl Iterator<Item = Use> + '_ {
+    held.iter()
+        .filter_map(|one| Some((one.place.clone(), one.consumed_by.clone()?)))
 }
 
 /// Decides.
@@ -127,10 +131,7 @@ pub(crate) fn plan(seen: &Seen<'_>) -> Plan {
             claims.insert(of, state);
         }
     }
-    let marked = seen
-        .held
-        .iter()
-        .filter_map(|one| Some((one.place.clone(), one.consumed_by.clone()?)));
+    let marked = marks(seen.held);
     for of in seen.taken.iter().cloned().chain(marked) {
         let answer = seen.pods.contains(&of.1) || seen.ended.contains_key(&of);
         if answer && seen.named.contains(&of.0) && !claims.contains_key(&of) {
