@@ -272,6 +272,14 @@ impl Case {
         Ok(())
     }
 
+    /// Lets the node take new Pods, or not.
+    pub async fn cordon(&self, node: &str, unschedulable: bool) -> anyhow::Result<()> {
+        let nodes: Api<k8s_openapi::api::core::v1::Node> = Api::all(self.client());
+        let patch = Patch::Merge(json!({ "spec": { "unschedulable": unschedulable } }));
+        nodes.patch(node, &PatchParams::default(), &patch).await?;
+        Ok(())
+    }
+
     /// Deletes the Pod and waits until it is gone.
     pub async fn delete_pod(&self, pod: &str, limit: Duration) -> anyhow::Result<()> {
         let pods = self.pods();
@@ -332,6 +340,13 @@ fn summary(pod: &Pod) -> String {
         "{} {conditions:?} {containers:?}",
         status.phase.unwrap_or_default()
     )
+}
+
+/// Returns the name of the Pod's node; empty before it has one.
+pub fn node_of(pod: &Pod) -> String {
+    let spec = pod.spec.as_ref();
+    spec.and_then(|spec| spec.node_name.clone())
+        .unwrap_or_default()
 }
 
 /// Returns the UID of an object from the API.

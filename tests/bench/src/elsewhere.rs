@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use clap::Args;
 use k8s_openapi::api::core::v1::{Node, Pod};
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
 use serde_json::json;
 use torpor_api::annotations::SNAPSHOT_CLASS;
 use torpor_api::snapshot::{SnapshotClass, Upload};
-use torpor_tests::case::Case;
+use torpor_tests::case::{Case, node_of};
 use torpor_tests::pods::PYTHON;
 use torpor_tests::{sandboxes, wait};
 
@@ -55,7 +55,7 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
         classes.create(&PostParams::default(), &class()?).await?;
         let measured = measure(case, options).await;
         for node in NODES {
-            cordon(case, node, false).await?;
+            case.cordon(node, false).await?;
         }
         classes.delete(NAMESPACE, &DeleteParams::default()).await?;
         measured
@@ -75,13 +75,6 @@ fn class() -> anyhow::Result<SnapshotClass> {
         },
     });
     Ok(serde_json::from_value(class)?)
-}
-
-async fn cordon(case: &Case, node: &str, unschedulable: bool) -> anyhow::Result<()> {
-    let nodes: Api<Node> = Api::all(case.client());
-    let patch = Patch::Merge(json!({ "spec": { "unschedulable": unschedulable } }));
-    nodes.patch(node, &PatchParams::default(), &patch).await?;
-    Ok(())
 }
 
 /// Times and sizes of all rounds.
@@ -133,9 +126,9 @@ async fn measure(case: &Case, options: &Options) -> anyhow::Result<()> {
             .changed
             .push(second.sent_bytes as f64 / second.total_bytes as f64);
         let here = node_of(&next);
-        cordon(case, &here, true).await?;
+        case.cordon(&here, true).await?;
         let (moved, took) = resume(case).await?;
-        cordon(case, &here, false).await?;
+        case.cordon(&here, false).await?;
         ensure!(node_of(&moved) != here, "it resumed on the same node");
         figures.elsewhere.push(took);
         figures.bare.push(transfer(&s3, figures.sent).await?);
@@ -143,12 +136,6 @@ async fn measure(case: &Case, options: &Options) -> anyhow::Result<()> {
     }
     print(&figures);
     Ok(())
-}
-
-fn node_of(pod: &Pod) -> String {
-    let spec = pod.spec.as_ref();
-    spec.and_then(|spec| spec.node_name.clone())
-        .unwrap_or_default()
 }
 
 /// Suspends the Sandbox and waits for the upload.

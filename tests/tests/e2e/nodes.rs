@@ -13,7 +13,7 @@ use torpor_api::annotations::{HIBERNATE, SNAPSHOT_CLASS};
 use torpor_api::conditions;
 use torpor_api::node::SandboxNode;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
-use torpor_tests::case::{Case, alone_within, condition, uid};
+use torpor_tests::case::{Case, alone_within, condition, node_of, uid};
 use torpor_tests::sandboxes::{condition_of, sandbox};
 use torpor_tests::{wait, witness};
 
@@ -50,7 +50,7 @@ async fn case(
         classes.create(&PostParams::default(), &class).await?;
         let done = body(case).await;
         for node in ["node-0", "node-1"] {
-            cordon(case, node, false).await?;
+            case.cordon(node, false).await?;
         }
         classes
             .delete(&case.namespace, &DeleteParams::default())
@@ -75,17 +75,10 @@ async fn cluster(case: &Case, args: &[&str]) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn cordon(case: &Case, node: &str, unschedulable: bool) -> anyhow::Result<()> {
-    let nodes: Api<Node> = Api::all(case.client());
-    let patch = Patch::Merge(json!({ "spec": { "unschedulable": unschedulable } }));
-    nodes.patch(node, &PatchParams::default(), &patch).await?;
-    Ok(())
-}
-
 /// Creates a Sandbox `s` with a witness, on this node, with the test's class.
 async fn start_on(case: &Case, node: &str, megabytes: u32) -> anyhow::Result<Pod> {
     let other = other(node);
-    cordon(case, other, true).await?;
+    case.cordon(other, true).await?;
     let mut manifest = sandbox(
         "s",
         json!({ "containers": [witness::container(megabytes, &["/file"])] }),
@@ -94,7 +87,7 @@ async fn start_on(case: &Case, node: &str, megabytes: u32) -> anyhow::Result<Pod
     case.create(manifest).await?;
     let pod = case.sandbox_ready("s").await?;
     ensure!(node_of(&pod) == node, "the Pod runs on {}", node_of(&pod));
-    cordon(case, other, false).await?;
+    case.cordon(other, false).await?;
     Ok(pod)
 }
 
@@ -105,10 +98,10 @@ fn other(node: &str) -> &'static str {
     }
 }
 
-fn node_of(pod: &Pod) -> String {
-    let spec = pod.spec.as_ref();
-    spec.and_then(|spec| spec.node_name.clone())
-        .unwrap_or_default()
+/// Checks that the Pod runs on this node and continues from this state.
+async fn continues_on(pod: &Pod, node: &str, before: &witness::State) -> anyhow::Result<()> {
+    ensure!(node_of(pod) == node, "it runs on {}", node_of(pod));
+    witness::ask(pod).await?.goes_on_from(before)
 }
 
 /// Waits until the only snapshot has this condition Uploaded; returns it.
@@ -182,7 +175,7 @@ async fn a_suspended_sandbox_continues_on_the_other_node_and_comes_back() -> any
         let sealed = objects(case, "/chunks/");
         ensure!(!sealed.is_empty(), "no object is in {OBJECTS}");
 
-        cordon(case, "node-0", true).await?;
+        case.cordon("node-0", true).await?;
         let second = case.resume("s").await?;
         ensure!(
             node_of(&second) == "node-1",
@@ -202,15 +195,10 @@ async fn a_suspended_sandbox_continues_on_the_other_node_and_comes_back() -> any
             .and_then(|status| status.upload)
             .context("no figures")?;
         println!("first upload {upload:?}, second {again:?}");
-        cordon(case, "node-0", false).await?;
-        cordon(case, "node-1", true).await?;
+        case.cordon("node-0", false).await?;
+        case.cordon("node-1", true).await?;
         let third = case.resume("s").await?;
-        ensure!(
-            node_of(&third) == "node-0",
-            "it runs on {}",
-            node_of(&third)
-        );
-        witness::ask(&third).await?.goes_on_from(&there)
+        continues_on(&third, "node-0", &there).await
     })
     .await
 }
@@ -253,7 +241,7 @@ async fn a_lost_node_takes_only_what_was_not_uploaded() -> anyhow::Result<()> {
 /// Takes a node's power, and its Node object as a cloud's controller would. No replica of Torpor's
 /// controller is on the node: Kubernetes starts another one elsewhere only after minutes.
 async fn lose(case: &Case, node: &str) -> anyhow::Result<()> {
-    cordon(case, node, true).await?;
+    case.cordon(node, true).await?;
     let system = "agent-sandbox-system";
     let controllers: Api<Pod> = Api::namespaced(case.client(), system);
     let here = format!("spec.nodeName={node}");
@@ -291,7 +279,7 @@ async fn an_image_is_uploaded_once_its_repository_answers_again() -> anyhow::Res
             let message = uploaded.map(|one| one.message.clone()).unwrap_or_default();
             ensure!(message.contains("s3://torpor/"), "{message}");
             // The node takes no Pods, and the image is nowhere else.
-            cordon(case, "node-0", true).await?;
+            case.cordon("node-0", true).await?;
             case.set_mode("s", "Running").await?;
             case.sandbox_has("s", "Restored", "False", "Uploading")
                 .await?;
@@ -301,12 +289,7 @@ async fn an_image_is_uploaded_once_its_repository_answers_again() -> anyhow::Res
         cluster(case, &["store", "up"]).await?;
         let before = before?;
         let second = case.sandbox_ready("s").await?;
-        ensure!(
-            node_of(&second) == "node-1",
-            "it runs on {}",
-            node_of(&second)
-        );
-        witness::ask(&second).await?.goes_on_from(&before)
+        continues_on(&second, "node-1", &before).await
     })
     .await
 }
@@ -324,7 +307,7 @@ async fn a_damaged_object_is_named_and_nothing_is_started_from_it() -> anyhow::R
         let middle = whole.len() / 2;
         flipped[middle] ^= 1;
         std::fs::write(&chunk, &flipped)?;
-        cordon(case, "node-0", true).await?;
+        case.cordon("node-0", true).await?;
         case.set_mode("s", "Running").await?;
         let refused = case
             .sandbox_has("s", "Restored", "False", "ImageCorrupt")
@@ -338,12 +321,7 @@ async fn a_damaged_object_is_named_and_nothing_is_started_from_it() -> anyhow::R
         ensure!(message.contains(&name), "{message} does not name {name}");
         std::fs::write(&chunk, &whole)?;
         let second = case.sandbox_ready("s").await?;
-        ensure!(
-            node_of(&second) == "node-1",
-            "it runs on {}",
-            node_of(&second)
-        );
-        witness::ask(&second).await?.goes_on_from(&before)
+        continues_on(&second, "node-1", &before).await
     })
     .await
 }
@@ -357,7 +335,7 @@ async fn a_hibernated_sandbox_of_a_drained_node_continues_on_the_other() -> anyh
         case.patch("s", asleep).await?;
         case.sandbox_has("s", "Hibernated", "True", "Hibernated")
             .await?;
-        cordon(case, "node-0", true).await?;
+        case.cordon("node-0", true).await?;
         case.pods().evict("s", &EvictParams::default()).await?;
         let awake = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
         case.patch("s", awake).await?;
@@ -383,7 +361,7 @@ async fn waits_for_its_image(case: &Case) -> anyhow::Result<witness::State> {
     case.suspend("s").await?;
     upload_is(case, "True", "Uploaded").await?;
     cluster(case, &["store", "down"]).await?;
-    cordon(case, "node-0", true).await?;
+    case.cordon("node-0", true).await?;
     case.set_mode("s", "Running").await?;
     case.sandbox_has("s", "Restored", "False", "RepositoryUnavailable")
         .await?;
@@ -406,12 +384,7 @@ async fn a_fetch_outlives_its_agent() -> anyhow::Result<()> {
         cluster(case, &["store", "up"]).await?;
         let before = before?;
         let second = case.sandbox_ready("s").await?;
-        ensure!(
-            node_of(&second) == "node-1",
-            "it runs on {}",
-            node_of(&second)
-        );
-        witness::ask(&second).await?.goes_on_from(&before)?;
+        continues_on(&second, "node-1", &before).await?;
         nothing_fetched(case, "node-1").await
     })
     .await
@@ -422,8 +395,8 @@ async fn a_pod_that_never_ran_gives_its_image_back() -> anyhow::Result<()> {
     case("nodes-back", async |case| {
         let waits = async {
             let before = waits_for_its_image(case).await?;
-            cordon(case, "node-0", false).await?;
-            cordon(case, "node-1", true).await?;
+            case.cordon("node-0", false).await?;
+            case.cordon("node-1", true).await?;
             case.delete_pod_at_once("s").await?;
             let second = case.sandbox_ready("s").await?;
             Ok::<_, anyhow::Error>((before, second))
@@ -431,12 +404,7 @@ async fn a_pod_that_never_ran_gives_its_image_back() -> anyhow::Result<()> {
         let waits = waits.await;
         cluster(case, &["store", "up"]).await?;
         let (before, second) = waits?;
-        ensure!(
-            node_of(&second) == "node-0",
-            "it runs on {}",
-            node_of(&second)
-        );
-        witness::ask(&second).await?.goes_on_from(&before)?;
+        continues_on(&second, "node-0", &before).await?;
         nothing_fetched(case, "node-1").await
     })
     .await
@@ -459,12 +427,7 @@ async fn a_class_without_its_bucket_is_reported_and_costs_no_memory() -> anyhow:
         let message = uploaded.map(|one| one.message.clone()).unwrap_or_default();
         ensure!(message.contains("no-such-bucket"), "{message}");
         let second = case.resume("s").await?;
-        ensure!(
-            node_of(&second) == "node-0",
-            "it runs on {}",
-            node_of(&second)
-        );
-        witness::ask(&second).await?.goes_on_from(&before)
+        continues_on(&second, "node-0", &before).await
     })
     .await
 }

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Event, Node, Pod};
+use k8s_openapi::api::core::v1::{Event, Pod};
 use kube::Api;
-use kube::api::{EvictParams, ListParams, Patch, PatchParams};
+use kube::api::{EvictParams, ListParams};
 use serde_json::{Value, json};
 use torpor_api::annotations::{DOZE_AFTER, HIBERNATE};
 use torpor_api::conditions::POD_RESTORED;
@@ -16,13 +16,6 @@ use torpor_tests::swap::Swap;
 use torpor_tests::{wait, witness};
 
 const LIMIT: Duration = Duration::from_secs(60);
-
-async fn cordon(case: &Case, node: &str, unschedulable: bool) -> anyhow::Result<()> {
-    let nodes: Api<Node> = Api::all(case.client());
-    let patch = Patch::Merge(json!({ "spec": { "unschedulable": unschedulable } }));
-    nodes.patch(node, &PatchParams::default(), &patch).await?;
-    Ok(())
-}
 
 /// Evicts the Pod as `kubectl drain` does.
 async fn evict(case: &Case, pod: &Pod) -> anyhow::Result<()> {
@@ -54,7 +47,7 @@ async fn drained(case: &Case, manifest: Value, sleeps: Sleeps) -> anyhow::Result
             case.dozes("s").await?;
         }
     }
-    cordon(case, &node, true).await?;
+    case.cordon(&node, true).await?;
     let drained = async {
         evict(case, &pod).await?;
         // The image is on this node, so the next Pod must run here.
@@ -65,7 +58,7 @@ async fn drained(case: &Case, manifest: Value, sleeps: Sleeps) -> anyhow::Result
         case.patch("s", no_more).await
     };
     let drained = drained.await;
-    cordon(case, &node, false).await?;
+    case.cordon(&node, false).await?;
     drained?;
     let back = case.sandbox_ready("s").await?;
     assert_ne!(uid(&back), uid(&pod));
@@ -138,7 +131,7 @@ async fn an_awake_sandbox_continues_after_a_drain_by_the_plugin() -> anyhow::Res
             case.pod_until("s", words, LIMIT, waits).await
         };
         let drained = drained.await;
-        cordon(case, &node, false).await?;
+        case.cordon(&node, false).await?;
         drained?;
         let back = case.sandbox_ready("s").await?;
         assert_ne!(uid(&back), uid(&pod));
