@@ -9,12 +9,19 @@ use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use nix::libc::O_NONBLOCK;
+use nix::libc::{ENXIO, O_NONBLOCK};
 use rustix::fs::OFlags;
 
 use crate::keeper::Streams;
+
+/// Time for containerd to open its end of an output. It takes a millisecond, unless containerd gets
+/// no processor time or has died.
+const READER_LIMIT: Duration = Duration::from_secs(10);
+/// Time between two attempts.
+const READER_INTERVAL: Duration = Duration::from_micros(500);
 
 /// The paths of streams. An empty path is no stream.
 #[derive(Debug, Clone, Default)]
@@ -71,9 +78,31 @@ fn output(path: &str) -> anyhow::Result<(OwnedFd, Option<OwnedFd>)> {
     if path.is_empty() {
         return Ok((nothing()?, None));
     }
+    await_reader(path);
     let reader = pipe(path, OpenOptions::new().read(true).custom_flags(O_NONBLOCK))?;
     let writer = pipe(path, OpenOptions::new().write(true))?;
     Ok((writer.into(), Some(reader.into())))
+}
+
+/// Waits until containerd has opened its end of an output.
+///
+/// containerd opens it in a goroutine, which waits for a writer. It would wait for ever for a
+/// process that has ended before, and the caller of the exec with it.
+fn await_reader(path: &str) {
+    let deadline = Instant::now() + READER_LIMIT;
+    loop {
+        match OpenOptions::new()
+            .write(true)
+            .custom_flags(O_NONBLOCK)
+            .open(path)
+        {
+            Err(error) if error.raw_os_error() == Some(ENXIO) && Instant::now() < deadline => {
+                std::thread::sleep(READER_INTERVAL);
+            }
+            // The output works without containerd. Any other error is that of the next call.
+            _ => return,
+        }
+    }
 }
 
 fn pipe(path: &str, options: &OpenOptions) -> anyhow::Result<File> {
@@ -116,6 +145,35 @@ mod tests {
         path.to_str().expect("UTF-8").to_owned()
     }
 
+    /// Opens the streams while containerd opens its end of the output.
+    fn opened(paths: &Paths) -> (Streams, Held) {
+        std::thread::scope(|scope| {
+            let opening = scope.spawn(|| open(paths).expect("opened"));
+            let reader = File::open(&paths.stdout).expect("opened");
+            let opened = opening.join().expect("no panic");
+            drop(reader);
+            opened
+        })
+    }
+
+    #[test]
+    fn the_output_of_a_process_that_ends_at_once_ends_for_containerd_too() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let paths = Paths {
+            stdout: named(dir.path(), "out"),
+            ..Paths::default()
+        };
+        std::thread::scope(|scope| {
+            let process = scope.spawn(|| drop(open(&paths).expect("opened")));
+            // However long containerd takes, its end is opened first.
+            std::thread::sleep(READER_INTERVAL * 20);
+            assert!(!process.is_finished());
+            let mut out = File::open(&paths.stdout).expect("opened");
+            let mut bytes = Vec::new();
+            assert_eq!(out.read_to_end(&mut bytes).expect("read"), 0);
+        });
+    }
+
     #[test]
     fn containerds_restart_neither_ends_the_input_nor_breaks_the_output() {
         let dir = tempfile::tempdir().expect("a directory");
@@ -124,7 +182,7 @@ mod tests {
             stdout: named(dir.path(), "out"),
             ..Paths::default()
         };
-        let (streams, held) = open(&paths).expect("opened");
+        let (streams, held) = opened(&paths);
         let containerd = || {
             let out = OpenOptions::new()
                 .read(true)
