@@ -12,6 +12,8 @@ use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use tokio::process::Command;
 use torpor_api::annotations::DOZE_AFTER;
+use torpor_core::transition::Origin;
+use torpor_records::SandboxState;
 use torpor_tests::case::{Case, alone_within, uid};
 use torpor_tests::pods::{pod, with};
 use torpor_tests::remains::Footprint;
@@ -33,7 +35,7 @@ fn witness() -> Value {
 
 async fn reboot(driver: &Path) -> anyhow::Result<()> {
     let done = Command::new(driver).arg("reboot").output();
-    let done = tokio::time::timeout(BOOT_LIMIT, done).await;
+    let done = tokio::time::timeout(wait::scaled(BOOT_LIMIT), done).await;
     let done = done.context("the cluster did not come back in time")??;
     let words = String::from_utf8_lossy(&done.stderr);
     anyhow::ensure!(done.status.success(), "hack/cluster reboot: {words}");
@@ -87,6 +89,17 @@ async fn sleeping_sandboxes_survive_a_reboot_of_their_node_with_their_memory() -
         dozes(case, &dozing).await?;
 
         reboot(&driver).await?;
+
+        // The Pod that is to sleep is not restored first: it sleeps on in its image.
+        wait::until("it sleeps on", COMEBACK_LIMIT, async || {
+            let state = case.node.state_of(&uid(&asleep));
+            let origin = match &state {
+                Ok(SandboxState::Hibernated { unstarted, .. }) => *unstarted,
+                _ => None,
+            };
+            wait::holds(origin == Some(Origin::Own), || format!("{state:?}"))
+        })
+        .await?;
 
         case.set_mode("suspended", "Running").await?;
         for (name, before) in ["asleep", "dozing", "suspended"]
