@@ -18,6 +18,7 @@ mod http;
 mod link;
 mod many;
 mod node;
+mod pool;
 mod probes;
 mod router;
 mod runsc;
@@ -64,6 +65,8 @@ enum Command {
     Probes(probes::Options),
     /// The router beside a direct connection and nginx; needs no cluster
     Router(router::Options),
+    /// Claims from a warm pool: members that run, that sleep in a golden image, and cold starts
+    Pool(pool::Options),
     /// Time until claims become Ready, beside a bare client; needs no cluster
     Claims(claims::Options),
 }
@@ -96,6 +99,7 @@ fn measure(command: Command) -> anyhow::Result<()> {
         Command::Snapshots(options) => run(async |stop| snapshots::run(&options, stop).await),
         Command::Probes(options) => run(async |stop| probes::run(&options, stop).await),
         Command::Router(options) => run(async |stop| router::run(&options, stop).await),
+        Command::Pool(options) => run(async |stop| pool::run(&options, stop).await),
         Command::Claims(options) => claims::run(&options),
     }
 }
