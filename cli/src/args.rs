@@ -62,6 +62,8 @@ pub enum Command {
     Resume(Change),
     /// List snapshots: Sandbox, state, image size, node
     Snapshots(Snapshots),
+    /// List warm pools: members that run, sleep and start, golden images
+    Pools(Pools),
     /// Save the memory of a sandbox in a snapshot; the sandbox runs on
     Snapshot(Snapshot),
     /// Start copies of a sandbox that continue from its memory
@@ -146,6 +148,18 @@ pub struct Snapshots {
     #[arg(value_parser = sandbox)]
     pub names: Vec<String>,
     /// List the snapshots of all namespaces
+    #[arg(short = 'A', long, conflicts_with = "names")]
+    pub all_namespaces: bool,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    pub output: Format,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct Pools {
+    /// Names of SandboxWarmPools; by default all of the namespace
+    pub names: Vec<String>,
+    /// List the pools of all namespaces
     #[arg(short = 'A', long, conflicts_with = "names")]
     pub all_namespaces: bool,
     /// Output format

@@ -27,6 +27,7 @@ pub mod get;
 pub mod goal;
 pub mod objects;
 pub mod output;
+pub mod pools;
 pub mod rollback;
 pub mod run;
 pub mod snapshot;

@@ -141,7 +141,7 @@ impl Objects {
     }
 }
 
-fn readable<K>(listed: Result<Listed<K>, Error>, unseen: &mut Vec<String>) -> Vec<K> {
+pub fn readable<K>(listed: Result<Listed<K>, Error>, unseen: &mut Vec<String>) -> Vec<K> {
     match listed {
         Ok(listed) => {
             unseen.extend(listed.unread);

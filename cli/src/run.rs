@@ -9,7 +9,8 @@ use kube::ResourceExt;
 use torpor_api::SandboxSnapshot;
 
 use crate::args::{
-    Args, Change, Command, Connection, Drain, Fork, Format, Rollback, Snapshot, Snapshots, Top, Why,
+    Args, Change, Command, Connection, Drain, Fork, Format, Pools, Rollback, Snapshot, Snapshots,
+    Top, Why,
 };
 use crate::change::{Changed, change};
 use crate::connect::{Cluster, call, connect};
@@ -18,11 +19,11 @@ use crate::drain::{self, Outcome, Plan, SuspendError, Target};
 use crate::error::{Error, full_message};
 use crate::get::{self, Listing};
 use crate::goal::Goal;
-use crate::objects::{Listed, Objects, Scope, list};
+use crate::objects::{Listed, Objects, Scope, list, readable};
 use crate::output::{Render, print, print_error, rendered};
 use crate::view::{pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
-use crate::{complete, fork, rollback, snapshot, snapshots, top, units};
+use crate::{complete, fork, pools, rollback, snapshot, snapshots, top, units};
 
 /// Result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,6 +138,12 @@ async fn run(args: Args) -> Result<Ended, Error> {
             let cluster = connect(connection).await?;
             let found = Box::pin(snapshot_listing(&cluster, args)).await?;
             let nothing = found.items.is_empty().then_some("SandboxSnapshots");
+            print_list(&cluster, args.all_namespaces, &found, nothing, args.output)
+        }
+        Command::Pools(args) => {
+            let cluster = connect(connection).await?;
+            let found = Box::pin(pool_listing(&cluster, args)).await?;
+            let nothing = found.items.is_empty().then_some("SandboxWarmPools");
             print_list(&cluster, args.all_namespaces, &found, nothing, args.output)
         }
         Command::Snapshot(args) => {
@@ -284,6 +291,37 @@ async fn snapshot_listing(
         &args.names,
         args.all_namespaces,
         Timestamp::now(),
+    ))
+}
+
+/// Returns the output of `pools`. A user without the right to list templates or snapshots gets the
+/// table without the golden images.
+async fn pool_listing(cluster: &Cluster, args: &Pools) -> Result<pools::Listing, Error> {
+    let (scope, client) = (scope(cluster, args.all_namespaces), &cluster.client);
+    let (pools, templates) = (scope.api(client), scope.api(client));
+    let (sandboxes, snapshots) = (scope.api(client), scope.api(client));
+    let (pools, sandboxes, templates, snapshots) = tokio::join!(
+        list("SandboxWarmPools", &pools),
+        list("Sandboxes", &sandboxes),
+        list("SandboxTemplates", &templates),
+        list("SandboxSnapshots", &snapshots),
+    );
+    let mut unseen = Vec::new();
+    let found = pools::Found {
+        pools: readable(Ok(pools?), &mut unseen),
+        sandboxes: readable(Ok(sandboxes?), &mut unseen),
+        templates: readable(templates, &mut unseen),
+        snapshots: readable(snapshots, &mut unseen),
+    };
+    for unseen in unseen {
+        print_error(&format!("warning: {unseen}"));
+    }
+    let now = Timestamp::now();
+    Ok(pools::Listing::of(
+        &found,
+        &args.names,
+        args.all_namespaces,
+        now,
     ))
 }
 

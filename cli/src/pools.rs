@@ -1,0 +1,356 @@
+//! `pools`: warm pools with the heat of their members and their golden images. Pure.
+
+use std::collections::BTreeMap;
+
+use jiff::Timestamp;
+use kube::ResourceExt;
+use serde::Serialize;
+use torpor_api::conditions::{self, PROGRESSING, READY};
+use torpor_api::{
+    Sandbox, SandboxSnapshot, SandboxTemplate, SandboxWarmPool, annotations, labels, name_hash,
+};
+
+use crate::output::Render;
+use crate::table::Table;
+use crate::units;
+
+/// Members of a pool, by what they do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Counts {
+    /// Ready and awake.
+    pub hot: usize,
+    /// Ready and asleep, or about to sleep.
+    pub asleep: usize,
+    /// Not Ready yet.
+    pub starting: usize,
+}
+
+/// One pool. Unknown fields are left out.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct View {
+    pub namespace: String,
+    pub name: String,
+    pub template: String,
+    /// Number of members that `spec.replicas` asks for.
+    pub wanted: i32,
+    #[serde(flatten)]
+    pub counts: Counts,
+    /// The same by node; members without a node have the name "".
+    pub nodes: BTreeMap<String, Counts>,
+    /// Value of the annotation `torpor.dev/heat`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub heat: Option<String>,
+    /// Nodes with a golden image of the template; none where the template asks for none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub golden_nodes: Option<Vec<String>>,
+    pub created_at: Option<Timestamp>,
+    /// Why the pool makes no progress.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub message: String,
+}
+
+/// Output of `pools`.
+#[derive(Debug, Serialize)]
+pub struct Listing {
+    pub items: Vec<View>,
+    #[serde(skip)]
+    pub with_namespaces: bool,
+    #[serde(skip)]
+    pub now: Timestamp,
+}
+
+/// Objects that the listing is made of.
+#[derive(Debug, Default)]
+pub struct Found {
+    pub pools: Vec<SandboxWarmPool>,
+    pub templates: Vec<SandboxTemplate>,
+    pub sandboxes: Vec<Sandbox>,
+    pub snapshots: Vec<SandboxSnapshot>,
+}
+
+impl Listing {
+    /// Lists these pools; all if there are no names.
+    pub fn of(found: &Found, names: &[String], with_namespaces: bool, now: Timestamp) -> Self {
+        let asked = found
+            .pools
+            .iter()
+            .filter(|pool| names.is_empty() || names.contains(&pool.name_any()));
+        let mut items: Vec<View> = asked.map(|pool| view(pool, found)).collect();
+        items.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));
+        Self {
+            items,
+            with_namespaces,
+            now,
+        }
+    }
+}
+
+fn view(pool: &SandboxWarmPool, found: &Found) -> View {
+    let namespace = pool.namespace().unwrap_or_default();
+    let template = pool.spec.sandbox_template_ref.name.clone();
+    let mut counts = Counts::default();
+    let mut nodes: BTreeMap<String, Counts> = BTreeMap::new();
+    for member in found.sandboxes.iter().filter(|one| is_of(one, pool)) {
+        let status = member.status.as_ref();
+        let node = status.map(|status| status.node_name.clone());
+        for counts in [
+            &mut counts,
+            nodes.entry(node.unwrap_or_default()).or_default(),
+        ] {
+            count(counts, member);
+        }
+    }
+    let status = pool.status.as_ref();
+    let progressing = status.and_then(|s| conditions::find(&s.conditions, PROGRESSING));
+    let stalls = progressing.filter(|condition| condition.status == "False");
+    let created = pool.metadata.creation_timestamp.as_ref();
+    View {
+        name: pool.name_any(),
+        wanted: pool.spec.replicas.unwrap_or(1),
+        counts,
+        nodes,
+        heat: pool.annotations().get(annotations::HEAT).cloned(),
+        golden_nodes: golden_nodes(&namespace, &template, found),
+        created_at: created.map(|created| created.0),
+        message: stalls
+            .map(|stalls| stalls.message.clone())
+            .unwrap_or_default(),
+        namespace,
+        template,
+    }
+}
+
+fn is_of(sandbox: &Sandbox, pool: &SandboxWarmPool) -> bool {
+    let mut owners = sandbox.owner_references().iter();
+    sandbox.metadata.deletion_timestamp.is_none()
+        && owners
+            .any(|owner| owner.controller == Some(true) && Some(&owner.uid) == pool.uid().as_ref())
+}
+
+fn count(counts: &mut Counts, member: &Sandbox) {
+    let status = member.status.as_ref();
+    let is_ready = status.is_some_and(|status| conditions::is_true(&status.conditions, READY));
+    let hibernate = member.annotations().get(annotations::HIBERNATE);
+    match (is_ready, hibernate.is_some_and(|value| value == "true")) {
+        (false, _) => counts.starting += 1,
+        (true, true) => counts.asleep += 1,
+        (true, false) => counts.hot += 1,
+    }
+}
+
+/// Returns the nodes with a golden image; none where the template asks for none.
+fn golden_nodes(namespace: &str, template: &str, found: &Found) -> Option<Vec<String>> {
+    let mut templates = found.templates.iter();
+    let template = templates
+        .find(|one| one.namespace().as_deref() == Some(namespace) && one.name_any() == template)?;
+    let asked = template.annotations().get(annotations::GOLDEN);
+    asked.filter(|value| *value == "true")?;
+    let hash = name_hash(&template.name_any());
+    let images = found.snapshots.iter().filter(|snapshot| {
+        snapshot.namespace().as_deref() == Some(namespace)
+            && snapshot.labels().get(labels::GOLDEN) == Some(&hash)
+            && snapshot.is_committed()
+            && snapshot.metadata.deletion_timestamp.is_none()
+    });
+    let mut nodes: Vec<String> = images
+        .filter_map(|snapshot| snapshot.spec.node_name.clone())
+        .collect();
+    nodes.sort();
+    nodes.dedup();
+    Some(nodes)
+}
+
+const HEADINGS: [&str; 8] = [
+    "NAME", "TEMPLATE", "WANTED", "HOT", "ASLEEP", "STARTING", "GOLDEN", "AGE",
+];
+const WIDE: [&str; 3] = ["HEAT", "NODES", "MESSAGE"];
+
+impl Render for Listing {
+    fn text(&self, wide: bool) -> String {
+        let more = wide.then_some(&WIDE[..]);
+        let mut table = Table::of_objects(&HEADINGS, self.with_namespaces, more);
+        for view in &self.items {
+            table.push(self.row(view, wide));
+        }
+        table.text()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let names = self.items.iter();
+        names
+            .map(|view| format!("sandboxwarmpool.extensions.agents.x-k8s.io/{}", view.name))
+            .collect()
+    }
+}
+
+impl Listing {
+    fn row(&self, view: &View, wide: bool) -> Vec<String> {
+        let age = |at| units::age(at, self.now);
+        let golden = |nodes: &Vec<String>| match nodes.len() {
+            0 => "being made".to_owned(),
+            1 => "1 node".to_owned(),
+            more => format!("{more} nodes"),
+        };
+        let mut row = Vec::new();
+        if self.with_namespaces {
+            row.push(view.namespace.clone());
+        }
+        row.extend([
+            view.name.clone(),
+            view.template.clone(),
+            view.wanted.to_string(),
+            view.counts.hot.to_string(),
+            view.counts.asleep.to_string(),
+            view.counts.starting.to_string(),
+            view.golden_nodes.as_ref().map_or_else(String::new, golden),
+            view.created_at.map_or_else(String::new, age),
+        ]);
+        if wide {
+            let nodes = view.nodes.iter().map(|(node, counts)| {
+                let name = if node.is_empty() { "(none)" } else { node };
+                format!(
+                    "{name}:{}+{}+{}",
+                    counts.hot, counts.asleep, counts.starting
+                )
+            });
+            row.extend([
+                view.heat.clone().unwrap_or_default(),
+                nodes.collect::<Vec<_>>().join(" "),
+                view.message.clone(),
+            ]);
+        }
+        row
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::args::Format;
+    use crate::output::rendered;
+    use crate::view::tests::at;
+
+    fn object<K: serde::de::DeserializeOwned>(whole: Value) -> K {
+        serde_json::from_value(whole).unwrap()
+    }
+
+    fn pool(
+        name: &str,
+        template: &str,
+        heat: Option<&str>,
+        message: Option<&str>,
+    ) -> SandboxWarmPool {
+        let conditions = message.map(|message| {
+            json!([{
+                "type": "Progressing", "status": "False", "reason": "R", "message": message,
+                "lastTransitionTime": "2026-11-21T11:40:00Z",
+            }])
+        });
+        object(json!({
+            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool",
+            "metadata": {
+                "name": name, "namespace": "x", "uid": format!("u-{name}"),
+                "creationTimestamp": "2026-11-21T11:00:00Z",
+                "annotations": heat.map(|heat| json!({"torpor.dev/heat": heat})),
+            },
+            "spec": {"replicas": 4, "sandboxTemplateRef": {"name": template}},
+            "status": {"conditions": conditions.unwrap_or_else(|| json!([]))},
+        }))
+    }
+
+    fn member(pool: &str, node: &str, ready: bool, asleep: bool) -> Sandbox {
+        let ready = if ready { "True" } else { "False" };
+        object(json!({
+            "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
+            "metadata": {
+                "name": "m", "namespace": "x",
+                "annotations": asleep.then(|| json!({"torpor.dev/hibernate": "true"})),
+                "ownerReferences": [{
+                    "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxWarmPool",
+                    "name": pool, "uid": format!("u-{pool}"), "controller": true,
+                }],
+            },
+            "spec": {"podTemplate": {"spec": {"containers": []}}},
+            "status": {"nodeName": node, "conditions": [{
+                "type": "Ready", "status": ready, "reason": "R", "message": "",
+                "lastTransitionTime": "2026-11-21T11:40:00Z",
+            }]},
+        }))
+    }
+
+    fn template(name: &str, golden: bool) -> SandboxTemplate {
+        object(json!({
+            "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
+            "metadata": {
+                "name": name, "namespace": "x",
+                "annotations": golden.then(|| json!({"torpor.dev/golden": "true"})),
+            },
+            "spec": {"podTemplate": {"spec": {"containers": []}}},
+        }))
+    }
+
+    fn image(template: &str, node: &str) -> SandboxSnapshot {
+        object(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": {
+                "name": "s", "namespace": "x", "labels": {"torpor.dev/golden": name_hash(template)},
+            },
+            "spec": {"sandboxName": "g", "nodeName": node},
+            "status": {"conditions": [{
+                "type": "Committed", "status": "True", "reason": "Committed", "message": "",
+                "lastTransitionTime": "2026-11-21T11:40:00Z",
+            }]},
+        }))
+    }
+
+    fn listing(names: &[&str], with_namespaces: bool) -> Listing {
+        let found = Found {
+            pools: vec![
+                pool("py", "python", Some("hot=1,asleep=rest"), None),
+                pool(
+                    "go",
+                    "golang",
+                    None,
+                    Some("There is no golden image after 10 minutes."),
+                ),
+                pool("sh", "shell", None, None),
+            ],
+            templates: vec![
+                template("python", true),
+                template("golang", true),
+                template("shell", false),
+            ],
+            sandboxes: vec![
+                member("py", "node-1", true, false),
+                member("py", "node-1", true, true),
+                member("py", "node-2", true, true),
+                member("py", "", false, true),
+                member("sh", "node-2", true, false),
+            ],
+            snapshots: vec![image("python", "node-1"), image("python", "node-2")],
+        };
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        Listing::of(&found, &names, with_namespaces, at("2026-11-21T12:00:00Z"))
+    }
+
+    #[test]
+    fn a_table_shows_what_the_members_of_each_pool_do() {
+        insta::assert_snapshot!(rendered(&listing(&[], false), Format::Table).unwrap());
+    }
+
+    #[test]
+    fn a_wide_table_has_the_heat_and_the_members_of_each_node() {
+        insta::assert_snapshot!(rendered(&listing(&[], true), Format::Wide).unwrap());
+    }
+
+    #[test]
+    fn one_pool_can_be_listed_by_name_and_as_data() {
+        let names = rendered(&listing(&["sh"], false), Format::Name).unwrap();
+        assert_eq!(names, "sandboxwarmpool.extensions.agents.x-k8s.io/sh\n");
+        insta::assert_snapshot!(rendered(&listing(&["py"], false), Format::Yaml).unwrap());
+    }
+}
