@@ -9,6 +9,7 @@
 
 use crate::documented::documented;
 
+pub use heat::Heat;
 pub use settings::Settings;
 pub use sleep_after::{SleepAfter, doze_after, hibernate_after};
 pub use values::{
@@ -18,6 +19,7 @@ pub use values::{
 };
 pub use wake_on::{Ports, WakeOn, wake_on};
 
+mod heat;
 mod settings;
 mod sleep_after;
 mod values;
@@ -117,6 +119,24 @@ documented! {
 }
 
 documented! {
+    /// Annotations that users write on a SandboxTemplate or a SandboxWarmPool, with their
+    /// documentation.
+    pub const OF_POOLS;
+    /// On a SandboxTemplate: `"true"` makes a golden image on each node that has members of its
+    /// pools. The controller starts one more sandbox there, saves it once it is Ready, and deletes
+    /// it. Later members start from that image, and not from the program's beginning.
+    GOLDEN = "torpor.dev/golden";
+    /// On a SandboxTemplate with `torpor.dev/golden`: command that must succeed in the golden
+    /// sandbox before the sandbox is saved, a JSON array of words, up to 4096 bytes. It runs every
+    /// second in the first container, in place of that container's startup probe.
+    GOLDEN_READY_EXEC = "torpor.dev/golden-ready-exec";
+    /// On a SandboxWarmPool: how many members run. `hot=N,asleep=rest` keeps N running and lets the
+    /// others sleep in an image; `hot=rest` keeps all running, which is the default. With
+    /// `torpor.dev/golden` the default is `hot=1,asleep=rest`.
+    HEAT = "torpor.dev/heat";
+}
+
+documented! {
     /// Annotations that the controller alone writes on a Pod, with their documentation.
     pub const OF_PODS;
     /// `"true"` pauses the sandbox and keeps it.
@@ -131,6 +151,10 @@ documented! {
     RESTORE_DIGEST = "torpor.dev/restore-digest";
     /// SnapshotClass whose repository has the image of `torpor.dev/restore-image`.
     RESTORE_CLASS = "torpor.dev/restore-class";
+    /// Comma-separated golden images, one for each node that has one. The Pod starts from the one
+    /// of its node: asleep, if it also has `torpor.dev/hibernate`. It starts cold on a node without
+    /// one, and where the image cannot be restored.
+    GOLDEN_IMAGES = "torpor.dev/golden-images";
     /// Container in which the command of `torpor.dev/on-restore-exec` runs: the one that `kubectl
     /// exec` selects.
     ON_RESTORE_EXEC_CONTAINER = "torpor.dev/on-restore-exec-container";
@@ -155,6 +179,9 @@ documented! {
     /// On a claim's Sandbox: comma-separated keys of the pod template's annotations that came from
     /// the claim.
     CLAIM_ANNOTATIONS = "torpor.dev/claim-annotations";
+    /// On an unclaimed member of a pool: name of the golden Sandbox whose images its Pod may start
+    /// from.
+    GOLDEN_SANDBOX = "torpor.dev/golden-sandbox";
     /// On a Sandbox that replaces a deleted one: name of the deleted Sandbox.
     REPLACES = "torpor.dev/replaces";
     /// Pod that last ran for the Sandbox, as JSON. The controller writes it once that Pod runs, and
@@ -197,7 +224,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// All annotations of Torpor on a Pod. The controller alone writes them.
-pub const ON_POD: [&str; 18] = [
+pub const ON_POD: [&str; 19] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -209,6 +236,7 @@ pub const ON_POD: [&str; 18] = [
     RESTORE_COPY,
     RESTORE_DIGEST,
     RESTORE_CLASS,
+    GOLDEN_IMAGES,
     POD_SNAPSHOT,
     ON_RESTORE_FAILURE,
     ON_CRASH,

@@ -28,8 +28,11 @@ pub const ADOPTABLE: &str = "agents.x-k8s.io/adoptable";
 /// selects the Pod, else `none`. Torpor's.
 pub const NETWORK_POLICY: &str = "torpor.dev/network-policy";
 
+/// Hash of the template's name, on a golden Sandbox and its SandboxSnapshots. Torpor's.
+pub const GOLDEN: &str = "torpor.dev/golden";
+
 /// Every label of this module.
-pub const ALL: [&str; 11] = [
+pub const ALL: [&str; 12] = [
     SANDBOX_NAME_HASH,
     WARM_POOL_SANDBOX,
     SANDBOX_TEMPLATE_REF_HASH,
@@ -41,12 +44,14 @@ pub const ALL: [&str; 11] = [
     SANDBOX_NAME,
     ADOPTABLE,
     NETWORK_POLICY,
+    GOLDEN,
 ];
 
 /// Reports whether a key is reserved for the controllers: it has one of upstream's prefixes, or it
-/// is the label by which Torpor isolates Pods.
+/// is one of Torpor's labels.
 pub fn is_system(key: &str) -> bool {
-    key == NETWORK_POLICY || SYSTEM_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
+    [NETWORK_POLICY, GOLDEN].contains(&key)
+        || SYSTEM_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
 }
 
 /// Maps a value of [`CREATED_BY`] to the closed set of values of a metric label.

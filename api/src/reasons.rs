@@ -362,6 +362,9 @@ documented! {
         /// SandboxWarmPool: its template names no RuntimeClass although one that keeps memory
         /// exists.
         RUNTIME_NOT_NAMED = "RuntimeNotNamed";
+        /// SandboxTemplate: it asks for golden images (`torpor.dev/golden`), and none can be made
+        /// of it, or none was made in time. The message has the cause.
+        GOLDEN_IMAGE_NOT_MADE = "GoldenImageNotMade";
         /// SandboxTemplate or SandboxClaim: a NetworkPolicy of another owner has the name of the
         /// template's own.
         NETWORK_POLICY_NOT_OWNED = "NetworkPolicyNotOwned";

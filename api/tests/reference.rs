@@ -44,6 +44,10 @@ fn reference_of_annotations_is_current() -> std::fmt::Result {
     let mut page = "# Annotations\n\n".to_owned();
     let sections = [
         ("Written by users", annotations::OF_USERS),
+        (
+            "On a SandboxTemplate or SandboxWarmPool, written by users",
+            annotations::OF_POOLS,
+        ),
         ("On a Pod, written by the controller", annotations::OF_PODS),
         (
             "On a Sandbox, written by the controller",

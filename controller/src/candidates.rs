@@ -1,8 +1,9 @@
 //! Index of warm pool members that claims may take, updated by the watch, so that taking one costs
 //! neither a call nor a walk over the pool.
 //!
-//! Order, as upstream: Ready members first; among them from the node with the most members left, so
-//! that the load is spread; on a node the oldest first. Members without a node come last.
+//! Order, as upstream: Ready members first, those that run before those that sleep; among them from
+//! the node with the most members left, so that the load is spread; on a node the oldest first.
+//! Members without a node come last.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
@@ -15,7 +16,11 @@ use kube::{Resource, ResourceExt};
 use tokio::time::Instant;
 use torpor_api::{Sandbox, SandboxWarmPool, conditions, extensions, labels};
 
-use crate::{cache::Change, pace::Advance};
+use crate::{
+    cache::Change,
+    pace::Advance,
+    pool::heat::{self, Demand, LATELY, SOON},
+};
 
 /// Window for the demand of a pool, about twice the time that a member takes from its creation
 /// until it is Ready on a busy apiserver.
@@ -28,6 +33,8 @@ const SUPPLY: Duration = Duration::from_secs(4);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
     Ready,
+    /// The member is Ready and sleeps.
+    Asleep,
     /// The member has an address, but is not ready.
     Addressed,
     /// The member has no address yet and cannot be taken.
@@ -59,7 +66,7 @@ pub struct Candidates(Arc<Mutex<HashMap<String, Pool>>>);
 struct Pool {
     members: HashMap<String, Member>,
     free: BTreeMap<Stage, BTreeMap<String, BTreeSet<(Timestamp, String)>>>,
-    /// Times at which members were taken, within [`SUPPLY`].
+    /// Times at which members were taken, within [`LATELY`].
     taken_at: VecDeque<Instant>,
 }
 
@@ -143,6 +150,17 @@ impl Candidates {
         }
     }
 
+    /// Returns how many members of a pool claims took a while ago.
+    pub fn demand(&self, pool_uid: &str) -> Demand {
+        let (pools, now) = (self.lock(), Instant::now());
+        pools
+            .get(pool_uid)
+            .map_or_else(Demand::default, |pool| Demand {
+                soon: pool.taken_within(SOON, now),
+                lately: pool.taken_within(LATELY, now),
+            })
+    }
+
     /// Takes the member with this name, if it is free.
     pub fn take_named(&self, pool_uid: &str, name: &str) -> Option<Taken> {
         let sandbox = self.lock().get_mut(pool_uid)?.take(name)?;
@@ -201,17 +219,22 @@ impl Pool {
     }
 
     fn forget(&mut self, now: Instant) {
-        while self.taken_at.front().is_some_and(|at| *at + SUPPLY < now) {
+        while self.taken_at.front().is_some_and(|at| *at + LATELY < now) {
             self.taken_at.pop_front();
         }
+    }
+
+    /// Returns how many members were taken within a time.
+    fn taken_within(&self, window: Duration, now: Instant) -> usize {
+        let before = self.taken_at.partition_point(|at| *at + window < now);
+        self.taken_at.len() - before
     }
 
     fn advance(&mut self, wanted: usize, now: Instant) -> Advance {
         self.forget(now);
         let free = self.ready();
-        let recently = self.taken_at.partition_point(|at| *at + SUPPLY / 2 < now);
-        let low = self.taken_at.len().min(wanted / 2);
-        let short = (self.taken_at.len() - recently).min(wanted / 4);
+        let low = self.taken_within(SUPPLY, now).min(wanted / 2);
+        let short = self.taken_within(SUPPLY / 2, now).min(wanted / 4);
         if free < short || (free == 0 && wanted > 0) {
             Advance::Short
         } else if free < low {
@@ -232,12 +255,13 @@ impl Pool {
     }
 
     fn ready(&self) -> usize {
-        let nodes = self.free.get(&Stage::Ready).into_iter().flatten();
-        nodes.map(|(_, members)| members.len()).sum()
+        let stages = [Stage::Ready, Stage::Asleep];
+        let nodes = stages.iter().filter_map(|stage| self.free.get(stage));
+        nodes.flatten().map(|(_, members)| members.len()).sum()
     }
 
     fn choose(&self) -> Option<String> {
-        for stage in [Stage::Ready, Stage::Addressed] {
+        for stage in [Stage::Ready, Stage::Asleep, Stage::Addressed] {
             let Some(nodes) = self.free.get(&stage) else {
                 continue;
             };
@@ -312,6 +336,7 @@ fn entry_of(sandbox: &Sandbox) -> Option<Entry> {
     Some(Entry {
         stage: match (addressed, ready) {
             (false, _) => Stage::Pending,
+            (true, true) if !heat::is_awake(sandbox) => Stage::Asleep,
             (true, true) => Stage::Ready,
             (true, false) => Stage::Addressed,
         },

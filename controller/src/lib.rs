@@ -23,6 +23,7 @@ pub mod claim;
 pub mod context;
 pub mod events;
 pub mod flags;
+pub mod golden;
 pub mod lease;
 pub mod merge_patch;
 pub mod metrics;

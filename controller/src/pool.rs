@@ -20,6 +20,7 @@ use crate::{
     claim::dereference::template_policy,
     context::Context,
     events::{self, Note},
+    golden::{self, Golden},
     merge_patch, outline,
     pace::Advance,
     watches::extensions::orphan_index,
@@ -27,6 +28,7 @@ use crate::{
 
 pub mod advice;
 mod apply;
+pub mod heat;
 pub mod member;
 pub mod memory;
 pub mod plan;
@@ -77,17 +79,23 @@ pub async fn reconcile(
         let whole = outline::read_full(&context.api, &**template).await;
         observed.template = whole.map_err(Error::Observe)?.map(Arc::new);
     }
+    if let Some(template) = &observed.template {
+        observed.golden = golden::state(template, &context);
+    }
     let plan = plan::plan(&observed, Timestamp::now());
     let uid = pool.uid().unwrap_or_default();
     context.pools.held(&uid, &plan.held, Instant::now());
     context
         .pools
         .unisolated(&uid, plan.unisolated, Instant::now());
+    context
+        .pools
+        .awaits_golden(&uid, plan.awaits_golden, Instant::now());
     let done = apply::apply(&plan, &observed, &context).await;
     if let Some(note) = context.pools.note(&pool, &plan, Instant::now()) {
         publish(&pool, note, &context).await;
     }
-    if let Some(note) = advise(&observed, &context) {
+    for note in advise(&observed, &context) {
         publish(&pool, note, &context).await;
     }
     // The status shows the steps of this pass, even if some failed.
@@ -134,22 +142,34 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
         orphans: caches.sandboxes.indexed(&namespace, &orphans),
         pressed: context.api.is_pressed(),
         advance: context.candidates.advance(pool),
+        demand: context.candidates.demand(&uid),
+        // It needs the whole template.
+        golden: Golden::Off,
         remembered,
         settings,
     }
 }
 
 /// Returns the advice that a pool's user gets once; each leading controller gives it again.
-fn advise(observed: &Observed, context: &Context) -> Option<Note> {
+fn advise(observed: &Observed, context: &Context) -> Vec<Note> {
     let uid = observed.pool.uid().unwrap_or_default();
+    let Some(template) = &observed.template else {
+        return Vec::new();
+    };
     if context.pools.is_advised(&uid) {
-        return None;
+        return Vec::new();
     }
     let classes = context.caches.runtime_classes.filtered(|_| true);
     let nodes = context.caches.nodes.filtered(|_| true);
-    let note = advice::plain_template(observed.template.as_ref()?, &classes, &nodes)?;
-    context.pools.advised(&uid);
-    Some(note)
+    let plain = advice::plain_template(template, &classes, &nodes);
+    let notes: Vec<Note> = plain
+        .into_iter()
+        .chain(advice::heat(&observed.pool))
+        .collect();
+    if !notes.is_empty() {
+        context.pools.advised(&uid);
+    }
+    notes
 }
 
 async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {

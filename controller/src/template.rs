@@ -14,7 +14,7 @@ use crate::{
     calls::{self, Answer, Namespaced},
     context::Context,
     events::{self, Note, Severity},
-    outline,
+    golden, outline,
     pace::Advance,
 };
 
@@ -85,9 +85,17 @@ pub async fn reconcile(
             as_planned &= execute(step, &namespace, &mut observed, &context).await?;
         }
         if as_planned {
-            let uid = observed.template.uid().unwrap_or_default();
-            context.templates.forget(&uid);
-            return Ok(None);
+            let Observed {
+                template,
+                policy,
+                except,
+            } = &observed;
+            context
+                .templates
+                .forget(&template.uid().unwrap_or_default());
+            let isolated = plan::isolation(template, policy.as_deref(), except).is_ok();
+            let golden = golden::reconcile(template, isolated, &context).await;
+            return golden.map_err(Error::Write);
         }
     }
     Err(Error::Unsettled)

@@ -30,7 +30,7 @@ use crate::{
     cache::{Cache, Change, Key, key_of},
     claim::adopt,
     context::Context,
-    outline,
+    golden, outline,
     queue::{Lane, Queue},
     retention, sandbox, saved_pod,
     settings::Settings,
@@ -210,6 +210,7 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     let shared = Arc::clone(context);
     tasks.spawn(follow_of_cluster(source.clone(), trim_node, move |event| {
         for change in shared.caches.nodes.apply_seen(event) {
+            golden::node_changed(&shared, &change);
             waiting_for_node(&change, &shared.caches)
                 .into_iter()
                 .for_each(|key| shared.queues.sandboxes.add(key));
@@ -260,6 +261,7 @@ fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
                     continue;
                 };
                 shared.queues.snapshots.add(key_of(&**snapshot));
+                golden::changed(&shared, &**snapshot);
                 pod_snapshots::image_changed(&shared, snapshot);
                 let (namespace, _) = key_of(&**snapshot);
                 let sandbox = snapshot.spec.sandbox_name.clone();

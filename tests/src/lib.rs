@@ -23,6 +23,7 @@ pub mod machine;
 pub mod node;
 pub mod plugin;
 pub mod pods;
+pub mod pools;
 pub mod remains;
 pub mod retag;
 pub mod sandboxes;

@@ -58,7 +58,11 @@ impl Settings {
         let hibernate = checked(value(HIBERNATE), parse_hibernate, &mut problems);
         let on_restore_failure = checked(value(ON_RESTORE_FAILURE), parse_policy, &mut problems);
         let on_crash = checked(value(ON_CRASH), parse_on_crash, &mut problems);
-        let on_restore_exec = checked(value(ON_RESTORE_EXEC), parse_command, &mut problems);
+        let on_restore_exec = checked(
+            value(ON_RESTORE_EXEC),
+            |value| parse_command(ON_RESTORE_EXEC, value),
+            &mut problems,
+        );
         let restore_from = checked(
             value(RESTORE_FROM),
             |v| parse_name(RESTORE_FROM, v),

@@ -2,9 +2,7 @@
 
 use jiff::Timestamp;
 
-use super::{
-    HIBERNATE, NETWORK_POLICY, ON_CRASH, ON_RESTORE_EXEC, ON_RESTORE_FAILURE, SUSPENSION_STRATEGY,
-};
+use super::{HIBERNATE, NETWORK_POLICY, ON_CRASH, ON_RESTORE_FAILURE, SUSPENSION_STRATEGY};
 
 /// Most bytes of [`ON_RESTORE_EXEC`].
 const MAX_COMMAND: usize = 4096;
@@ -126,12 +124,12 @@ pub fn parse_on_crash(value: &str) -> Result<OnCrash, InvalidAnnotation> {
 }
 
 /// Parses the value of [`ON_RESTORE_EXEC`].
-pub fn parse_command(value: &str) -> Result<Vec<String>, InvalidAnnotation> {
+pub fn parse_command(key: &'static str, value: &str) -> Result<Vec<String>, InvalidAnnotation> {
     let words = serde_json::from_str::<Vec<String>>(value).ok();
     let words = words.filter(|words| words.first().is_some_and(|program| !program.is_empty()));
     words.filter(|_| value.len() <= MAX_COMMAND).ok_or_else(|| {
         let allowed = "a command as a JSON array of words of up to 4096 bytes, such as [\"/bin/sh\",\"-c\",\"kill -USR1 1\"]";
-        invalid(ON_RESTORE_EXEC, value, allowed)
+        invalid(key, value, allowed)
     })
 }
 
@@ -188,6 +186,7 @@ pub fn is_dns_subdomain(text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::annotations::ON_RESTORE_EXEC;
 
     #[test]
     fn names_are_dns_subdomains() {
@@ -213,7 +212,7 @@ mod tests {
 
     #[test]
     fn a_command_has_a_program() {
-        let words = parse_command(r#"["/bin/sh","-c","kill -USR1 1"]"#);
+        let words = parse_command(ON_RESTORE_EXEC, r#"["/bin/sh","-c","kill -USR1 1"]"#);
         assert_eq!(
             words,
             Ok(["/bin/sh", "-c", "kill -USR1 1"]
@@ -223,7 +222,7 @@ mod tests {
         let long = format!("[\"{}\"]", "x".repeat(MAX_COMMAND));
         for bad in ["", "[]", "[\"\"]", "[1]", "{}", long.as_str()] {
             assert!(
-                parse_command(bad).is_err_and(|why| why.key == ON_RESTORE_EXEC),
+                parse_command(ON_RESTORE_EXEC, bad).is_err_and(|why| why.key == ON_RESTORE_EXEC),
                 "{bad}"
             );
         }

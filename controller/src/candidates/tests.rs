@@ -80,6 +80,45 @@ fn ready_members_come_first_then_the_fullest_node_then_the_oldest() {
     assert!(matches!(candidates.take("u-pool"), Offer::Nothing));
 }
 
+fn asleep(hibernate: Option<&str>, hibernated: &str) -> Value {
+    let condition = |type_: &str, status: &str| {
+        json!({
+            "type": type_, "status": status, "reason": "R", "message": "",
+            "lastTransitionTime": EARLY,
+        })
+    };
+    json!({
+        "metadata": {"annotations": {"torpor.dev/hibernate": hibernate}},
+        "status": {"conditions": [condition("Ready", "True"), condition("Hibernated", hibernated)]},
+    })
+}
+
+#[test]
+fn members_that_run_come_before_those_that_sleep_or_have_not_woken_yet() {
+    let candidates = pool(&[
+        ("a", asleep(Some("true"), "True")),
+        ("b", asleep(None, "True")),
+        ("c", asleep(Some("true"), "False")),
+        ("d", asleep(None, "False")),
+        ("e", json!({"status": {"conditions": []}})),
+    ]);
+    let taken: Vec<Taken> = (0..5).map(|_| take(&candidates)).collect();
+    let order: Vec<String> = taken.iter().map(name).collect();
+    assert_eq!(order, ["d", "a", "b", "c", "e"]);
+}
+
+#[test]
+fn the_demand_of_a_pool_is_what_claims_took_a_while_ago() {
+    let now = Instant::now() + Duration::from_secs(120);
+    let mut pool = Pool::default();
+    for ago in [70, 50, 20, 9, 1] {
+        pool.taken_at.push_back(now - Duration::from_secs(ago));
+    }
+    pool.forget(now);
+    let within = |window| pool.taken_within(window, now);
+    assert_eq!((within(SOON), within(LATELY)), (2, 4));
+}
+
 #[test]
 fn a_member_is_offered_once_and_is_free_again_when_it_was_not_used() {
     let candidates = pool(&[("a", json!({}))]);

@@ -21,6 +21,13 @@ const MEMBER_LABELS: [&str; 3] = [
     labels::SANDBOX_POD_TEMPLATE_HASH,
 ];
 
+/// Annotations that only an unclaimed member has. Without the second a member that sleeps wakes.
+const MEMBER_ANNOTATIONS: [&str; 3] = [
+    annotations::SAFE_TO_EVICT,
+    annotations::HIBERNATE,
+    annotations::GOLDEN_SANDBOX,
+];
+
 /// Returns the one patch that assigns a member of a pool to a claim. The patch changes the spec
 /// only where the Pod's metadata changes: then only the metadata of the Pod has to follow.
 pub fn assignment(
@@ -71,11 +78,10 @@ fn annotations_of(claim: &SandboxClaim, member: &Sandbox, replaces: Option<&str>
     if !member.annotations().contains_key(annotations::POD_NAME) {
         all.insert(annotations::POD_NAME.to_owned(), member.name_any().into());
     }
-    if member
-        .annotations()
-        .contains_key(annotations::SAFE_TO_EVICT)
-    {
-        all.insert(annotations::SAFE_TO_EVICT.to_owned(), Value::Null);
+    for key in MEMBER_ANNOTATIONS {
+        if member.annotations().contains_key(key) {
+            all.insert(key.to_owned(), Value::Null);
+        }
     }
     for (key, list) in lists(claim) {
         if let Some(list) = list {

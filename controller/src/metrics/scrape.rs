@@ -18,7 +18,7 @@ use torpor_api::{
 };
 
 use super::{UNKNOWN, launch_type, owned_by};
-use crate::{cache::Cache, watches::extensions::controller_of_kind};
+use crate::{cache::Cache, pool::heat, watches::extensions::controller_of_kind};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
 struct SandboxLabels {
@@ -39,6 +39,16 @@ struct PoolLabels {
     sandbox_template: String,
     sandbox_status: &'static str,
 }
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
+struct HeatLabels {
+    namespace: String,
+    warmpool_name: String,
+    heat: &'static str,
+}
+
+/// States of a pool's Ready members.
+const HEATS: [&str; 2] = ["hot", "asleep"];
 
 /// States of a pool's members, as upstream's.
 const MEMBER_STATES: [&str; 4] = ["ready", "pending", "succeeded", "failed"];
@@ -80,12 +90,16 @@ impl fmt::Debug for Scrape {
 impl Collector for Scrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let (mut counts, mut members) = (BTreeMap::<_, i64>::new(), BTreeMap::<_, i64>::new());
+        let mut ready = BTreeMap::<_, i64>::new();
         if let Some(counted) = self.counted.get() {
             let pools = counted.pools.filtered(|_| true);
             // A pool without members is shown with zeros.
             for pool in &pools {
                 for state in MEMBER_STATES {
                     members.insert(pool_labels(counted, pool, None, state), 0);
+                }
+                for heat in HEATS {
+                    ready.insert(heat_labels(pool, heat), 0);
                 }
             }
             let pools: BTreeMap<_, _> = pools
@@ -96,8 +110,13 @@ impl Collector for Scrape {
                 *counts.entry(sandbox_labels(counted, &sandbox)).or_default() += 1;
                 let owner = controller_of_kind(&*sandbox, "SandboxWarmPool");
                 if let Some(pool) = owner.and_then(|owner| pools.get(&Some(owner.uid.clone()))) {
-                    let labels = pool_labels(counted, pool, Some(&sandbox), member_state(&sandbox));
+                    let state = member_state(&sandbox);
+                    let labels = pool_labels(counted, pool, Some(&sandbox), state);
                     *members.entry(labels).or_default() += 1;
+                    let heat = HEATS[usize::from(heat::is_asleep(&sandbox))];
+                    if state == "ready" {
+                        *ready.entry(heat_labels(pool, heat)).or_default() += 1;
+                    }
                 }
             }
         }
@@ -112,6 +131,12 @@ impl Collector for Scrape {
             "agent_sandbox_warmpool_size",
             "Unclaimed members of SandboxWarmPools by state",
             &members,
+        )?;
+        gauges(
+            &mut encoder,
+            "torpor_warmpool_ready_members",
+            "Ready members of SandboxWarmPools by heat",
+            &ready,
         )
     }
 }
@@ -127,6 +152,14 @@ fn gauges<L: EncodeLabelSet>(
         ConstGauge::new(*count).encode(family.encode_family(labels)?)?;
     }
     Ok(())
+}
+
+fn heat_labels(pool: &SandboxWarmPool, heat: &'static str) -> HeatLabels {
+    HeatLabels {
+        namespace: pool.namespace().unwrap_or_default(),
+        warmpool_name: pool.name_any(),
+        heat,
+    }
 }
 
 /// Returns the labels of a pool's member. The template is the member's own: a stale member was made

@@ -24,7 +24,8 @@ fn template(env: &str) -> SandboxTemplate {
 /// Member of a pool of the template. Its labels do not name the template's version.
 fn member(env: &str) -> Sandbox {
     let template = template(env);
-    let made = crate::pool::member::sandbox(&Default::default(), &template, "m", true);
+    let made =
+        crate::pool::member::sandbox(&Default::default(), &template, "m", Default::default());
     let mut member: Sandbox = serde_json::from_value(made).unwrap();
     let hash = labels::SANDBOX_TEMPLATE_HASH;
     member

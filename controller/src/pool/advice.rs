@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::ResourceExt;
-use torpor_api::{SandboxNode, SandboxTemplate, node, reasons::event};
+use torpor_api::{SandboxNode, SandboxTemplate, SandboxWarmPool, node, reasons::event};
 
 use crate::events::{Note, REPEAT_INTERVAL, Severity};
 
@@ -39,6 +39,16 @@ pub fn progress(stalled: Option<&str>, placed: bool, published: Option<Published
         }),
         (None, _) => None,
     }
+}
+
+/// Returns the Event for a pool whose heat cannot be read.
+pub fn heat(pool: &SandboxWarmPool) -> Option<Note> {
+    let invalid = super::heat::of(pool)?.err()?;
+    Some(Note {
+        severity: Severity::Warning,
+        reason: event::INVALID_ANNOTATION,
+        message: format!("{invalid}; the default applies"),
+    })
 }
 
 /// Returns the Event for a template without any setting of Torpor's, in a cluster with a

@@ -11,8 +11,9 @@ use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxTemplate};
 
 use super::{
-    Error, member,
-    plan::{self, Action, NEXT_TURN, Observed, PRESSED_RETRY, Plan},
+    Error,
+    member::{self, Start},
+    plan::{self, Action, Creation, NEXT_TURN, Observed, PRESSED_RETRY, Plan},
 };
 use crate::{
     calls::{self, Answer},
@@ -51,9 +52,7 @@ pub(super) async fn apply(
     let Some(template) = &observed.template else {
         return Ok(again);
     };
-    let made = pass.each(&plan.create, |name| {
-        create(name, template, observed, context)
-    });
+    let made = pass.each(&plan.create, |new| create(new, template, observed, context));
     Ok(made.await?.or(again))
 }
 
@@ -124,7 +123,7 @@ async fn execute(
     let pool = &observed.pool;
     let namespace = &pool.namespace().unwrap_or_default();
     match step {
-        Action::Adopt { name, patch } => {
+        Action::Adopt { name, patch } | Action::Heat { name, patch } => {
             let api = context.api.in_advance(observed.advance);
             match api.patch::<Sandbox>(namespace, name, patch).await {
                 Ok(sandbox) => watches::sandbox_written(context, sandbox),
@@ -167,7 +166,7 @@ fn newer_or(error: calls::Error, changed: &AtomicBool) -> Result<(), Error> {
 }
 
 async fn create(
-    name: &str,
+    new: &Creation,
     template: &SandboxTemplate,
     observed: &Observed,
     context: &Context,
@@ -175,7 +174,13 @@ async fn create(
     let pool = &observed.pool;
     let namespace = &pool.namespace().unwrap_or_default();
     let uid = &pool.uid().unwrap_or_default();
-    let sandbox = member::sandbox(pool, template, name, observed.settings.eviction);
+    let Creation { name, asleep } = new;
+    let start = Start {
+        asleep: *asleep,
+        golden: observed.golden.sandbox(),
+        eviction: observed.settings.eviction,
+    };
+    let sandbox = member::sandbox(pool, template, name, start);
     context.pools.creating(uid, name);
     let api = context.api.in_advance(observed.advance);
     match api.create::<Sandbox>(namespace, sandbox).await {

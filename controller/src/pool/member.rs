@@ -36,6 +36,17 @@ pub fn name(pool: &str, salt: u64, number: usize) -> String {
     name
 }
 
+/// How a member starts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Start<'a> {
+    /// It sleeps until a claim takes it.
+    pub asleep: bool,
+    /// Golden Sandbox whose images it may start from.
+    pub golden: Option<&'a str>,
+    /// The autoscaler may evict it.
+    pub eviction: bool,
+}
+
 /// Returns the Sandbox to create.
 ///
 /// The name of its Pod is known and set here, so that it needs no write of its own. Permission for
@@ -45,7 +56,7 @@ pub fn sandbox(
     pool: &SandboxWarmPool,
     template: &SandboxTemplate,
     name: &str,
-    eviction: bool,
+    start: Start<'_>,
 ) -> Value {
     let spec = &template.spec;
     let mut on_sandbox = blueprint::sandbox_annotations(template);
@@ -54,8 +65,14 @@ pub fn sandbox(
         .pod_template
         .annotations()
         .is_some_and(|all| all.contains_key(annotations::SAFE_TO_EVICT));
-    if eviction && !decided {
+    if start.eviction && !decided {
         on_sandbox[annotations::SAFE_TO_EVICT] = "true".into();
+    }
+    if start.asleep {
+        on_sandbox[annotations::HIBERNATE] = "true".into();
+    }
+    if let Some(golden) = start.golden {
+        on_sandbox[annotations::GOLDEN_SANDBOX] = golden.into();
     }
     json!({
         "apiVersion": torpor_api::Sandbox::api_version(&()),

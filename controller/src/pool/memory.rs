@@ -34,6 +34,8 @@ struct Pool {
     held: BTreeMap<String, Option<Instant>>,
     /// Time since which no member is created because the template's NetworkPolicy is not in place.
     unisolated: Option<Instant>,
+    /// Time since which members are not created because there is no golden image.
+    awaits_golden: Option<Instant>,
     /// End of the delay after members have left.
     hold: Option<Instant>,
     tokens: Option<(f64, Instant)>,
@@ -71,6 +73,8 @@ pub struct Remembered {
     pub held: BTreeMap<String, Duration>,
     /// Time for which no member was created because the template's NetworkPolicy was not in place.
     pub unisolated: Duration,
+    /// Time for which members were not created because there was no golden image.
+    pub awaits_golden: Duration,
     /// Time for which no member is created.
     pub hold: Option<Duration>,
     /// Number of members that may be created now; `None`: no limit.
@@ -111,6 +115,7 @@ impl Memory {
                 .map(|(member, over)| (member.clone(), over.map(ago).unwrap_or_default()))
                 .collect(),
             unisolated: pool.unisolated.map(ago).unwrap_or_default(),
+            awaits_golden: pool.awaits_golden.map(ago).unwrap_or_default(),
             hold: pool
                 .hold
                 .and_then(|until| until.checked_duration_since(now)),
@@ -127,6 +132,13 @@ impl Memory {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
         pool.unisolated = waits.then(|| pool.unisolated.unwrap_or(now));
+    }
+
+    /// Records whether the last pass created fewer members because there is no golden image.
+    pub fn awaits_golden(&self, uid: &str, waits: bool, now: Instant) {
+        let mut all = self.lock();
+        let pool = all.entry(uid.to_owned()).or_default();
+        pool.awaits_golden = waits.then(|| pool.awaits_golden.unwrap_or(now));
     }
 
     /// Records a create before its call.

@@ -15,11 +15,13 @@ use torpor_api::{
 };
 
 use super::{
+    heat::{self, Demand},
     member::{self, owner_reference},
     memory::Remembered,
 };
 use crate::{
     blueprint::Blueprint,
+    golden::{Golden, plan::LIMIT as GOLDEN_LIMIT},
     network::Cidr,
     pace::Advance,
     sandbox::plan::is_name_taken,
@@ -58,6 +60,10 @@ pub struct Observed {
     pub pressed: bool,
     /// Urgency of new members.
     pub advance: Advance,
+    /// Members that claims took a while ago.
+    pub demand: Demand,
+    /// Golden images of the template.
+    pub golden: Golden,
     pub settings: PoolSettings,
 }
 
@@ -68,6 +74,11 @@ pub enum Action {
         name: String,
         patch: Value,
     },
+    /// Wakes a member, or puts it to sleep.
+    Heat {
+        name: String,
+        patch: Value,
+    },
     Delete {
         name: String,
         uid: String,
@@ -75,13 +86,21 @@ pub enum Action {
     },
 }
 
+/// Member to create.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Creation {
+    pub name: String,
+    /// It sleeps until a claim takes it.
+    pub asleep: bool,
+}
+
 /// Steps for the pool, and the facts for its status.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// Steps executed concurrently, before any member is created.
     pub steps: Vec<Action>,
-    /// Names of the members to create, in order; creates without an answer come first.
-    pub create: Vec<String>,
+    /// Members to create, in order; creates without an answer come first.
+    pub create: Vec<Creation>,
     /// Number of missing members, whether they are created now or later.
     pub missing: usize,
     /// UIDs of the members that are kept after their grace period.
@@ -91,6 +110,8 @@ pub struct Plan {
     /// True if members are missing and none is created before the template's NetworkPolicy is in
     /// place.
     pub unisolated: bool,
+    /// True if members are not created before there is a golden image.
+    pub awaits_golden: bool,
     /// True if the pool has all members, each with a Pod on a node.
     pub placed: bool,
     pub requeue: Option<Duration>,
@@ -161,7 +182,11 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
     // a moment.
     let there = observed.members.len() + adopted + unseen.len();
     plan.missing = wanted.saturating_sub(there);
-    plan_creates(&mut plan, observed, remembered);
+    await_golden(&mut plan, observed, there);
+    let awake = keep.iter().filter(|member| !heat::is_asleep(member));
+    let awake = awake.count() + adopted + unseen.len();
+    plan_creates(&mut plan, observed, remembered, awake);
+    heat::plan(&mut plan, observed, &keep);
     plan_next_pass(&mut plan, &keep, observed, now);
     plan.placed = keep.len() >= wanted && keep.iter().all(|member| is_placed(member));
     plan
@@ -341,7 +366,32 @@ fn worst(mut members: Vec<&Arc<Sandbox>>, count: usize) -> Vec<&Arc<Sandbox>> {
     members
 }
 
-fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
+/// Limits the members of a pool whose template has no golden image yet to those that are to run.
+/// The others would start cold, each with the whole cost of that.
+fn await_golden(plan: &mut Plan, observed: &Observed, there: usize) {
+    let Golden::Preparing(golden) = &observed.golden else {
+        return;
+    };
+    let now = plan.missing.min(heat::hot(observed).saturating_sub(there));
+    if now == plan.missing {
+        return;
+    }
+    plan.awaits_golden = true;
+    let waited = observed.remembered.awaits_golden;
+    let left = GOLDEN_LIMIT.saturating_sub(waited);
+    if left.is_zero() {
+        plan.stalled = Some(format!(
+            "There is no golden image after {} minutes, and members start cold: see the Events of the SandboxTemplate and Sandbox {golden:?}",
+            GOLDEN_LIMIT.as_secs() / 60
+        ));
+        return;
+    }
+    plan.missing = now;
+    plan.requeue = Some(left);
+}
+
+/// `awake`: members that run, or may.
+fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered, awake: usize) {
     let Some(template) = observed.template.as_deref() else {
         wait_for_template(plan, &observed.pool);
         return;
@@ -354,7 +404,9 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
         }
     }
     // Creates without an answer: the same name again creates the same object.
-    plan.create = remembered.uncertain.iter().cloned().collect();
+    let asleep = heat::hot(observed) == 0;
+    let again = remembered.uncertain.iter().cloned();
+    plan.create = again.map(|name| Creation { name, asleep }).collect();
     if plan.missing == 0 {
         return;
     }
@@ -372,8 +424,12 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered) {
         plan.requeue = remembered.next_token.or(Some(Duration::from_millis(1)));
     }
     let pool = observed.pool.name_any();
-    let names = (0..now).map(|number| member::name(&pool, remembered.salt, number));
-    plan.create.extend(names);
+    let asleep = heat::begins_asleep(observed, awake, now);
+    let new = asleep.into_iter().enumerate().map(|(number, asleep)| {
+        let name = member::name(&pool, remembered.salt, number);
+        Creation { name, asleep }
+    });
+    plan.create.extend(new);
 }
 
 /// Plans for a pool without its template: it keeps its members and creates none, and its user is

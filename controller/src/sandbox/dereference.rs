@@ -16,6 +16,7 @@ use torpor_api::{
 
 use crate::{
     calls::{self, Apiserver},
+    golden::images::{self, Images},
     pod_snapshot::newest,
     saved_pod,
     watches::Caches,
@@ -53,6 +54,8 @@ pub struct Observed {
     pub snapshot_class: Option<Arc<SnapshotClass>>,
     /// Name of the newest available PodSnapshot of the Sandbox.
     pub pod_snapshot: Option<String>,
+    /// Golden images that a new Pod of an unclaimed member may start from.
+    pub golden: Option<Images>,
     /// Image of the sandbox runtime, if the controller was given one.
     pub runtime_image: Option<Arc<str>>,
 }
@@ -154,6 +157,9 @@ pub async fn dereference(
     for snapshot in caches.snapshots.indexed(&namespace, &name) {
         observed.learn(Fact::Snapshot(snapshot));
     }
+    let golden = sandbox.annotations().get(annotations::GOLDEN_SANDBOX);
+    let golden = golden.map(|golden| caches.snapshots.indexed(&namespace, golden));
+    observed.golden = golden.and_then(|snapshots| images::of(&snapshots));
     gather_memory(&mut observed, caches, api).await?;
     Ok(observed)
 }

@@ -11,6 +11,7 @@ use torpor_api::{
 };
 
 use super::{dereference::claim_name, metadata, validate::owner_reference};
+use crate::golden::images::Images;
 
 pub mod inject;
 mod net_raw;
@@ -130,11 +131,20 @@ pub fn default_container(sandbox: &Sandbox) -> Option<String> {
     named.or_else(|| first().map(str::to_owned))
 }
 
+/// Source of the memory of a new Pod.
+#[derive(Clone, Copy, Debug)]
+pub enum Start<'a> {
+    Cold,
+    Memory(&'a Memory),
+    /// The golden image of its node; cold on a node that has none.
+    Golden(&'a Images),
+}
+
 /// Returns the Pod to create. `runtime` is the image of the sandbox runtime, if it is injected.
 pub fn pod(
     sandbox: &Sandbox,
     torpor_annotations: &[(&str, String)],
-    memory: Option<&Memory>,
+    start: Start<'_>,
     runtime: Option<&str>,
 ) -> Result<Value, inject::Error> {
     let name = sandbox.name_any();
@@ -147,9 +157,13 @@ pub fn pod(
     let mut spec = sandbox.spec.pod_template.spec.json().clone();
     mount_claims(&mut spec, sandbox);
     if let Some(image) = runtime {
-        inject::inject(&mut spec, image, memory.is_none())?;
+        inject::inject(&mut spec, image, !matches!(start, Start::Memory(_)))?;
     }
-    if let Some(memory) = memory {
+    if let Start::Golden(golden) = start {
+        on_pod.insert(annotations::GOLDEN_IMAGES.to_owned(), golden.ids.join(","));
+        start_from(&mut spec, golden);
+    }
+    if let Start::Memory(memory) = start {
         on_pod.insert(
             annotations::RESTORE_IMAGE.to_owned(),
             memory.image_id.clone(),
@@ -282,6 +296,26 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
     }
 }
 
+/// Sets the container images of the golden image, and prefers the nodes that hold it.
+fn start_from(spec: &mut Map<String, Value>, golden: &Images) {
+    for node in &golden.nodes {
+        prefer_node(spec, node);
+    }
+    for list in ["containers", "initContainers"] {
+        let all = spec.get_mut(list).and_then(Value::as_array_mut);
+        for container in all.into_iter().flatten() {
+            let name = container["name"].as_str().unwrap_or_default();
+            let Some(image) = golden.containers.get(name) else {
+                continue;
+            };
+            container["image"] = image_reference(image).into();
+            if container["imagePullPolicy"] != "Never" {
+                container["imagePullPolicy"] = "IfNotPresent".into();
+            }
+        }
+    }
+}
+
 /// Removes the postStart hook, and the startup probe of a sidecar, for which the kubelet waits
 /// before it starts the next container.
 fn remove_start_steps(container: &mut Value, is_sidecar: bool) {
@@ -309,7 +343,7 @@ fn image_reference(image_id: &str) -> String {
 ///
 /// Terms are alternatives, and a field has one value in Kubernetes. So each term of the template
 /// becomes one term for each node.
-fn require_nodes(spec: &mut Map<String, Value>, nodes: &[String]) {
+pub(crate) fn require_nodes(spec: &mut Map<String, Value>, nodes: &[String]) {
     let node_affinity = object(object(spec, "affinity"), "nodeAffinity");
     let required = object(
         node_affinity,

@@ -22,6 +22,7 @@ use crate::{
     candidates::pool_of,
     claim::binding::{committed_name, owns},
     context::Context,
+    golden,
     network::default_policy::{self, Isolation},
     template::plan::template_of_policy,
 };
@@ -145,6 +146,15 @@ pub(super) fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
         } else if controller_of(sandbox).is_none() {
             queue_pools_of_orphan(context, sandbox, &namespace);
         }
+    }
+    if let Some(sandbox) = after.or(before) {
+        golden::changed(context, sandbox);
+    }
+    let node = |sandbox: Option<&Sandbox>| Some(sandbox?.status.as_ref()?.node_name.clone());
+    if let Some(member) = after.filter(|member| pool_of(member).is_some())
+        && node(before) != node(after)
+    {
+        golden::member_placed(context, member);
     }
 }
 

@@ -9,6 +9,7 @@ mod elsewhere;
 mod evicted;
 mod expiry;
 mod fairness;
+mod golden;
 mod injection;
 mod lifecycle;
 mod memory;

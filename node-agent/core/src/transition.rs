@@ -13,12 +13,16 @@
 //! | [`wake_up`] | dozing or hibernated | running, for a caller that needs the sandbox |
 //! | [`stay_in_image`] | paused with an image | hibernated |
 //! | [`restore`], [`restore_planned`] | an image | running, with the ledger's entries around it |
+//! | [`rest`] | a new sandbox | hibernated, without ever having run |
 //! | [`before_signal`] | any | as a container that receives a signal needs it |
 //! | [`settle`] | a wake that was cut off | running, if the ledger says so |
 //! | [`source`] | a new sandbox | whether it starts cold or from an image |
+//! | [`rests`] | a new sandbox with an image | whether it sleeps on or runs |
 //!
 //! Facts are methods and no fields: reading one takes a part of a millisecond, and a wake reads
 //! only those that its decision depends on.
+
+use serde::{Deserialize, Serialize};
 
 use crate::ids::ImageId;
 use crate::ledger::{Entry, LedgerState, Memory};
@@ -28,10 +32,23 @@ use crate::ledger::{Entry, LedgerState, Memory};
 pub enum Recorded {
     /// gVisor runs it or holds it paused. If gVisor does neither, it crashed.
     Running,
-    /// No process is left, and `image` is its memory.
-    Hibernated { image: ImageId },
+    /// There is no process, and `image` is its memory. `unstarted`: the sandbox has not run since
+    /// it was made.
+    Hibernated {
+        image: ImageId,
+        unstarted: Option<Origin>,
+    },
     /// A new sandbox waits for the rest of the containers in `image`.
     Restoring,
+}
+
+/// Origin of the image in which a sandbox has slept since it was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Origin {
+    /// A golden image. The Pod has done nothing yet, so that a cold start loses nothing.
+    Golden,
+    /// An image of the Pod itself, whose earlier sandbox a reboot or the death of its shim ended.
+    Own,
 }
 
 /// Why a sandbox has processes that do not run.
@@ -132,6 +149,17 @@ pub trait Sandbox: Paused {
 
     /// Records that the sandbox sleeps in `image`, then ends its processes. Twice does no harm.
     fn end(&self, image: &ImageId) -> Result<(), Self::Error>;
+
+    /// Makes an image of this Pod with the content of another Pod's image; returns its id. Twice
+    /// does no harm.
+    fn copy(&self, image: &ImageId) -> Result<ImageId, Self::Error>;
+
+    /// Records that the new sandbox sleeps in `image`, and has its keepers watch for callers.
+    fn sleep_unstarted(&self, image: &ImageId, origin: Origin) -> Result<(), Self::Error>;
+
+    /// Records that the Pod starts cold because `image` cannot be restored, and ends the sandbox:
+    /// the kubelet makes another.
+    fn start_cold(&self, image: &ImageId, error: &Self::Error) -> Result<(), Self::Error>;
 
     /// Marks another Pod's image as this Pod's. Twice does no harm.
     fn take(&self, image: &ImageId) -> Result<(), Self::Error>;
@@ -346,11 +374,75 @@ pub fn wake<S: Sandbox>(sandbox: &S) -> Result<bool, S::Error> {
     match settle(sandbox)? {
         Recorded::Running => Ok(false),
         Recorded::Restoring => Err(S::refuse(Refusal::Restoring)),
-        Recorded::Hibernated { image } => {
+        Recorded::Hibernated { image, unstarted } => {
             ensure_stays(sandbox)?;
             ensure_held_open(sandbox)?;
-            restore(sandbox, &image, Place::Here).map(|()| true)
+            let place = match unstarted {
+                None => Place::Here,
+                Some(_) => Place::Anew {
+                    takes: false,
+                    tries_again: true,
+                },
+            };
+            let restored = restore(sandbox, &image, place);
+            or_start_cold(sandbox, &image, unstarted, restored).map(|()| true)
         }
+    }
+}
+
+/// Has a Pod start cold whose golden image cannot be restored. Returns the error of the restore.
+fn or_start_cold<S: Sandbox>(
+    sandbox: &S,
+    image: &ImageId,
+    unstarted: Option<Origin>,
+    restored: Result<(), S::Error>,
+) -> Result<(), S::Error> {
+    if let Err(error) = &restored
+        && unstarted == Some(Origin::Golden)
+    {
+        sandbox.start_cold(image, error)?;
+    }
+    restored
+}
+
+/// Lets a new sandbox sleep in its image, without a process. Its first wake prepares it as a
+/// restore in a new place does.
+pub fn rest<S: Sandbox>(sandbox: &S, image: &ImageId, origin: Origin) -> Result<(), S::Error> {
+    let image = match origin {
+        Origin::Own => image.clone(),
+        Origin::Golden => {
+            let image = sandbox.copy(image)?;
+            sandbox.append(&Entry::Committed {
+                image: image.clone(),
+            })?;
+            image
+        }
+    };
+    sandbox.append(&Entry::Asleep {
+        image: image.clone(),
+        by_itself: false,
+    })?;
+    sandbox.report()?;
+    sandbox.sleep_unstarted(&image, origin)
+}
+
+/// Decides whether a new sandbox sleeps on in its image, because its Pod is requested to sleep
+/// (`asleep`). `own`: the image is the Pod's. `golden`: the image is a golden one. Any other image
+/// is restored first, and saved.
+pub fn rests(
+    ledger: &LedgerState,
+    image: &ImageId,
+    own: bool,
+    golden: bool,
+    asleep: bool,
+) -> Option<Origin> {
+    // A way back to an older image is gone to its end first.
+    let is_memory = ledger.memory.image() == Some(image) && !ledger.was_left(image);
+    match (asleep, own, golden) {
+        (false, ..) => None,
+        (true, true, _) => is_memory.then_some(Origin::Own),
+        (true, false, true) => Some(Origin::Golden),
+        (true, false, false) => None,
     }
 }
 
@@ -446,13 +538,21 @@ pub fn restore<S: Sandbox>(sandbox: &S, image: &ImageId, place: Place) -> Result
 /// appends the entry of a failure.
 pub fn restore_planned<S: Sandbox>(sandbox: &S, image: &ImageId) -> Result<(), S::Error> {
     ensure_held_open(sandbox)?;
+    let unstarted = match sandbox.recorded()? {
+        Recorded::Hibernated { unstarted, .. } => unstarted,
+        Recorded::Running | Recorded::Restoring => None,
+    };
     sandbox.open(image)?;
     let waking = sandbox.ledger()?.seq;
-    let awake = |_: &dyn Fn()| {
+    let awake = |release: &dyn Fn()| {
         ensure_held_open(sandbox)?;
+        if unstarted.is_some() {
+            sandbox.renew(release)?;
+        }
         sandbox.append_at(waking, &Entry::Awake)
     };
-    sandbox.restore(image, &awake)
+    let restored = sandbox.restore(image, &awake);
+    or_start_cold(sandbox, image, unstarted, restored)
 }
 
 /// How a container receives a signal.

@@ -460,6 +460,11 @@ impl Records {
         }
     }
 
+    /// Reports whether the agent has recorded the kubelet's probes.
+    pub fn has_probes(&self, sandbox: &SandboxId) -> bool {
+        self.pod_dir(sandbox).join("probes.json").exists()
+    }
+
     /// Reads the kubelet's probes; none until the agent has recorded them.
     pub fn probes(&self, sandbox: &SandboxId) -> Result<Probes, Error> {
         let noted = read_if_there(&self.pod_dir(sandbox).join("probes.json"))?;

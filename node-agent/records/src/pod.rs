@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use torpor_core::RolledBack;
 use torpor_core::ids::{ContainerId, ImageId, Namespace, PodUid, SandboxId};
+use torpor_core::transition::Origin;
 use torpor_snapshots::Digest;
 
 use crate::volumes::SandboxVolume;
@@ -113,8 +114,13 @@ mod role {
 pub enum SandboxState {
     /// gVisor runs the sandbox or holds it paused. If gVisor does neither, the sandbox crashed.
     Running,
-    /// The image is the sandbox. No process of it is left; the shim stays.
-    Hibernated { image: ImageId },
+    /// The image is the sandbox. There is no process of it; the shim stays.
+    Hibernated {
+        image: ImageId,
+        /// Present if the sandbox has not run since it was made.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        unstarted: Option<Origin>,
+    },
     /// A new Pod continues `image`. No program runs before every container of the image has been
     /// started.
     Restoring {

@@ -122,6 +122,7 @@ impl Records {
         let since = self.asleep_since(sandbox);
         let state = SandboxState::Hibernated {
             image: image.clone(),
+            unstarted: None,
         };
         write_json_as_of(&self.pod_dir(sandbox).join("state.json"), &state, since)
     }

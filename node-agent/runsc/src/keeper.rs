@@ -71,6 +71,9 @@ pub enum Request {
     /// As [`Request::Hold`], and the sandbox sleeps from now on: it is paused, and its processes
     /// still exist.
     Watch(Rules),
+    /// As [`Request::Hold`], by the rules that the keeper got last, and the sandbox sleeps: it has
+    /// no process, and had none since it was made.
+    Hibernated,
     /// Answer the pod's probes and never wake the sandbox: it is paused for as long as its user
     /// wishes, and its memory is in no image. Other packets reach its network stack, which runs.
     Freeze(Rules),

@@ -39,7 +39,7 @@ mod sandbox;
 pub mod transitions;
 mod via_runsc;
 
-use annotations::{ON_CRASH, RESTORE_COPY, RESTORE_DIGEST, RESTORE_IMAGE};
+use annotations::{Given, ON_CRASH, RESTORE_DIGEST};
 pub use end::end;
 use failure::{fail, give_up};
 use known::is_complete;
@@ -63,15 +63,12 @@ fn last_image(store: &Store, pod: &PodRecord) -> anyhow::Result<Option<ImageId>>
 /// restore that cannot succeed fails before it has begun. The verification takes much processor
 /// time, which counts for the pod: the caller is in the pod's cgroup.
 pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<SandboxState> {
-    let given = spec
-        .annotation(RESTORE_IMAGE)
-        .map(ImageId::parse)
-        .transpose()?;
-    let was_restored = given.is_some();
-    let copy = spec.annotation(RESTORE_COPY) == Some("true");
     let store = node.store()?;
+    let given = Given::of(spec, &store, pod)?;
+    let was_restored = given.image.is_some();
     let ledger = store.ledger(&pod.pod_uid)?;
-    let not_fetched = match given.as_ref().zip(spec.annotation(RESTORE_DIGEST)) {
+    let digest = spec.annotation(RESTORE_DIGEST);
+    let not_fetched = match given.image.as_ref().zip(digest) {
         // A Pod that has a ledger has begun before, with the image or without it.
         Some((image, _)) if ledger.read()?.seq == 0 => fetched::wait(node, &store, pod, image)?,
         _ => None,
@@ -85,7 +82,14 @@ pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<Sandbo
     let ledger_state = ledger.read()?;
     // The node's own build is for a cold start. An image is restored by the build that made it.
     let own_build = node.config.admit_runsc(&pod.runsc_digest);
-    let state = match source(&ledger_state, is_held, given, copy, last) {
+    let Given {
+        image,
+        copy,
+        golden,
+    } = given;
+    let starts_cold =
+        |image: &ImageId| pod.cold_start_on_failure || golden && image.pod() != &pod.pod_uid;
+    let state = match source(&ledger_state, is_held, image, copy, last) {
         Source::Cold => {
             own_build?;
             if ledger_state.seq > 0 {
@@ -100,9 +104,12 @@ pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<Sandbo
                 return Err(refusal.into());
             }
             // The verification hashes the image on all processors.
+            let own = image.pod() == &pod.pod_uid;
+            let asleep = annotations::is_to_sleep(spec);
+            let sleeps = transition::rests(&ledger_state, &image, own, golden, asleep).is_some();
             let fits = || match not_fetched {
                 Some(refusal) => Err(refusal),
-                None => admit(node, &store, pod, &image, copy),
+                None => admit(node, &store, pod, &image, copy, sleeps),
             };
             match quotas::without_quotas(node, pod, fits)? {
                 Ok(build) => {
@@ -112,7 +119,7 @@ pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<Sandbo
                         started: Vec::new(),
                     }
                 }
-                Err(refusal) if pod.cold_start_on_failure => {
+                Err(refusal) if starts_cold(&image) => {
                     own_build?;
                     give_up(node, pod, &ledger, &image, refusal)?;
                     SandboxState::Running
@@ -209,12 +216,14 @@ fn ensure_given_back(
 }
 
 /// Checks that the image may and can be restored here; returns the build of runsc that restores it.
+/// `sleeps`: the sandbox sleeps on in the image, whose bytes are verified when it wakes.
 fn admit(
     node: &Node,
     store: &Store,
     pod: &PodRecord,
     image_id: &ImageId,
     copy: bool,
+    sleeps: bool,
 ) -> Result<Build, Refusal> {
     let image = store.image(&pod.namespace, image_id)?;
     if !copy
@@ -241,7 +250,10 @@ fn admit(
         here.runsc_digest.clone_from(made_by);
     }
     image.manifest().fingerprint.fits(&here)?;
-    image.verify()?;
+    match sleeps {
+        true => image.verify_sizes()?,
+        false => image.verify()?,
+    }
     let path = build.unwrap_or_else(|| node.config.runsc.clone());
     Ok(Build {
         path,
@@ -282,7 +294,7 @@ fn refuse_outdated(
 /// being restored: the kubelet recreates a container whose keeper has ended.
 pub fn join(node: &Node, sandbox: &SandboxId) -> anyhow::Result<SandboxState> {
     let state = node.records.state(sandbox)?;
-    let SandboxState::Hibernated { image } = state else {
+    let SandboxState::Hibernated { image, .. } = state else {
         return Ok(state);
     };
     ensure_stays(node, sandbox)?;
@@ -334,18 +346,27 @@ pub fn container_started(
     }
     let ledger = store.ledger(&pod.pod_uid)?;
     let rolls_back = ledger.read()?.was_left(image);
-    let takes = image.pod() != &pod.pod_uid && !is_copy(node, pod)?;
+    let spec = Spec(node.records.spec(&pod.sandbox.clone().into())?);
+    let own = image.pod() == &pod.pod_uid;
+    let golden = !own && annotations::is_golden(&spec, image);
     let pause = node.records.container_dir(&pod.sandbox.clone().into());
-    sandbox::hold_packets(pod, &pause);
     let report = RestoreReport::Restored {
         image: image.clone(),
         rolled_back: rolls_back.then(|| rolled_back(opened.manifest())),
     };
+    let sandbox = NodeSandbox::anew(node, pod, opened, parts, report);
+    let asleep = annotations::is_to_sleep(&spec);
+    if let Some(origin) = transition::rests(&ledger.read()?, image, own, golden, asleep) {
+        return match transition::rest(&sandbox, image, origin) {
+            Ok(()) => Ok(()),
+            Err(error) => Err(fail(node, pod, image, refusal_of(&error))?),
+        };
+    }
+    sandbox::hold_packets(pod, &pause);
     let place = Place::Anew {
-        takes,
+        takes: !own && !annotations::is_copy(&spec, image),
         tries_again: !pod.cold_start_on_failure,
     };
-    let sandbox = NodeSandbox::anew(node, pod, opened, parts, report);
     match transition::restore(&sandbox, image, place) {
         Ok(()) => {
             // The sandbox runs. A failure to record its stages is no failure of the restore.
@@ -356,12 +377,15 @@ pub fn container_started(
         Err(error) => {
             // A keeper that has ended holds no packets.
             let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
-            let refusal = Refusal {
-                reason: reason_of(&error),
-                message: format!("{error:#}; the restore is tried again"),
-            };
-            Err(fail(node, pod, image, refusal)?)
+            Err(fail(node, pod, image, refusal_of(&error))?)
         }
+    }
+}
+
+fn refusal_of(error: &anyhow::Error) -> Refusal {
+    Refusal {
+        reason: reason_of(error),
+        message: format!("{error:#}; the restore is tried again"),
     }
 }
 
@@ -372,12 +396,6 @@ fn rolled_back(manifest: &Manifest) -> RolledBack {
         // The age is 0 after a clock that was set back.
         age: age.try_into().unwrap_or_default(),
     }
-}
-
-/// Reports whether the user requested the image by name, by the pause container's spec.
-fn is_copy(node: &Node, pod: &PodRecord) -> anyhow::Result<bool> {
-    let spec = node.records.spec(&pod.sandbox.clone().into())?;
-    Ok(Spec(spec).annotation(RESTORE_COPY) == Some("true"))
 }
 
 /// Command of the agent: restores a hibernated sandbox in place. Standard input holds the lock. The

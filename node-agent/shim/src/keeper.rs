@@ -78,6 +78,8 @@ struct Keeper<'a> {
     loopback: Option<Loopback>,
     /// Present while the pod's sandbox is saved, sleeps and wakes.
     watch: Option<Watch>,
+    /// The rules that the agent has sent last.
+    rules: Rules,
     /// An event was handled since the keeper gave the shim's memory back.
     was_active: bool,
     /// Present while the pod's limit of memory may be raised because of a wake.
@@ -155,6 +157,7 @@ impl<'a> Keeper<'a> {
             children: Children::default(),
             loopback,
             watch: None,
+            rules: Rules::default(),
             was_active: true,
             memory_room: None,
         }

@@ -279,7 +279,8 @@ pub(crate) fn names(dir: BorrowedFd<'_>, path: &Path) -> Result<Vec<String>, Pat
     Ok(names)
 }
 
-/// Returns the size of the plain files in a directory, in bytes.
+/// Returns the size of the plain files in a directory, in bytes. Directories that share a file by
+/// links each have an equal part of its size.
 pub(crate) fn size(dir: BorrowedFd<'_>, path: &Path) -> Result<u64, PathError> {
     let mut sum = 0_u64;
     for name in names(dir, path)? {
@@ -287,7 +288,8 @@ pub(crate) fn size(dir: BorrowedFd<'_>, path: &Path) -> Result<u64, PathError> {
         if let Ok(stat) = rustix::fs::statat(dir, name.as_str(), AtFlags::SYMLINK_NOFOLLOW)
             && FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
         {
-            sum = sum.saturating_add(u64::try_from(stat.st_size).unwrap_or(0));
+            let size = u64::try_from(stat.st_size).unwrap_or(0);
+            sum = sum.saturating_add(size / stat.st_nlink.max(1));
         }
     }
     Ok(sum)

@@ -4,6 +4,7 @@
 //! durable. Another rename ends the image before its first byte is removed. A crash therefore
 //! leaves a whole image, or a directory whose name marks it for removal.
 
+mod copy;
 mod error;
 mod image;
 mod marker;

@@ -11,7 +11,7 @@ use std::process::Command;
 
 use agent::{Agent, pod, snapshot};
 use common::*;
-use torpor_core::{Entry, ImageState, LedgerState, Memory, PodUid, ledger};
+use torpor_core::{Entry, ImageId, ImageState, LedgerState, Memory, PodUid, ledger};
 use torpor_snapshots::{Store, failpoint};
 
 const ROOT: &str = "TORPOR_TEST_ROOT";
@@ -26,6 +26,49 @@ fn child() {
     if let Some(root) = std::env::var_os(ROOT) {
         lead(&Store::open(root).unwrap());
     }
+}
+
+/// Runs in the child process only.
+#[test]
+fn copying_child() {
+    if let Some(root) = std::env::var_os(ROOT) {
+        copy(&Store::open(root).unwrap());
+    }
+}
+
+fn copied() -> ImageId {
+    ImageId::parse("pod-b.1").unwrap()
+}
+
+/// Copies the image to another Pod.
+fn copy(store: &Store) {
+    let copied = store.copy_image(&namespace(), &image(1), &copied(), "b");
+    copied.unwrap();
+}
+
+#[test]
+fn a_copy_that_was_cut_off_is_made_again_and_the_original_is_whole() {
+    let points = failpoint::ALL.iter();
+    let of_copy = |point: &&&str| point.starts_with("begin:") || point.starts_with("commit:");
+    let mut deaths = 0;
+    for point in points.filter(of_copy) {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        save(&store, 1).unwrap();
+        deaths += u32::from(child_dies_at(
+            "copying_child",
+            &format!("{point}#1"),
+            dir.path(),
+        ));
+        for _ in 0..2 {
+            copy(&store);
+        }
+        for id in [image(1), copied()] {
+            store.image(&namespace(), &id).unwrap().verify().unwrap();
+        }
+        assert_eq!(store.list().unwrap().len(), 2, "{point}");
+    }
+    assert!(deaths >= 4, "{deaths} deaths");
 }
 
 /// Does all that the agent does with an image, from its save to its removal.
@@ -134,9 +177,14 @@ fn at_each_death(mut check: impl FnMut(&str, &Path)) {
 
 /// Reports whether the child died at the failpoint.
 fn dies_at(point: &str, root: &Path) -> bool {
+    child_dies_at("child", point, root)
+}
+
+/// Runs this test in a child; reports whether the child died at the failpoint.
+fn child_dies_at(test: &str, point: &str, root: &Path) -> bool {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
-        .args(["--exact", "child"])
+        .args(["--exact", test])
         .env(ROOT, root)
         .env(failpoint::VARIABLE, point);
     let output = command.output().unwrap();

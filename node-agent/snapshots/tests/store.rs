@@ -7,7 +7,7 @@ use std::io::Read;
 use std::os::unix::fs::{PermissionsExt, symlink};
 
 use common::*;
-use torpor_core::{ImageState, PodUid};
+use torpor_core::{ImageId, ImageState, PodUid};
 use torpor_snapshots::{
     Capacity, Consumption, ContainerSpecDigest, ImageError, Removed, SaveError, SavedName, Store,
 };
@@ -51,6 +51,48 @@ fn what_was_committed_is_found_again_whole() {
     assert_eq!(again.list_pod(&pod(POD)).unwrap(), listed);
     assert_eq!(again.list_pod(&pod("other")).unwrap(), []);
     assert_eq!(again.pods().unwrap(), [pod(POD)].into());
+}
+
+#[test]
+fn a_copy_shares_the_bytes_of_its_image_and_stays_when_that_is_removed() {
+    let (_dir, store) = store();
+    let size = save(&store, 1).unwrap().size;
+    let copies: Vec<_> = (0..3)
+        .map(|n| ImageId::parse(&format!("pod-{n}.1")).unwrap())
+        .collect();
+    for copy in &copies {
+        store
+            .copy_image(&namespace(), &image(1), copy, "b")
+            .unwrap();
+    }
+    let all = store.list().unwrap();
+    let sum: u64 = all.iter().map(|listed| listed.size).sum();
+    assert_eq!(all.len(), 4);
+    assert!(sum < size + 4 * 4096, "{sum} bytes for {size}");
+    assert!(all.iter().all(|listed| listed.size < size / 3));
+    store.remove_image(&namespace(), &image(1)).unwrap();
+    for copy in &copies {
+        let found = store.image(&namespace(), copy).unwrap();
+        found.verify().unwrap();
+        assert_eq!(found.manifest().parent, Some(image(1)));
+        assert_eq!(found.manifest().pod_uid, *copy.pod());
+    }
+}
+
+#[test]
+fn a_copy_is_made_of_a_whole_image_and_replaces_no_other() {
+    let (dir, store) = store();
+    let copy = ImageId::parse("pod-b.1").unwrap();
+    let copy_of = |number| store.copy_image(&namespace(), &image(number), &copy, "b");
+    assert!(matches!(copy_of(1), Err(SaveError::NotGood { .. })));
+    save(&store, 1).unwrap();
+    save(&store, 2).unwrap();
+    copy_of(1).unwrap();
+    assert!(matches!(copy_of(2), Err(SaveError::Exists { .. })));
+    store.remove_image(&namespace(), &copy).unwrap();
+    fs::remove_file(image_dir(dir.path(), 2).join(FILES[0].0)).unwrap();
+    assert!(matches!(copy_of(2), Err(SaveError::NotGood { .. })));
+    assert_eq!(store.list_pod(copy.pod()).unwrap(), []);
 }
 
 #[test]

@@ -24,7 +24,7 @@ pub(crate) fn observe(
 ) -> Observed {
     let state = record.and_then(|record| node.records.state(&record.sandbox).ok());
     let hibernated = match &state {
-        Some(SandboxState::Hibernated { image }) => Some(Record {
+        Some(SandboxState::Hibernated { image, .. }) => Some(Record {
             image: image.clone(),
         }),
         _ => None,

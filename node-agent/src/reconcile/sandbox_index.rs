@@ -85,7 +85,9 @@ impl SandboxIndex {
                     images.insert(image);
                 }
                 Ok(SandboxState::Running) => entry.settled = true,
-                Ok(SandboxState::Hibernated { image }) => entry.settled = image.pod() == &entry.pod,
+                Ok(SandboxState::Hibernated { image, .. }) => {
+                    entry.settled = image.pod() == &entry.pod
+                }
                 Ok(SandboxState::Restoring { .. }) | Err(_) => {}
             }
         }
@@ -211,6 +213,7 @@ pub(crate) mod tests {
         for _ in 0..2 {
             let asleep = SandboxState::Hibernated {
                 image: image("pod-1"),
+                unstarted: None,
             };
             set(&own, &asleep);
             assert_eq!(of("pod-1"), BTreeSet::new());

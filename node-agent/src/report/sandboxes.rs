@@ -198,7 +198,7 @@ impl Sandboxes {
 fn asleep_in(node: &Node, pod: &PodRecord, images: &[Listed]) -> Option<ImageId> {
     let records = &node.records;
     match records.state(&pod.sandbox).ok()? {
-        SandboxState::Hibernated { image } => Some(image),
+        SandboxState::Hibernated { image, .. } => Some(image),
         SandboxState::Running if records.is_noted_paused(&pod.sandbox) => {
             let doze = records.doze(&pod.sandbox).ok().flatten();
             doze.filter(|doze| doze.reclaimed)?;

@@ -167,7 +167,10 @@ mod tests {
             image: image(),
             started: Vec::new(),
         };
-        let hibernated = SandboxState::Hibernated { image: image() };
+        let hibernated = SandboxState::Hibernated {
+            image: image(),
+            unstarted: None,
+        };
         let at = |seq, memory| LedgerState {
             seq,
             memory,

@@ -4,24 +4,15 @@ use anyhow::Context;
 use k8s_openapi::api::autoscaling::v2::HorizontalPodAutoscaler;
 use kube::ResourceExt;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
-use serde_json::{Value, json};
+use serde_json::json;
 use torpor_api::annotations::{CONTROLLER_FIRST_OBSERVED_AT, SANDBOX_NAME};
-use torpor_api::conditions::find;
 use torpor_api::{SandboxClaim, SandboxWarmPool};
 use torpor_tests::case::{Case, case, uid};
 use torpor_tests::pods::{COUNT, pod_spec, shell};
+use torpor_tests::pools::extension;
 use torpor_tests::sandboxes::LIMIT;
 use torpor_tests::sleep::restarts;
 use torpor_tests::wait;
-
-fn extension(kind: &str, name: &str, spec: Value) -> Value {
-    json!({
-        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
-        "kind": kind,
-        "metadata": { "name": name },
-        "spec": spec,
-    })
-}
 
 /// Creates a template, and a pool with `replicas` members of it.
 async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
@@ -31,39 +22,7 @@ async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
         .await?;
     let pool = json!({ "replicas": replicas, "sandboxTemplateRef": { "name": "t" } });
     case.create(extension("SandboxWarmPool", "w", pool)).await?;
-    pool_is_ready(case, replicas).await
-}
-
-async fn pool_is_ready(case: &Case, replicas: u32) -> anyhow::Result<()> {
-    let pools = case.api::<SandboxWarmPool>();
-    let words = "the pool is full and ready";
-    wait::object(pools, "w", words, LIMIT, |found| {
-        let status = found.and_then(|pool| pool.status).unwrap_or_default();
-        let ready = status.ready_replicas.unwrap_or(0);
-        if i64::from(ready) == i64::from(replicas) && status.replicas == status.ready_replicas {
-            Ok(())
-        } else {
-            Err(format!("{status:?}"))
-        }
-    })
-    .await
-}
-
-/// Claims from the pool; returns the name of the Sandbox that the claim got.
-async fn claim(case: &Case, name: &str) -> anyhow::Result<String> {
-    let spec =
-        json!({ "warmPoolRef": { "name": "w" }, "lifecycle": { "shutdownPolicy": "Delete" } });
-    case.create(extension("SandboxClaim", name, spec)).await?;
-    let claims = case.api::<SandboxClaim>();
-    wait::object(claims, name, "the claim is Ready", LIMIT, |found| {
-        let status = found.and_then(|claim| claim.status).unwrap_or_default();
-        let ready = find(&status.conditions, "Ready").is_some_and(|c| c.status == "True");
-        match status.sandbox {
-            Some(sandbox) if ready => Ok(sandbox.name),
-            _ => Err(format!("{:?}", status.conditions)),
-        }
-    })
-    .await
+    case.pool_is_ready("w", replicas).await
 }
 
 #[tokio::test]
@@ -73,12 +32,12 @@ async fn a_claim_takes_a_running_sandbox_of_the_pool_and_its_memory_survives_a_s
         pool(case, 2).await?;
         let members = case.sandboxes().list(&ListParams::default()).await?.items;
         let members: Vec<String> = members.iter().map(ResourceExt::name_any).collect();
-        let name = claim(case, "c").await?;
+        let name = case.claim("w", "c").await?;
         assert!(members.contains(&name), "{name} of {members:?}");
         let pod = case.ready(&name).await?;
         // The Sandbox had been running before it was claimed, and the pool makes another.
         let before: u64 = case.written(&name, "a", "/n").await?.parse()?;
-        pool_is_ready(case, 2).await?;
+        case.pool_is_ready("w", 2).await?;
 
         case.suspend(&name).await?;
         let resumed = case.resume(&name).await?;
@@ -102,7 +61,7 @@ async fn a_claim_takes_a_running_sandbox_of_the_pool_and_its_memory_survives_a_s
 async fn concurrent_claims_get_a_sandbox_each_even_if_the_pool_has_fewer() -> anyhow::Result<()> {
     case("claimsmany", async |case| {
         pool(case, 2).await?;
-        let names = ["c1", "c2", "c3"].map(|name| claim(case, name));
+        let names = ["c1", "c2", "c3"].map(|name| case.claim("w", name));
         let mut got = futures::future::try_join_all(names).await?;
         got.sort();
         got.dedup();
@@ -140,15 +99,15 @@ async fn a_pool_is_scaled_by_the_scale_subresource_as_an_autoscaler_does() -> an
         pool(case, 2).await?;
         let pool = "sandboxwarmpools.extensions.agents.x-k8s.io/w";
         case.kubectl.ok(&["scale", pool, "--replicas=1"]).await?;
-        pool_is_ready(case, 1).await?;
+        case.pool_is_ready("w", 1).await?;
         autoscaler(case, 2, 3).await?;
-        pool_is_ready(case, 2).await?;
+        case.pool_is_ready("w", 2).await?;
         let lower = Patch::Merge(json!({ "spec": { "minReplicas": 1, "maxReplicas": 1 } }));
         let autoscalers = case.api::<HorizontalPodAutoscaler>();
         autoscalers
             .patch("w", &PatchParams::default(), &lower)
             .await?;
-        pool_is_ready(case, 1).await?;
+        case.pool_is_ready("w", 1).await?;
         // An autoscaler reads the number of members and the selector of their Pods.
         let scale = case.api::<SandboxWarmPool>().get_scale("w").await?;
         let status = scale.status.unwrap_or_default();

@@ -20,6 +20,7 @@ mod copies;
 mod debug;
 mod examples;
 mod forwards;
+mod golden;
 mod hibernate;
 mod hooks;
 mod inject;

@@ -8,23 +8,15 @@ use kube::{
     ResourceExt,
     api::{DeleteParams, ListParams},
 };
-use serde_json::{Value, json};
+use serde_json::json;
 use torpor_api::{SandboxClaim, conditions::find};
 use torpor_tests::case::case;
 use torpor_tests::pods::{COUNT, pod_spec, shell};
+use torpor_tests::pools::extension;
 use torpor_tests::sandboxes::{LIMIT, sandbox};
 use torpor_tests::wait;
 
 const LABEL: &str = "torpor.dev/network-policy";
-
-fn extension(kind: &str, name: &str, spec: Value) -> Value {
-    json!({
-        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
-        "kind": kind,
-        "metadata": { "name": name },
-        "spec": spec,
-    })
-}
 
 #[tokio::test]
 async fn a_sandbox_without_a_template_has_the_strict_policy_unless_it_asks_to_be_left_out()

@@ -5,24 +5,14 @@ use k8s_openapi::api::core::v1::Namespace;
 use kube::Api;
 use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
-use torpor_api::SandboxWarmPool;
 use torpor_tests::case::{Case, case};
 use torpor_tests::pods::{BUSYBOX, mounts, pod_spec};
-use torpor_tests::sandboxes::LIMIT;
-use torpor_tests::{sdk, wait};
+use torpor_tests::pools::extension;
+use torpor_tests::sdk;
 
 /// Shell line that counts ten times a second in a variable, and writes the number into its working
 /// directory.
 const COUNT: &str = "n=0; while true; do n=$((n+1)); echo $n >n.new; mv n.new n; sleep 0.1; done";
-
-fn extension(kind: &str, name: &str, spec: Value) -> Value {
-    json!({
-        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
-        "kind": kind,
-        "metadata": { "name": name },
-        "spec": spec,
-    })
-}
 
 /// Returns a Pod as the profile `restricted` requires it: no root, and nothing writable but a
 /// volume.
@@ -59,17 +49,7 @@ async fn pool(case: &Case, replicas: u32) -> anyhow::Result<()> {
     case.create(template).await?;
     let pool = json!({ "replicas": replicas, "sandboxTemplateRef": { "name": "t" } });
     case.create(extension("SandboxWarmPool", "w", pool)).await?;
-    let pools = case.api::<SandboxWarmPool>();
-    let words = "the pool is full and ready";
-    wait::object(pools, "w", words, LIMIT, |found| {
-        let status = found.and_then(|pool| pool.status).unwrap_or_default();
-        if status.ready_replicas == i32::try_from(replicas).ok() {
-            Ok(())
-        } else {
-            Err(format!("{status:?}"))
-        }
-    })
-    .await
+    case.pool_is_ready("w", replicas).await
 }
 
 /// Creates the template `tv`, whose claims may change the volume and add variables, with its empty

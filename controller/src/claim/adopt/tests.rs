@@ -181,3 +181,15 @@ fn edits_of_a_claim_are_added_changed_and_taken_away() {
     assert!(!held.annotations().contains_key(annotations::CLAIM_LABELS));
     propagation(&claim(added(json!({"a": "2"}))), &held).unwrap_err();
 }
+
+#[test]
+fn a_claimed_member_is_woken_and_starts_from_no_golden_image_any_more() {
+    let asleep = json!({"metadata": {"annotations": {
+        "torpor.dev/hibernate": "true", "torpor.dev/golden-sandbox": "t-golden-1",
+    }}});
+    let patch = assignment(&claim(json!({})), &member(asleep), &template(), None);
+    let mut taken = json!(member(json!({})));
+    merge_patch::apply(&mut taken, &patch);
+    let left = &taken["metadata"]["annotations"];
+    assert_eq!(*left, json!({"agents.x-k8s.io/pod-name": "p-x"}));
+}

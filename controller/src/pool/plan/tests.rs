@@ -33,7 +33,12 @@ fn template(change: Value) -> Arc<SandboxTemplate> {
 
 /// Returns a Ready member that was created just now.
 fn member(name: &str, change: Value) -> Arc<Sandbox> {
-    let mut whole = member::sandbox(&pool(json!({})), &template(json!({})), name, true);
+    let mut whole = member::sandbox(
+        &pool(json!({})),
+        &template(json!({})),
+        name,
+        member::Start::default(),
+    );
     let rest = json!({
         "metadata": {
             "uid": format!("u-{name}"), "resourceVersion": "5",
@@ -104,6 +109,7 @@ fn steps(plan: &Plan) -> Vec<String> {
         .iter()
         .map(|step| match step {
             Action::Adopt { name, .. } => format!("adopt {name}"),
+            Action::Heat { name, .. } => format!("heat {name}"),
             Action::Delete {
                 name,
                 resource_version,
@@ -195,7 +201,9 @@ fn a_create_without_an_answer_is_repeated_under_its_name() {
     let mut view = observed(&ready(&["a"]));
     view.remembered = asked_for(&["x", "y"]);
     view.remembered.uncertain.insert("y".to_owned());
-    assert_eq!(plan(&view, now()).create, ["y"]);
+    let create = plan(&view, now()).create;
+    assert_eq!(create.len(), 1);
+    assert_eq!(create[0].name, "y");
 }
 
 #[test]
@@ -594,7 +602,7 @@ fn a_foreign_network_policy_with_the_templates_name_is_reported_at_once() {
     let mut observed = observed(&[]);
     observed.template_policy = Some(Arc::new(foreign));
     let plan = plan(&observed, now());
-    assert_eq!(plan.create, [] as [String; 0]);
+    assert!(plan.create.is_empty());
     let stalled = plan.stalled.unwrap();
     for words in ["\"t-network-policy\"", "networkPolicyManagement: Unmanaged"] {
         assert!(stalled.contains(words), "{stalled}");
@@ -608,4 +616,27 @@ fn a_full_pool_does_not_wait_for_a_network_policy() {
     observed.template_policy = None;
     let plan = plan(&observed, now());
     assert!(!plan.unisolated && plan.stalled.is_none() && plan.placed);
+}
+
+#[test]
+fn a_pool_without_a_golden_image_yet_makes_only_the_members_that_are_to_run() {
+    let mut observed = observed(&[]);
+    observed.golden = Golden::Preparing("t-golden-1".to_owned());
+    let waits = plan(&observed, now());
+    assert_eq!((waits.create.len(), waits.missing), (1, 1));
+    assert!(waits.awaits_golden && waits.stalled.is_none() && !waits.create[0].asleep);
+    assert_eq!(waits.requeue, Some(GOLDEN_LIMIT));
+    observed.golden = Golden::Ready("t-golden-1".to_owned());
+    let asleep: Vec<bool> = plan(&observed, now())
+        .create
+        .iter()
+        .map(|new| new.asleep)
+        .collect();
+    assert_eq!(asleep, [false, true, true]);
+    // An image that does not come is not waited for.
+    observed.golden = Golden::Preparing("t-golden-1".to_owned());
+    observed.remembered.awaits_golden = GOLDEN_LIMIT;
+    let cold = plan(&observed, now());
+    assert_eq!(cold.create.len(), 3);
+    assert!(cold.stalled.unwrap().contains("t-golden-1"));
 }

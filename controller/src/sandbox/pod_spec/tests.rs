@@ -13,7 +13,13 @@ fn sandbox(spec: Value) -> Sandbox {
 
 /// Pod without the injected runtime.
 fn pod(sandbox: &Sandbox, wishes: &[(&str, String)], memory: Option<&Memory>) -> Value {
-    super::pod(sandbox, wishes, memory, None).unwrap()
+    super::pod(
+        sandbox,
+        wishes,
+        memory.map_or(Start::Cold, Start::Memory),
+        None,
+    )
+    .unwrap()
 }
 
 fn memory() -> Memory {
@@ -334,4 +340,50 @@ fn a_snapshot_without_image_or_node_is_no_memory() {
     assert_eq!(of(json!({"imageID": "p.1"})), None);
     assert_eq!(of(json!({"nodeName": "n1"})), None);
     assert!(of(json!({"imageID": "p.1", "nodeName": "n1"})).is_some());
+}
+
+#[test]
+fn a_member_prefers_the_nodes_with_a_golden_image_and_may_start_cold_on_any_other() {
+    let spec = json!({
+        "containers": [
+            {"name": "c", "image": "img:1"},
+            {"name": "d", "image": "other:1", "imagePullPolicy": "Never"},
+            {"name": "e", "image": "third:1", "lifecycle": {"preStop": {}}},
+        ],
+    });
+    let golden = Images {
+        ids: vec!["a.1".into(), "b.1".into()],
+        nodes: vec!["n1".into(), "n2".into()],
+        containers: [("c", "docker://img@sha256:1"), ("d", "other@sha256:2")]
+            .map(|(name, image)| (name.to_owned(), image.to_owned()))
+            .into(),
+    };
+    let pod = super::pod(&sandbox(spec), &[], Start::Golden(&golden), None).unwrap();
+    let on_pod = &pod["metadata"]["annotations"];
+    assert_eq!(*on_pod, json!({"torpor.dev/golden-images": "a.1,b.1"}));
+    let affinity = &pod["spec"]["affinity"]["nodeAffinity"];
+    assert!(affinity["requiredDuringSchedulingIgnoredDuringExecution"].is_null());
+    let preferred = &affinity["preferredDuringSchedulingIgnoredDuringExecution"];
+    assert_eq!(preferred.as_array().map(Vec::len), Some(2));
+    insta::assert_json_snapshot!(pod["spec"]["containers"], @r#"
+    [
+      {
+        "image": "img@sha256:1",
+        "imagePullPolicy": "IfNotPresent",
+        "name": "c"
+      },
+      {
+        "image": "other@sha256:2",
+        "imagePullPolicy": "Never",
+        "name": "d"
+      },
+      {
+        "image": "third:1",
+        "lifecycle": {
+          "preStop": {}
+        },
+        "name": "e"
+      }
+    ]
+    "#);
 }

@@ -86,7 +86,14 @@ impl Fake {
     }
 
     fn hibernated() -> Self {
-        Self::new(Recorded::Hibernated { image: image(1) }, asleep(), None)
+        Self::new(
+            Recorded::Hibernated {
+                image: image(1),
+                unstarted: None,
+            },
+            asleep(),
+            None,
+        )
     }
 
     fn act(&self, act: impl Into<String>) {
@@ -180,6 +187,23 @@ impl Sandbox for Fake {
     fn end(&self, _: &ImageId) -> Result<(), Fault> {
         self.act("ended");
         self.pause.replace(None);
+        Ok(())
+    }
+
+    fn copy(&self, of: &ImageId) -> Result<ImageId, Fault> {
+        assert_eq!(*of, other());
+        self.act("copied");
+        Ok(image(1))
+    }
+
+    fn sleep_unstarted(&self, _: &ImageId, origin: Origin) -> Result<(), Fault> {
+        self.act(format!("sleeps, {origin:?}"));
+        Ok(())
+    }
+
+    fn start_cold(&self, _: &ImageId, _: &Fault) -> Result<(), Fault> {
+        self.append(&Entry::Awake)?;
+        self.act("starts cold");
         Ok(())
     }
 
@@ -586,4 +610,91 @@ fn a_save_that_was_cut_off_leaves_a_cold_start_unless_it_was_whole() {
         source(&ledger_of(&saving), |_| true, None, false, None),
         whole
     );
+}
+
+fn unstarted(origin: Origin) -> Fake {
+    Fake {
+        recorded: Recorded::Hibernated {
+            image: image(1),
+            unstarted: Some(origin),
+        },
+        ..Fake::hibernated()
+    }
+}
+
+#[test]
+fn a_new_sandbox_that_is_to_sleep_sleeps_in_its_image_without_running() {
+    let golden = Fake::new(Recorded::Restoring, Vec::new(), None);
+    // The first attempt may have been cut off anywhere.
+    for _ in 0..2 {
+        rest(&golden, &other(), Origin::Golden).unwrap();
+    }
+    let acts = ["copied", "reported", "sleeps, Golden"];
+    assert_eq!(golden.acts(), [acts, acts].concat());
+    assert_eq!(golden.memory().image(), Some(&image(1)));
+    let own = Fake::new(Recorded::Restoring, asleep(), None);
+    rest(&own, &image(1), Origin::Own).unwrap();
+    assert_eq!(own.acts(), ["reported", "sleeps, Own"]);
+    assert_eq!(own.memory().image(), Some(&image(1)));
+}
+
+#[test]
+fn only_an_image_that_is_the_memory_or_a_golden_one_is_slept_in() {
+    let none = LedgerState::default();
+    let slept = ledger_of(&asleep());
+    let ran = ledger_of(&[asleep(), vec![Entry::Awake]].concat());
+    for (ledger, image, own, golden, asleep, expected) in [
+        (&none, other(), false, true, true, Some(Origin::Golden)),
+        (&none, other(), false, true, false, None),
+        (&none, other(), false, false, true, None),
+        (&slept, image(1), true, false, true, Some(Origin::Own)),
+        (&slept, image(1), true, false, false, None),
+        // The user wants the last image of a sandbox that crashed.
+        (&ran, image(1), true, false, true, None),
+    ] {
+        let found = rests(ledger, &image, own, golden, asleep);
+        assert_eq!(found, expected, "{image} {own} {golden} {asleep}");
+    }
+}
+
+#[rstest]
+#[case(Origin::Golden)]
+#[case(Origin::Own)]
+fn the_first_wake_of_a_sandbox_prepares_it_as_a_new_one(#[case] origin: Origin) {
+    let sandbox = unstarted(origin);
+    assert_eq!(wake(&sandbox), Ok(true));
+    let acts = ["restored", "renewed", "released", "reported"];
+    assert_eq!(sandbox.acts(), acts);
+    let planned = unstarted(origin);
+    planned.append(&Entry::Waking { image: image(1) }).unwrap();
+    restore_planned(&planned, &image(1)).unwrap();
+    assert_eq!(planned.acts(), ["restored", "renewed", "released"]);
+    assert_eq!(planned.memory(), Memory::Live);
+}
+
+#[rstest]
+#[case(Origin::Golden, true)]
+#[case(Origin::Own, false)]
+fn only_a_sandbox_that_never_ran_starts_cold_where_its_image_cannot_be_restored(
+    #[case] origin: Origin,
+    #[case] cold: bool,
+) {
+    type Wake = fn(&Fake) -> Result<(), Fault>;
+    let wakes: [Wake; 2] = [
+        |sandbox| wake(sandbox).map(drop),
+        |sandbox| restore_planned(sandbox, &image(1)),
+    ];
+    for wake in wakes {
+        let sandbox = Fake {
+            restores: Err(Fault::RestoreFailed),
+            ..unstarted(origin)
+        };
+        assert_eq!(wake(&sandbox), Err(Fault::RestoreFailed));
+        let expected: &[&str] = match cold {
+            true => &["restored", "starts cold"],
+            false => &["restored"],
+        };
+        assert_eq!(sandbox.acts(), expected);
+        assert_eq!(sandbox.memory() == Memory::Live, cold);
+    }
 }

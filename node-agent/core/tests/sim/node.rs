@@ -3,7 +3,9 @@
 
 use std::cell::{Cell, RefCell};
 
-use torpor_core::transition::{Awake, Holding, Left, Pause, Paused, Recorded, Refusal, Sandbox};
+use torpor_core::transition::{
+    Awake, Holding, Left, Origin, Pause, Paused, Recorded, Refusal, Sandbox,
+};
 use torpor_core::{Entry, ImageId, ImageState, LedgerState, Live};
 
 use crate::agent::Faults;
@@ -112,7 +114,10 @@ impl Paused for NodeSandbox<'_> {
 impl Sandbox for NodeSandbox<'_> {
     fn recorded(&self) -> Result<Recorded, Fault> {
         Ok(match self.world.borrow().record.clone() {
-            Some(image) => Recorded::Hibernated { image },
+            Some(image) => Recorded::Hibernated {
+                image,
+                unstarted: self.world.borrow().unstarted.then_some(Origin::Own),
+            },
             None => Recorded::Running,
         })
     }
@@ -181,6 +186,20 @@ impl Sandbox for NodeSandbox<'_> {
     }
 
     // The world has one Pod, whose images are its own.
+    fn copy(&self, image: &ImageId) -> Result<ImageId, Fault> {
+        panic!("{image} is no golden one")
+    }
+
+    fn sleep_unstarted(&self, image: &ImageId, _: Origin) -> Result<(), Fault> {
+        self.may_die()?;
+        self.world.borrow_mut().sleeps_unstarted(image);
+        self.may_die()
+    }
+
+    fn start_cold(&self, image: &ImageId, _: &Fault) -> Result<(), Fault> {
+        panic!("{image} is the only memory")
+    }
+
     fn take(&self, image: &ImageId) -> Result<(), Fault> {
         panic!("{image} is no other Pod's")
     }
@@ -218,7 +237,7 @@ impl Sandbox for NodeSandbox<'_> {
             }
         }
         self.may_die()?;
-        self.world.borrow_mut().record = None;
+        self.world.borrow_mut().wakes();
         Ok(())
     }
 
@@ -239,7 +258,7 @@ impl Sandbox for NodeSandbox<'_> {
         self.may_die()?;
         let mut world = self.world.borrow_mut();
         world.say("caught up", String::new);
-        world.record = None;
+        world.wakes();
         if world.live == Live::None {
             world.containers = false;
         }

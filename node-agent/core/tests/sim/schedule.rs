@@ -50,6 +50,7 @@ pub(crate) const EXERCISED: &[&str] = &[
     "caught up",
     "boot restore",
     "boot restore died",
+    "slept on",
     "cold start",
     "sentry killed",
     "reboot",
@@ -435,15 +436,23 @@ impl Schedule {
             false => ["boot restore", "boot restore died"],
         };
         world.say(what[0], || image.to_string());
+        let asleep = world.power == Power::Asleep;
         let mut sandbox = NodeSandbox::new(world, &mut self.random, faults);
         if goes_back {
             sandbox = sandbox.going_back();
         }
-        let place = Place::Anew {
-            takes: false,
-            tries_again: true,
+        let ledger = transition::Sandbox::ledger(&sandbox).expect("it is read");
+        let restored = match transition::rests(&ledger, &image, true, false, asleep) {
+            Some(origin) => transition::rest(&sandbox, &image, origin),
+            None => {
+                let place = Place::Anew {
+                    takes: false,
+                    tries_again: true,
+                };
+                transition::restore(&sandbox, &image, place)
+            }
         };
-        if transition::restore(&sandbox, &image, place) == Err(Fault::Died) {
+        if restored == Err(Fault::Died) {
             self.world.say(what[1], String::new);
         }
     }

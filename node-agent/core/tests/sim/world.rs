@@ -84,6 +84,8 @@ pub(crate) struct World {
     /// Memory that must not be lost.
     pub(crate) owed: Option<u64>,
     pub(crate) record: Option<ImageId>,
+    /// The sandbox that the record is about has not run since it was made.
+    pub(crate) unstarted: bool,
     pub(crate) doze: Option<Doze>,
     /// The file.
     pub(crate) ledger: Vec<u8>,
@@ -129,6 +131,7 @@ impl World {
             unseen: None,
             owed: None,
             record: None,
+            unstarted: false,
             doze: None,
             ledger: Vec::new(),
             state: LedgerState::default(),
@@ -385,6 +388,23 @@ impl World {
         }
     }
 
+    /// A new sandbox sleeps in the image, without a process.
+    pub(crate) fn sleeps_unstarted(&mut self, image: &ImageId) {
+        assert_eq!(self.live, Live::None);
+        assert_eq!(self.restorable().as_ref(), Some(image));
+        self.say("slept on", String::new);
+        self.sandboxes += 1;
+        self.record = Some(image.clone());
+        self.unstarted = true;
+        self.containers = true;
+    }
+
+    /// The node records that the sandbox runs.
+    pub(crate) fn wakes(&mut self) {
+        self.record = None;
+        self.unstarted = false;
+    }
+
     /// The paused sandbox ends with the call to run on unread.
     pub(crate) fn ends_unheard(&mut self) {
         assert_eq!(self.live, Live::Paused);
@@ -408,6 +428,7 @@ impl World {
             "ended for an image that is not its memory"
         );
         self.record = Some(image.clone());
+        self.unstarted = false;
     }
 
     /// Its processes are ended; returns whether there were any.

@@ -4,10 +4,15 @@ use torpor_core::Entry;
 use torpor_core::ids::ImageId;
 use torpor_records::{PodRecord, RestoreReport};
 use torpor_runsc::keeper::{self, Request};
+use torpor_runsc::spec::Spec;
 use torpor_snapshots::LedgerFile;
 
+use super::annotations::is_golden;
 use super::refusal::Refusal;
 use crate::node::{CALL_LIMIT, Node};
+
+/// Exit code of a process that SIGKILL ended.
+const KILLED: u8 = 137;
 
 /// Records that the Pod starts cold from now on, and reports the reason.
 pub(super) fn give_up(
@@ -50,17 +55,29 @@ pub(super) fn fail(
     image: &ImageId,
     refusal: Refusal,
 ) -> anyhow::Result<anyhow::Error> {
-    if !pod.cold_start_on_failure {
+    let spec = Spec(node.records.spec(&pod.sandbox.clone().into())?);
+    if !pod.cold_start_on_failure && !is_golden(&spec, image) {
         report(node, pod, image, &refusal)?;
         return Ok(refusal.into());
     }
     let message = refusal.message.clone();
+    start_cold(node, pod, image, refusal)?;
+    Ok(anyhow::anyhow!(
+        "the Pod starts cold, because its memory could not be restored: {message}"
+    ))
+}
+
+/// Records that the Pod starts cold, and ends its sandbox, so that the kubelet makes a new one.
+pub(super) fn start_cold(
+    node: &Node,
+    pod: &PodRecord,
+    image: &ImageId,
+    refusal: Refusal,
+) -> anyhow::Result<()> {
     let ledger = node.store()?.ledger(&pod.pod_uid)?;
     give_up(node, pod, &ledger, image, refusal)?;
     let pause = node.records.container_dir(&pod.sandbox.clone().into());
     // A keeper that has ended already has ended the sandbox.
-    let _ = keeper::ask(&pause, &Request::Exit { code: 137 }, &[], CALL_LIMIT);
-    Ok(anyhow::anyhow!(
-        "the Pod starts cold, because its memory could not be restored: {message}"
-    ))
+    let _ = keeper::ask(&pause, &Request::Exit { code: KILLED }, &[], CALL_LIMIT);
+    Ok(())
 }

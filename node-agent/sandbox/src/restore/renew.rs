@@ -12,8 +12,9 @@ use torpor_records::{ContainerRecord, PodRecord};
 use torpor_runsc::control::WaitStatus;
 use torpor_runsc::exec::exec_args;
 use torpor_runsc::spec::Spec;
+use torpor_snapshots::Image;
 
-use super::annotations::{ON_RESTORE_EXEC, ON_RESTORE_EXEC_CONTAINER, RESTORE_COPY};
+use super::annotations::{ON_RESTORE_EXEC, ON_RESTORE_EXEC_CONTAINER, is_copy};
 use super::refusal::Refusal;
 use crate::generation;
 use crate::node::Node;
@@ -33,6 +34,7 @@ const HOOK_FAILED: &str = "OnRestoreExecFailed";
 pub(super) fn renew(
     node: &Node,
     pod: &PodRecord,
+    image: &Image,
     parts: &[ContainerRecord],
     give_back: &dyn Fn(),
 ) -> anyhow::Result<()> {
@@ -56,7 +58,11 @@ pub(super) fn renew(
         return Ok(());
     };
     give_back();
-    run_hook(node, pod, parts, &spec, command).map_err(|error| {
+    let copy = match image.id().pod() == &pod.pod_uid {
+        true => image.manifest().parent.is_some(),
+        false => is_copy(&spec, image.id()),
+    };
+    run_hook(node, pod, parts, &spec, command, copy).map_err(|error| {
         let message = format!("the command of {ON_RESTORE_EXEC} failed: {error:#}");
         Refusal {
             reason: HOOK_FAILED,
@@ -82,13 +88,14 @@ fn set_generation(node: &Node, part: &ContainerRecord, generation: &str) -> anyh
 }
 
 /// Runs the user's command in its container. `pause`: spec of the pause container, which has the
-/// annotations.
+/// annotations. `copy`: others may continue from the same memory.
 fn run_hook(
     node: &Node,
     pod: &PodRecord,
     parts: &[ContainerRecord],
     pause: &Spec,
     command: &str,
+    copy: bool,
 ) -> anyhow::Result<()> {
     let words: Vec<String> =
         serde_json::from_str(command).context("it is not a JSON array of words")?;
@@ -103,9 +110,9 @@ fn run_hook(
     let mut process = spec["process"].clone();
     process["args"] = json!(words);
     process["terminal"] = json!(false);
-    let variable = match pause.annotation(RESTORE_COPY) {
-        Some("true") => "TORPOR_RESTORE=copy",
-        _ => "TORPOR_RESTORE=resume",
+    let variable = match copy {
+        true => "TORPOR_RESTORE=copy",
+        false => "TORPOR_RESTORE=resume",
     };
     if let Some(env) = process["env"].as_array_mut() {
         env.push(json!(variable));

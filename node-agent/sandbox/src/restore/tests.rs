@@ -4,6 +4,7 @@ use torpor_core::transition::Delivery;
 
 use super::*;
 use crate::node::tests::one_pod;
+use crate::restore::annotations::RESTORE_IMAGE;
 
 fn image(number: u32) -> ImageId {
     ImageId::parse(&format!("uid.{number}")).expect("an id")
@@ -35,7 +36,10 @@ fn a_sandbox_that_is_being_suspended_is_woken_by_no_signal() {
     for entry in asleep() {
         ledger.append(&entry).expect("written");
     }
-    let hibernated = SandboxState::Hibernated { image: image(1) };
+    let hibernated = SandboxState::Hibernated {
+        image: image(1),
+        unstarted: None,
+    };
     let state = node.records.write_state(&pod.sandbox, &hibernated);
     state.expect("written");
     for (ends, suspends, remains) in [
@@ -62,7 +66,10 @@ fn a_sandbox_that_is_being_suspended_is_woken_by_nobody() {
     for entry in asleep() {
         ledger.append(&entry).expect("written");
     }
-    let hibernated = SandboxState::Hibernated { image: image(1) };
+    let hibernated = SandboxState::Hibernated {
+        image: image(1),
+        unstarted: None,
+    };
     let state = node.records.write_state(&pod.sandbox, &hibernated);
     state.expect("written");
     for suspends in [false, true, false] {
@@ -230,4 +237,56 @@ fn no_sandbox_starts_cold_with_a_revoked_build() {
     node.config.revoked_runsc.clear();
     let state = begin(&node, &pod, &spec).expect("it begins");
     assert_eq!(state, SandboxState::Running);
+}
+
+/// Returns the pause container's spec with these annotations.
+fn annotated(annotations: serde_json::Value) -> Spec {
+    Spec(serde_json::json!({ "annotations": annotations }))
+}
+
+/// Makes a node as [`pod_with_image`] does, and another Pod on it that has no image.
+fn golden_and_member() -> (tempfile::TempDir, Node, ImageId, PodRecord) {
+    let (dir, node, golden, image) = pod_with_image("blake3:11");
+    let member = PodRecord {
+        pod_uid: "member".to_owned().try_into().expect("a UID"),
+        ..golden
+    };
+    (dir, node, image, member)
+}
+
+#[test]
+fn a_pod_starts_from_the_golden_image_of_this_node_and_cold_without_one() {
+    let (_dir, node, image, member) = golden_and_member();
+    let listed =
+        |images: &str| annotated(serde_json::json!({ "torpor.dev/golden-images": images }));
+    let begun = |spec: &Spec| begin(&node, &member, spec).expect("it begins");
+    for elsewhere in ["other.1,another.2", "", "../../etc.1"] {
+        assert_eq!(begun(&listed(elsewhere)), SandboxState::Running);
+    }
+    let spec = listed(&format!("other.1,{image}"));
+    let restoring = SandboxState::Restoring {
+        image: image.clone(),
+        started: Vec::new(),
+    };
+    assert_eq!(begun(&spec), restoring);
+    let store = node.store().expect("a store");
+    let taken = store.image(&member.namespace, &image).expect("an image");
+    assert_eq!(taken.consumed_by().expect("read"), None);
+    assert!(annotations::is_copy(&spec, &image) && annotations::is_golden(&spec, &image));
+}
+
+#[test]
+fn a_golden_image_that_cannot_be_restored_is_a_cold_start_with_its_reason() {
+    let (_dir, mut node, image, mut member) = golden_and_member();
+    // The node has got another build since, and keeps the old one no longer.
+    node.config.runsc_digest = "blake3:22".to_owned();
+    member.runsc_digest = node.config.runsc_digest.clone();
+    let listed = annotated(serde_json::json!({ "torpor.dev/golden-images": image.to_string() }));
+    let state = begin(&node, &member, &listed).expect("it begins");
+    assert_eq!(state, SandboxState::Running);
+    let report = node.records.report(&member.pod_uid).expect("read");
+    let Some(RestoreReport::ColdStarted { reason, .. }) = report else {
+        panic!("{report:?}");
+    };
+    assert_eq!(reason, "FingerprintMismatch");
 }

@@ -2,11 +2,13 @@
 //! lock.
 
 use std::cell::{Cell, OnceCell, RefCell};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_core::transition::{
-    self, Awake, Delivery, Found, Holding, Left, Pause, Paused, Ran, Recorded, Resumed, Sandbox,
+    self, Awake, Delivery, Found, Holding, Left, Origin, Pause, Paused, Ran, Recorded, Resumed,
+    Sandbox,
 };
 use torpor_core::{Entry, LedgerState};
 use torpor_records::{
@@ -23,7 +25,7 @@ use super::end::end;
 use super::known::parts_of;
 use super::quotas::put_quotas_back;
 use super::refusal::{Refusal, reason_of};
-use super::{renew, room, sandbox};
+use super::{failure, renew, room, sandbox};
 use crate::node::{CALL_LIMIT, Node};
 use crate::stages::Stages;
 
@@ -207,7 +209,9 @@ impl Sandbox for NodeSandbox<'_> {
     fn recorded(&self) -> anyhow::Result<Recorded> {
         Ok(match self.node.records.state(self.sandbox)? {
             SandboxState::Running => Recorded::Running,
-            SandboxState::Hibernated { image } => Recorded::Hibernated { image },
+            SandboxState::Hibernated { image, unstarted } => {
+                Recorded::Hibernated { image, unstarted }
+            }
             SandboxState::Restoring { .. } => Recorded::Restoring,
         })
     }
@@ -277,6 +281,41 @@ impl Sandbox for NodeSandbox<'_> {
         end(self.node, self.sandbox, image).map(drop)
     }
 
+    fn copy(&self, image: &ImageId) -> anyhow::Result<ImageId> {
+        let pod = self.pod()?;
+        // The Pod has saved nothing yet.
+        let copy = ImageId::new(pod.pod_uid.clone(), 1)?;
+        let store = self.store()?;
+        store.copy_image(&pod.namespace, image, &copy, &pod.name)?;
+        Ok(copy)
+    }
+
+    fn sleep_unstarted(&self, image: &ImageId, origin: Origin) -> anyhow::Result<()> {
+        let records = &self.node.records;
+        await_agent(|| records.has_probes(self.sandbox));
+        let state = SandboxState::Hibernated {
+            image: image.clone(),
+            unstarted: Some(origin),
+        };
+        records.write_state(self.sandbox, &state)?;
+        let pause = records.container_dir(&self.sandbox.clone().into());
+        keeper::ask(&pause, &Request::Hibernated, &[], CALL_LIMIT)?;
+        for part in &self.opened()?.parts {
+            // A keeper that cannot be reached has ended.
+            let dir = records.container_dir(&part.id);
+            let _ = keeper::ask(&dir, &Request::Doze, &[], CALL_LIMIT);
+        }
+        Ok(())
+    }
+
+    fn start_cold(&self, image: &ImageId, error: &anyhow::Error) -> anyhow::Result<()> {
+        let refusal = Refusal {
+            reason: reason_of(error),
+            message: format!("{error:#}"),
+        };
+        failure::start_cold(self.node, self.pod()?, image, refusal)
+    }
+
     fn take(&self, image: &ImageId) -> anyhow::Result<()> {
         let opened = self.opened()?;
         debug_assert_eq!(opened.image.id(), image);
@@ -319,7 +358,8 @@ impl Sandbox for NodeSandbox<'_> {
     }
 
     fn renew(&self, release: &dyn Fn()) -> anyhow::Result<()> {
-        renew::renew(self.node, self.pod()?, &self.opened()?.parts, release)
+        let Opened { image, parts } = self.opened()?;
+        renew::renew(self.node, self.pod()?, image, parts, release)
     }
 
     fn report(&self) -> anyhow::Result<()> {
@@ -340,6 +380,20 @@ impl Sandbox for NodeSandbox<'_> {
 
     fn refuse(refusal: transition::Refusal) -> anyhow::Error {
         refusal.into()
+    }
+}
+
+/// Time in which the agent learns of a new sandbox: it looks five times a second.
+const AGENT_LIMIT: Duration = Duration::from_secs(1);
+/// Time between two looks for the agent's note.
+const AGENT_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Waits until the agent has recorded the kubelet's probes. Without that the first probe would wake
+/// the sandbox. A node whose agent is away does not hold the Pod up.
+fn await_agent(has_noted: impl Fn() -> bool) {
+    let deadline = Instant::now() + AGENT_LIMIT;
+    while !has_noted() && Instant::now() < deadline {
+        std::thread::sleep(AGENT_INTERVAL);
     }
 }
 

@@ -199,7 +199,7 @@ fn admit(node: &Node, pod: &PodRecord, record: &ContainerRecord) -> anyhow::Resu
         SandboxState::Running => {
             transitions::rouse(node, &pod.sandbox, WakeCause::Container)?;
         }
-        SandboxState::Hibernated { image } if restore::is_new(node, pod, &image, record)? => {
+        SandboxState::Hibernated { image, .. } if restore::is_new(node, pod, &image, record)? => {
             transitions::wake_hibernated(node, &pod.sandbox, WakeCause::Container)?;
         }
         // The image is the Pod's own and has all containers that the Pod had. So this container is

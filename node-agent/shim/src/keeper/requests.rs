@@ -96,6 +96,7 @@ impl Keeper<'_> {
                 answer(&peer, &answered, &[]);
             }
             Request::Rules(rules) => {
+                self.rules = rules.clone();
                 let next = match &mut self.watch {
                     Some(watch) => watch.set_rules(rules),
                     None => {
@@ -110,6 +111,17 @@ impl Keeper<'_> {
                 let answered = self.watch_packets(rules);
                 answer(&peer, &answered, &[]);
                 let next = self.watch.as_mut().map(Watch::paused);
+                self.act(next.unwrap_or(Next::Nothing));
+            }
+            Request::Hibernated => {
+                let rules = self.rules.clone();
+                let answered = self.watch_packets(&rules);
+                let next = self.watch.as_mut().map(Watch::hibernated);
+                // A pod whose packets cannot be watched sleeps on request, as it asked for.
+                answer(&peer, &done, &[]);
+                if !answered.ok {
+                    torpor_sandbox::log_line!("{}", answered.message);
+                }
                 self.act(next.unwrap_or(Next::Nothing));
             }
             Request::Freeze(rules) => {

@@ -329,7 +329,10 @@ mod tests {
     #[test]
     fn a_probe_is_answered_for_who_stands_still_also_while_somebody_is_at_work_on_it() {
         let image = || ImageId::parse("pod-a.1").expect("an id");
-        let hibernated = SandboxState::Hibernated { image: image() };
+        let hibernated = SandboxState::Hibernated {
+            image: image(),
+            unstarted: None,
+        };
         let restoring = SandboxState::Restoring {
             image: image(),
             started: Vec::new(),

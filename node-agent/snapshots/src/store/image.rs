@@ -118,6 +118,10 @@ impl Image {
         &self.path
     }
 
+    pub(super) fn dir(&self) -> &OwnedFd {
+        &self.dir
+    }
+
     /// Returns the image's manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest

@@ -150,16 +150,26 @@ impl Partial {
         let files = self.seal_files()?;
         failpoint::hit("commit:synced");
         let manifest = Manifest::new(self.namespace.clone(), self.image.clone(), files, draft);
-        let (bytes, digest) = manifest.encode().map_err(|source| SaveError::Manifest {
-            image: self.image.clone(),
-            source,
-        })?;
-        self.finish(&bytes)?;
+        let digest = self.commit_as(&manifest)?;
         Ok(Committed {
             size: manifest.size(),
             manifest,
             digest,
         })
+    }
+
+    /// Commits the image with this manifest. The files are durable. Returns the manifest's digest.
+    pub(super) fn commit_as(&self, manifest: &Manifest) -> Result<Digest, SaveError> {
+        let (bytes, digest) = manifest.encode().map_err(|source| SaveError::Manifest {
+            image: self.image.clone(),
+            source,
+        })?;
+        self.finish(&bytes)?;
+        Ok(digest)
+    }
+
+    pub(super) fn dir(&self) -> &OwnedFd {
+        &self.dir
     }
 
     /// Writes the manifest and moves the directory into its place.

@@ -40,6 +40,14 @@ pub(super) fn look(
         .as_ref()
         .zip(rules.as_ref())
         .and_then(|(record, rules)| send_rules(node, record, rules, remembered.sent_rules));
+    // A new sandbox that is to sleep waits for this note, under its lock: with the note its keeper
+    // has the rules, too.
+    if let Some((record, probes)) = record.as_ref().zip(probes.as_ref())
+        && sent_rules.is_some()
+        && let Err(error) = node.records.write_probes(&record.sandbox, probes)
+    {
+        tracing::warn!(%pod_uid, error = words(&error), "cannot record the Pod's probes");
+    }
     let lock = record
         .as_ref()
         .and_then(|record| node.records.try_lock(&record.sandbox).ok().flatten());
@@ -85,11 +93,6 @@ pub(super) fn look(
     note_turn(&mut observed, remembered.save_turn.as_deref());
     let idle = match record.as_ref().zip(lock.as_ref()) {
         Some((record, lock)) => {
-            if let Some(probes) = &probes
-                && let Err(error) = node.records.write_probes(&record.sandbox, probes)
-            {
-                tracing::warn!(%pod_uid, error = words(&error), "cannot record the Pod's probes");
-            }
             let sandbox = idle::Sandbox {
                 node,
                 record,

@@ -30,7 +30,7 @@ use super::{
 };
 use crate::sandbox::{
     dereference::Observed,
-    pod_spec::{self, Memory, inject},
+    pod_spec::{self, Memory, Start, inject},
     validate::Desired,
 };
 
@@ -264,8 +264,14 @@ fn create_pod(
         pod_snapshot: observed.pod_snapshot.clone(),
         ..memory
     });
-    let pod = runtime_image(desired, observed, memory.as_ref())
-        .and_then(|runtime| pod_spec::pod(desired.sandbox, &wishes, memory.as_ref(), runtime));
+    let pod = runtime_image(desired, observed, memory.as_ref()).and_then(|runtime| {
+        let start = match (&memory, &observed.golden) {
+            (Some(memory), _) => Start::Memory(memory),
+            (None, Some(golden)) if restored == ConditionChange::Remove => Start::Golden(golden),
+            (None, _) => Start::Cold,
+        };
+        pod_spec::pod(desired.sandbox, &wishes, start, runtime)
+    });
     match pod {
         Ok(pod) => plan.step(Area::Pod, Action::CreatePod { pod, image }),
         Err(why) => return plan.refuse(Area::Pod, why.to_string()),

@@ -1,0 +1,230 @@
+//! No client required. Plans the golden Sandbox of a template and its snapshots: pure, total,
+//! deterministic.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use serde_json::Value;
+use torpor_api::{
+    PodRecord, Sandbox, SandboxNode, SandboxSnapshot, SandboxTemplate, annotations, conditions,
+};
+
+use super::{images, sandbox};
+
+/// Time that a golden sandbox has until it is saved. Another one is then started.
+pub const LIMIT: Duration = Duration::from_secs(600);
+
+/// Input of the plan for one template.
+#[derive(Clone, Debug, Default)]
+pub struct Observed {
+    pub template: Arc<SandboxTemplate>,
+    /// Name of the golden Sandbox of this version of the template.
+    pub name: String,
+    /// Sandboxes that the template controls: golden ones of all versions.
+    pub sandboxes: Vec<Arc<Sandbox>>,
+    /// SandboxSnapshots of golden Sandboxes of the template, of all versions.
+    pub snapshots: Vec<Arc<SandboxSnapshot>>,
+    /// Pod of the golden Sandbox of this version.
+    pub pod: Option<Arc<Pod>>,
+    /// Nodes with members of this version.
+    pub member_nodes: BTreeSet<String>,
+    pub nodes: Vec<Arc<SandboxNode>>,
+    /// True if the template's NetworkPolicy is in place.
+    pub isolated: bool,
+}
+
+/// Step of a plan: one call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// `node`: the only node on which it may run; `None`: any.
+    CreateSandbox {
+        node: Option<String>,
+    },
+    CreateSnapshot {
+        pod: PodRecord,
+    },
+    DeleteSandbox {
+        name: String,
+        uid: String,
+    },
+    DeleteSnapshot {
+        name: String,
+        uid: String,
+    },
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    pub steps: Vec<Action>,
+    pub requeue: Option<Duration>,
+    /// Why there is no image, for an Event about the template.
+    pub problem: Option<String>,
+}
+
+/// Reports whether the template asks for golden images.
+pub fn is_wanted(template: &SandboxTemplate) -> bool {
+    let value = template.annotations().get(annotations::GOLDEN);
+    value.is_some_and(|value| value == "true") && template.metadata.deletion_timestamp.is_none()
+}
+
+/// Returns why a template that asks for golden images cannot have them.
+pub fn unfit(template: &SandboxTemplate) -> Option<String> {
+    let spec = template.spec.pod_template.spec.json();
+    let listed = |key: &str| {
+        let list = spec.get(key).and_then(Value::as_array);
+        list.into_iter().flatten()
+    };
+    let has_claim = |volume: &Value| volume.get("persistentVolumeClaim").is_some();
+    let has_hook = |container: &Value| !container["lifecycle"]["postStart"].is_null();
+    let why = if spec.get("runtimeClassName").is_none_or(Value::is_null) {
+        "it names no RuntimeClass that keeps memory"
+    } else if !template.spec.volume_claim_templates.is_empty() || listed("volumes").any(has_claim) {
+        "its sandboxes have PersistentVolumeClaims, whose files would not be those of the image"
+    } else if listed("containers")
+        .chain(listed("initContainers"))
+        .any(has_hook)
+    {
+        "a container has a postStart hook, which cannot run in a sandbox that sleeps"
+    } else if listed("initContainers").any(|container| !container["startupProbe"].is_null()) {
+        "a sidecar has a startup probe, for which the containers after it would wait"
+    } else if let Some(Err(invalid)) = sandbox::ready_exec(template) {
+        return Some(format!("No golden image is made: {invalid}"));
+    } else {
+        return None;
+    };
+    Some(format!(
+        "No golden image is made of SandboxTemplate {:?}, because {why}; its members start cold",
+        template.name_any()
+    ))
+}
+
+/// Plans the steps for one template.
+pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
+    let template = &observed.template;
+    let mut plan = Plan::default();
+    if template.metadata.deletion_timestamp.is_some() {
+        return plan;
+    }
+    let problem = is_wanted(template).then(|| unfit(template)).flatten();
+    let current = is_wanted(template) && problem.is_none();
+    plan.problem = problem;
+    let is_current = |name: &str| current && name == observed.name;
+    for old in observed
+        .sandboxes
+        .iter()
+        .filter(|one| !is_current(&one.name_any()))
+    {
+        delete_sandbox(&mut plan, old);
+    }
+    for old in &observed.snapshots {
+        let stale = !is_current(&old.spec.sandbox_name) || !fits(observed, old);
+        if stale && old.metadata.deletion_timestamp.is_none() {
+            let (name, uid) = (old.name_any(), old.uid().unwrap_or_default());
+            plan.steps.push(Action::DeleteSnapshot { name, uid });
+        }
+    }
+    if current {
+        let own = observed.sandboxes.iter();
+        match own.into_iter().find(|one| one.name_any() == observed.name) {
+            Some(golden) => plan_golden(&mut plan, observed, golden, now),
+            None => plan_next(&mut plan, observed),
+        }
+    }
+    plan
+}
+
+fn delete_sandbox(plan: &mut Plan, sandbox: &Sandbox) {
+    if sandbox.metadata.deletion_timestamp.is_none() {
+        let (name, uid) = (sandbox.name_any(), sandbox.uid().unwrap_or_default());
+        plan.steps.push(Action::DeleteSandbox { name, uid });
+    }
+}
+
+/// Reports whether the node of a snapshot can still restore its image. A node that does not report
+/// may come back.
+fn fits(observed: &Observed, snapshot: &SandboxSnapshot) -> bool {
+    let Some((record, _)) = images::image(snapshot) else {
+        return true;
+    };
+    let node = observed
+        .nodes
+        .iter()
+        .find(|node| node.name_any() == record.node_name);
+    let offered = node.and_then(|node| node.status.as_ref()?.fingerprint.as_ref());
+    let made_with = snapshot
+        .status
+        .as_ref()
+        .and_then(|status| status.fingerprint.as_ref());
+    let compared = made_with.zip(offered);
+    compared.is_none_or(|(made_with, offered)| made_with.differs_in(offered).is_empty())
+}
+
+/// Plans for a golden Sandbox that exists: saves it once it is Ready, and deletes it once it is
+/// saved.
+fn plan_golden(plan: &mut Plan, observed: &Observed, golden: &Sandbox, now: Timestamp) {
+    if golden.metadata.deletion_timestamp.is_some() {
+        return;
+    }
+    let ready = golden
+        .status
+        .as_ref()
+        .and_then(|status| conditions::find(&status.conditions, conditions::READY).cloned());
+    let record = observed.pod.as_deref().and_then(PodRecord::of);
+    let saved = record.as_ref().and_then(|record| {
+        let name = sandbox::snapshot_name(&observed.name, record);
+        observed.snapshots.iter().find(|one| one.name_any() == name)
+    });
+    match (saved, &record, &ready) {
+        (Some(saved), ..) if saved.is_committed() => return delete_sandbox(plan, golden),
+        (None, Some(record), Some(ready)) if ready.status == "True" => {
+            let pod = record.clone();
+            plan.steps.push(Action::CreateSnapshot { pod });
+        }
+        _ => {}
+    }
+    let created = golden.metadata.creation_timestamp.as_ref().map(|at| at.0);
+    let age = created.and_then(|at| Duration::try_from(now.duration_since(at)).ok());
+    let left = LIMIT.checked_sub(age.unwrap_or_default());
+    if let Some(left) = left.filter(|left| !left.is_zero()) {
+        plan.requeue = Some(left);
+        return;
+    }
+    delete_sandbox(plan, golden);
+    let committed =
+        saved.and_then(|saved| conditions::find(saved.conditions(), conditions::COMMITTED));
+    let why = committed
+        .or(ready.as_ref())
+        .map(|condition| condition.message.clone());
+    plan.problem = Some(format!(
+        "Golden Sandbox {:?} was not saved within {} minutes, and another one is started; its condition says: {}",
+        observed.name,
+        LIMIT.as_secs() / 60,
+        why.unwrap_or_default()
+    ));
+}
+
+/// Plans the next golden Sandbox: the first one anywhere, then one on each node that has members
+/// and no image.
+fn plan_next(plan: &mut Plan, observed: &Observed) {
+    if !observed.isolated {
+        return;
+    }
+    let made = observed
+        .snapshots
+        .iter()
+        .filter(|one| one.spec.sandbox_name == observed.name && fits(observed, one));
+    let nodes: BTreeSet<String> = made
+        .filter(|one| one.metadata.deletion_timestamp.is_none())
+        .filter_map(|one| Some(images::image(one)?.0.node_name))
+        .collect();
+    let without = observed.member_nodes.difference(&nodes).next();
+    if nodes.is_empty() || without.is_some() {
+        let node = without.cloned();
+        plan.steps.push(Action::CreateSandbox { node });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,158 @@
+//! Tests of golden images: the controller makes them, members start from them, and claims take
+//! members that sleep.
+
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::{Cluster, name},
+    objects::{NS, condition, ready_pod},
+};
+
+const HIBERNATE: &str = "torpor.dev/hibernate";
+const IMAGES: &str = "torpor.dev/golden-images";
+/// The only node.
+const NODE: &str = "n0";
+
+/// Returns a cluster with a template that asks for golden images, and a pool of four members, one
+/// of them hot.
+fn cluster() -> Cluster {
+    let cluster = Cluster::new();
+    cluster.template(json!({
+        "metadata": {"annotations": {"torpor.dev/golden": "true"}},
+        "spec": {"podTemplate": {"spec": {"runtimeClassName": "torpor"}}},
+    }));
+    let heat = json!({"metadata": {"annotations": {"torpor.dev/heat": "hot=1,asleep=rest"}}});
+    cluster.pool(4, heat);
+    cluster
+}
+
+fn is_golden(object: &Value) -> bool {
+    object["metadata"]["labels"]["torpor.dev/golden"].is_string()
+}
+
+/// Starts each pending Pod on the node, and removes those that end.
+fn kubelet(cluster: &Cluster) {
+    for pod in cluster.api.list("pods") {
+        let ready = ready_pod(NODE);
+        if pod["metadata"]["deletionTimestamp"].is_string() {
+            cluster.api.remove("pods", NS, name(&pod));
+        } else if pod["status"]["phase"] == "Pending" {
+            cluster.api.edit("pods", NS, name(&pod), &ready);
+        }
+    }
+}
+
+/// Commits each snapshot.
+fn agent(cluster: &Cluster) {
+    for snapshot in cluster.api.list("sandboxsnapshots") {
+        let pod = snapshot["spec"]["podUID"].as_str().expect("a Pod");
+        let committed = json!({"status": {
+            "imageID": format!("{pod}.1"), "nodeName": NODE, "podUID": pod,
+            "committedAt": "2026-01-01T00:00:00Z",
+            "conditions": [condition("Committed", "True", "Committed", "")],
+        }});
+        let sandboxsnapshot = name(&snapshot);
+        cluster
+            .api
+            .edit("sandboxsnapshots", NS, sandboxsnapshot, &committed);
+    }
+}
+
+/// Runs passes, each by a controller that was just started.
+async fn passes(cluster: &Cluster, commits: bool) {
+    for _ in 0..8 {
+        cluster.another().passes().await;
+        kubelet(cluster);
+        if commits {
+            agent(cluster);
+        }
+    }
+}
+
+fn golden(cluster: &Cluster, kind: &str) -> Vec<Value> {
+    let mut all = cluster.api.list(kind);
+    all.retain(is_golden);
+    all
+}
+
+fn members(cluster: &Cluster) -> Vec<Value> {
+    let mut all = cluster.api.list("sandboxes");
+    all.retain(|one| one["metadata"]["labels"]["agents.x-k8s.io/warm-pool-sandbox"].is_string());
+    all
+}
+
+fn asleep(sandboxes: &[Value]) -> usize {
+    let sleeps = |one: &&Value| one["metadata"]["annotations"][HIBERNATE] == "true";
+    sandboxes.iter().filter(sleeps).count()
+}
+
+#[tokio::test]
+async fn a_golden_sandbox_is_saved_and_ended_before_members_that_sleep_are_made() {
+    let cluster = cluster();
+    passes(&cluster, false).await;
+    // Until the image is committed there is only the member that is to run.
+    let sandboxes = golden(&cluster, "sandboxes");
+    let snapshots = golden(&cluster, "sandboxsnapshots");
+    assert_eq!((sandboxes.len(), snapshots.len()), (1, 1));
+    assert_eq!(members(&cluster).len(), 1);
+    let pod = cluster
+        .api
+        .get("pods", NS, name(&sandboxes[0]))
+        .expect("its Pod");
+    assert_eq!(snapshots[0]["spec"]["podUID"], pod["metadata"]["uid"]);
+    let record = &snapshots[0]["metadata"]["annotations"]["torpor.dev/saved-pod"];
+    assert!(record.as_str().expect("a record").contains(NODE));
+
+    passes(&cluster, true).await;
+    assert!(golden(&cluster, "sandboxes").is_empty());
+    assert_eq!(golden(&cluster, "sandboxsnapshots").len(), 1);
+    let members = members(&cluster);
+    assert_eq!((members.len(), asleep(&members)), (4, 3));
+    let image = format!("{}.1", pod["metadata"]["uid"].as_str().expect("a UID"));
+    for member in members {
+        let pod = cluster.api.get("pods", NS, name(&member)).expect("its Pod");
+        let on_pod = &pod["metadata"]["annotations"];
+        let sleeps = member["metadata"]["annotations"][HIBERNATE] == "true";
+        assert_eq!(on_pod[HIBERNATE] == "true", sleeps);
+        assert_eq!(
+            on_pod[IMAGES] == image.as_str(),
+            sleeps,
+            "the first one had no image yet"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_claim_wakes_the_member_that_it_takes_and_the_pool_wakes_as_many_ahead() {
+    let cluster = cluster();
+    passes(&cluster, true).await;
+    // This controller knows what claims took.
+    for claim in ["a", "b"] {
+        cluster.claim(claim, json!({}));
+        for _ in 0..4 {
+            cluster.passes().await;
+            kubelet(&cluster);
+        }
+        let held = cluster.get_sandbox(&cluster.held_by(claim).expect("a Sandbox"));
+        let annotations = &held["metadata"]["annotations"];
+        assert!(
+            annotations[HIBERNATE].is_null() && annotations["torpor.dev/golden-sandbox"].is_null()
+        );
+        let pod = cluster.api.get("pods", NS, name(&held)).expect("its Pod");
+        assert!(pod["metadata"]["annotations"][HIBERNATE].is_null());
+    }
+    let members = members(&cluster);
+    assert_eq!((members.len(), asleep(&members)), (4, 2));
+}
+
+#[tokio::test]
+async fn without_the_annotation_the_image_goes_and_members_that_sleep_stay() {
+    let cluster = cluster();
+    passes(&cluster, true).await;
+    let off = json!({"metadata": {"annotations": {"torpor.dev/golden": null}}});
+    cluster.edit("sandboxtemplates", "t", &off);
+    passes(&cluster, true).await;
+    assert!(golden(&cluster, "sandboxsnapshots").is_empty());
+    let members = members(&cluster);
+    assert_eq!((members.len(), asleep(&members)), (4, 3));
+}
