@@ -1,8 +1,8 @@
 //! No client required. Decides which members of a pool run and which sleep: pure.
 //!
-//! As many members run as claims took in the last ten seconds, and at least as many as the pool's
-//! annotation asks for. More than that fall asleep again once no claim of the last minute explains
-//! them.
+//! As many members run as claims took in the last three seconds, and at least as many as the pool's
+//! annotation asks for. A wake takes a fraction of that. More than that fall asleep again once no
+//! claim of the last minute explains them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,7 +18,7 @@ use super::plan::{Action, Observed, Plan, is_ready, replicas, unseen};
 use crate::golden::Golden;
 
 /// Time in which claims that took members heat as many others.
-pub const SOON: Duration = Duration::from_secs(10);
+pub const SOON: Duration = Duration::from_secs(3);
 /// Time for which a member that was heated for claims stays awake.
 pub const LATELY: Duration = Duration::from_secs(60);
 

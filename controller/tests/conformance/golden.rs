@@ -122,7 +122,7 @@ async fn a_golden_sandbox_is_saved_and_ended_before_members_that_sleep_are_made(
     }
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn a_claim_wakes_the_member_that_it_takes_and_the_pool_wakes_as_many_ahead() {
     let cluster = cluster();
     passes(&cluster, true).await;

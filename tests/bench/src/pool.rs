@@ -26,7 +26,7 @@ const NAMESPACE: &str = "torpor-bench-pool";
 /// Time limit of a pool to be filled, and of a claim.
 const FILLED: Duration = Duration::from_secs(280);
 /// Time after which the pool does not count a claim as demand any more.
-const CALM: Duration = Duration::from_secs(11);
+const CALM: Duration = Duration::from_secs(4);
 
 /// Holds random memory, and answers each connection.
 const PROGRAM: &str = r#"
