@@ -1,6 +1,7 @@
 //! Memory that continues on another node, through a repository in an S3 server. These tests take
 //! nodes and the server away, so each runs alone.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -9,11 +10,13 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Resource, ResourceExt};
 use serde_json::json;
-use torpor_api::annotations::{HIBERNATE, SNAPSHOT_CLASS};
-use torpor_api::conditions;
+use torpor_api::annotations::{GOLDEN, HEAT, HIBERNATE, SNAPSHOT_CLASS};
+use torpor_api::{SandboxWarmPool, conditions, labels};
 use torpor_api::node::SandboxNode;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
 use torpor_tests::case::{Case, alone_within, condition, node_of, uid};
+use torpor_tests::pods::{annotated, pod_spec};
+use torpor_tests::pools::extension;
 use torpor_tests::sandboxes::{condition_of, sandbox};
 use torpor_tests::{wait, witness};
 
@@ -428,6 +431,62 @@ async fn a_class_without_its_bucket_is_reported_and_costs_no_memory() -> anyhow:
         ensure!(message.contains("no-such-bucket"), "{message}");
         let second = case.resume("s").await?;
         continues_on(&second, "node-0", &before).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn each_node_with_members_gets_a_golden_image_from_which_later_members_start()
+-> anyhow::Result<()> {
+    case("golden", async |case| {
+        let spread = json!([{
+            "maxSkew": 1, "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "DoNotSchedule",
+            "labelSelector": { "matchLabels": { "app": "spread" } },
+        }]);
+        let spec = pod_spec(json!({
+            "containers": [witness::container(1, &["/file"])],
+            "topologySpreadConstraints": spread,
+        }));
+        let pod = json!({ "metadata": { "labels": { "app": "spread" } }, "spec": spec });
+        let template = extension("SandboxTemplate", "t", json!({ "podTemplate": pod }));
+        case.create(annotated(template, GOLDEN, "true")).await?;
+        let pool = json!({ "replicas": 4, "sandboxTemplateRef": { "name": "t" } });
+        let pool = annotated(extension("SandboxWarmPool", "w", pool), HEAT, "hot=0,asleep=rest");
+        case.create(pool).await?;
+        case.pool_is_ready("w", 4).await?;
+        let golden = ListParams::default().labels(labels::GOLDEN);
+        wait::until("both nodes have an image", LIMIT, async || {
+            let images = case.snapshots().list(&golden).await?.items;
+            let nodes: BTreeSet<_> = images
+                .iter()
+                .filter(|image| image.is_committed())
+                .filter_map(|image| image.status.as_ref()?.node_name.clone())
+                .collect();
+            let left = case.sandboxes().list(&golden).await?.items.len();
+            wait::holds(nodes.len() == 2 && left == 0, || {
+                format!("images on {nodes:?}, {left} golden Sandboxes")
+            })
+        })
+        .await?;
+        let before: BTreeSet<_> = case.members().await?.iter().map(uid).collect();
+        let scale = Patch::Merge(json!({ "spec": { "replicas": 8 } }));
+        let pools = case.api::<SandboxWarmPool>();
+        pools.patch("w", &PatchParams::default(), &scale).await?;
+        case.pool_is_ready("w", 8).await?;
+        let mut nodes = BTreeSet::new();
+        for member in case.members().await? {
+            if !before.contains(&uid(&member)) {
+                let pod = case.ready(&member.name_any()).await?;
+                let restored = condition(&pod, conditions::POD_RESTORED);
+                ensure!(restored.0 == "True", "{}: {restored:?}", member.name_any());
+                nodes.insert(node_of(&pod));
+            }
+        }
+        ensure!(nodes.len() == 2, "the new members are on {nodes:?}");
+        let name = case.claim("w", "c").await?;
+        let pod = case.ready(&name).await?;
+        witness::ask(&pod).await.map(drop)
     })
     .await
 }
