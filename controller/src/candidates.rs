@@ -150,7 +150,7 @@ impl Candidates {
         }
     }
 
-    /// Returns how many members of a pool claims took a while ago.
+    /// Returns how many members of a pool claims took lately.
     pub fn demand(&self, pool_uid: &str) -> Demand {
         let (pools, now) = (self.lock(), Instant::now());
         pools

@@ -25,6 +25,7 @@ use crate::{
     context::Context,
     events::{self, Note, Severity},
     pace::Advance,
+    watches::Caches,
 };
 
 pub mod images;
@@ -76,11 +77,36 @@ pub fn state(template: &SandboxTemplate, context: &Context) -> Golden {
     }
     let name = name(template, context.settings.runtime_image.as_deref());
     let namespace = template.namespace().unwrap_or_default();
-    let snapshots = context.caches.snapshots.indexed(&namespace, &name);
-    match images::of(&snapshots) {
+    let template = &template.name_any();
+    match images::of(&snapshots_of(&context.caches, &namespace, template, &name)) {
         Some(_) => Golden::Ready(name),
         None => Golden::Preparing(name),
     }
+}
+
+/// Returns the index value of a SandboxSnapshot: the template of a golden image, else the Sandbox.
+pub fn snapshot_index(snapshot: &SandboxSnapshot) -> Option<String> {
+    let golden = snapshot.labels().get(labels::GOLDEN);
+    Some(golden.map_or_else(|| snapshot.spec.sandbox_name.clone(), |hash| index(hash)))
+}
+
+/// Returns the index value of the golden images of a template, by the hash of its name.
+fn index(hash: &str) -> String {
+    format!("golden {hash}")
+}
+
+/// Returns the SandboxSnapshots of a golden Sandbox.
+pub fn snapshots_of(
+    caches: &Caches,
+    namespace: &str,
+    template: &str,
+    sandbox: &str,
+) -> Vec<Arc<SandboxSnapshot>> {
+    let mut found = caches
+        .snapshots
+        .indexed(namespace, &index(&name_hash(template)));
+    found.retain(|snapshot| snapshot.spec.sandbox_name == sandbox);
+    found
 }
 
 /// Queues the template of a golden Sandbox or of its SandboxSnapshot, and the template's pools.
@@ -134,7 +160,9 @@ pub async fn reconcile(
     isolated: bool,
     context: &Context,
 ) -> Result<Option<Duration>, calls::Error> {
-    let observed = gather(template, isolated, context);
+    let Some(observed) = gather(template, isolated, context) else {
+        return Ok(None);
+    };
     let plan = plan::plan(&observed, Timestamp::now());
     for step in &plan.steps {
         execute(step, &observed, context).await?;
@@ -153,21 +181,22 @@ pub async fn reconcile(
     Ok(plan.requeue)
 }
 
-fn gather(template: &Arc<SandboxTemplate>, isolated: bool, context: &Context) -> Observed {
+/// Reads the caches; none for a template that neither asks for golden images nor has any.
+fn gather(template: &Arc<SandboxTemplate>, isolated: bool, context: &Context) -> Option<Observed> {
     let namespace = template.namespace().unwrap_or_default();
     let caches = &context.caches;
-    let name = name(template, context.settings.runtime_image.as_deref());
     let owned = caches
         .sandboxes
         .indexed(&namespace, &template.uid().unwrap_or_default());
     let hash = name_hash(&template.name_any());
-    let snapshots = caches.snapshots.filtered(|snapshot| {
-        snapshot.namespace().as_deref() == Some(&namespace)
-            && snapshot.labels().get(labels::GOLDEN) == Some(&hash)
-    });
+    let snapshots = caches.snapshots.indexed(&namespace, &index(&hash));
+    if !plan::is_wanted(template) && owned.is_empty() && snapshots.is_empty() {
+        return None;
+    }
+    let name = name(template, context.settings.runtime_image.as_deref());
     let mut pods = caches.pods.indexed(&namespace, &name_hash(&name));
     pods.retain(|pod| pod.metadata.deletion_timestamp.is_none());
-    Observed {
+    Some(Observed {
         template: Arc::clone(template),
         sandboxes: owned,
         snapshots,
@@ -176,7 +205,7 @@ fn gather(template: &Arc<SandboxTemplate>, isolated: bool, context: &Context) ->
         nodes: caches.nodes.filtered(|_| true),
         isolated,
         name,
-    }
+    })
 }
 
 /// Returns the nodes with members of this version of the template.

@@ -153,23 +153,20 @@ fn gather(pool: &Arc<SandboxWarmPool>, context: &Context) -> Observed {
 /// Returns the advice that a pool's user gets once; each leading controller gives it again.
 fn advise(observed: &Observed, context: &Context) -> Vec<Note> {
     let uid = observed.pool.uid().unwrap_or_default();
-    let Some(template) = &observed.template else {
-        return Vec::new();
-    };
-    if context.pools.is_advised(&uid) {
-        return Vec::new();
-    }
-    let classes = context.caches.runtime_classes.filtered(|_| true);
-    let nodes = context.caches.nodes.filtered(|_| true);
-    let plain = advice::plain_template(template, &classes, &nodes);
-    let notes: Vec<Note> = plain
-        .into_iter()
-        .chain(advice::heat(&observed.pool))
-        .collect();
-    if !notes.is_empty() {
+    let heat = advice::heat(&observed.pool).filter(|note| context.pools.is_new(&uid, note));
+    let plain = observed
+        .template
+        .as_ref()
+        .filter(|_| !context.pools.is_advised(&uid));
+    let plain = plain.and_then(|template| {
+        let classes = context.caches.runtime_classes.filtered(|_| true);
+        let nodes = context.caches.nodes.filtered(|_| true);
+        advice::plain_template(template, &classes, &nodes)
+    });
+    if plain.is_some() {
         context.pools.advised(&uid);
     }
-    notes
+    plain.into_iter().chain(heat).collect()
 }
 
 async fn publish(pool: &SandboxWarmPool, note: Note, context: &Context) {

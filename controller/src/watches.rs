@@ -78,7 +78,7 @@ impl Default for Caches {
             pods: Cache::new(|pod| pod.labels().get(labels::SANDBOX_NAME_HASH).cloned()),
             volume_claims: Cache::new(|_| None),
             services: Cache::new(|_| None),
-            snapshots: Cache::new(|snapshot| Some(snapshot.spec.sandbox_name.clone())),
+            snapshots: Cache::new(golden::snapshot_index),
             nodes: Cache::new(|_| None),
             runtime_classes: Cache::new(|_| None),
             snapshot_classes: Cache::new(|_| None),

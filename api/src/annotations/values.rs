@@ -123,7 +123,7 @@ pub fn parse_on_crash(value: &str) -> Result<OnCrash, InvalidAnnotation> {
     }
 }
 
-/// Parses the value of [`ON_RESTORE_EXEC`].
+/// Parses the command in the value of the annotation `key`.
 pub fn parse_command(key: &'static str, value: &str) -> Result<Vec<String>, InvalidAnnotation> {
     let words = serde_json::from_str::<Vec<String>>(value).ok();
     let words = words.filter(|words| words.first().is_some_and(|program| !program.is_empty()));

@@ -108,7 +108,7 @@ fn members_that_run_come_before_those_that_sleep_or_have_not_woken_yet() {
 }
 
 #[test]
-fn the_demand_of_a_pool_is_what_claims_took_a_while_ago() {
+fn the_demand_of_a_pool_is_what_claims_took_lately() {
     let now = Instant::now() + Duration::from_secs(120);
     let mut pool = Pool::default();
     for ago in [70, 50, 20, 2, 1] {

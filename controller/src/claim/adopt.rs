@@ -21,7 +21,8 @@ const MEMBER_LABELS: [&str; 3] = [
     labels::SANDBOX_POD_TEMPLATE_HASH,
 ];
 
-/// Annotations that only an unclaimed member has. Without the second a member that sleeps wakes.
+/// Annotations that only an unclaimed member has. The removal of `hibernate` wakes a member that
+/// sleeps.
 const MEMBER_ANNOTATIONS: [&str; 3] = [
     annotations::SAFE_TO_EVICT,
     annotations::HIBERNATE,

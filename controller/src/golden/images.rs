@@ -33,17 +33,18 @@ pub(super) fn image(snapshot: &SandboxSnapshot) -> Option<(PodRecord, &String)> 
     (is_of_pod && is_there).then_some((record, id))
 }
 
-/// Returns the images of a golden Sandbox' snapshots. Those whose containers have other images than
-/// the newest are left out: a tag has moved since.
-pub fn of(snapshots: &[Arc<SandboxSnapshot>]) -> Option<Images> {
+/// Returns the images of the snapshots of one golden Sandbox. Those whose containers have other
+/// images than the newest are left out: a tag has moved since. The age is the apiserver's, because
+/// an agent writes the status.
+pub fn of<'a>(snapshots: impl IntoIterator<Item = &'a Arc<SandboxSnapshot>>) -> Option<Images> {
     let mut found: Vec<_> = snapshots
-        .iter()
+        .into_iter()
         .filter_map(|snapshot| {
-            let committed = snapshot.status.as_ref()?.committed_at.as_ref()?.0;
-            Some((committed, image(snapshot)?))
+            let created = snapshot.metadata.creation_timestamp.as_ref()?.0;
+            Some((created, image(snapshot)?))
         })
         .collect();
-    found.sort_by_key(|(committed, _)| std::cmp::Reverse(*committed));
+    found.sort_by_key(|(created, _)| std::cmp::Reverse(*created));
     let containers = found
         .first()
         .map(|(_, (newest, _))| newest.images.clone())?;

@@ -76,12 +76,15 @@ pub fn unfit(template: &SandboxTemplate) -> Option<String> {
         let list = spec.get(key).and_then(Value::as_array);
         list.into_iter().flatten()
     };
-    let has_claim = |volume: &Value| volume.get("persistentVolumeClaim").is_some();
+    let has_claim = |volume: &Value| {
+        let kinds = ["persistentVolumeClaim", "ephemeral", "csi"];
+        kinds.iter().any(|kind| volume.get(*kind).is_some())
+    };
     let has_hook = |container: &Value| !container["lifecycle"]["postStart"].is_null();
     let why = if spec.get("runtimeClassName").is_none_or(Value::is_null) {
         "it names no RuntimeClass that keeps memory"
     } else if !template.spec.volume_claim_templates.is_empty() || listed("volumes").any(has_claim) {
-        "its sandboxes have PersistentVolumeClaims, whose files would not be those of the image"
+        "its sandboxes have PersistentVolumeClaims or CSI volumes, whose files would not be those of the image"
     } else if listed("containers")
         .chain(listed("initContainers"))
         .any(has_hook)
@@ -89,6 +92,8 @@ pub fn unfit(template: &SandboxTemplate) -> Option<String> {
         "a container has a postStart hook, which cannot run in a sandbox that sleeps"
     } else if listed("initContainers").any(|container| !container["startupProbe"].is_null()) {
         "a sidecar has a startup probe, for which the containers after it would wait"
+    } else if spec.get("restartPolicy").and_then(Value::as_str) == Some("Never") {
+        "its containers are never restarted, as a member is that cannot continue from the image"
     } else if let Some(Err(invalid)) = sandbox::ready_exec(template) {
         return Some(format!("No golden image is made: {invalid}"));
     } else {
@@ -119,7 +124,9 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
         delete_sandbox(&mut plan, old);
     }
     for old in &observed.snapshots {
-        let stale = !is_current(&old.spec.sandbox_name) || !fits(observed, old);
+        let stale = !is_current(&old.spec.sandbox_name)
+            || !fits(observed, old)
+            || is_left_over(observed, old);
         if stale && old.metadata.deletion_timestamp.is_none() {
             let (name, uid) = (old.name_any(), old.uid().unwrap_or_default());
             plan.steps.push(Action::DeleteSnapshot { name, uid });
@@ -129,7 +136,7 @@ pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
         let own = observed.sandboxes.iter();
         match own.into_iter().find(|one| one.name_any() == observed.name) {
             Some(golden) => plan_golden(&mut plan, observed, golden, now),
-            None => plan_next(&mut plan, observed),
+            None => plan_next(&mut plan, observed, now),
         }
     }
     plan
@@ -140,6 +147,12 @@ fn delete_sandbox(plan: &mut Plan, sandbox: &Sandbox) {
         let (name, uid) = (sandbox.name_any(), sandbox.uid().unwrap_or_default());
         plan.steps.push(Action::DeleteSandbox { name, uid });
     }
+}
+
+/// Reports whether a snapshot was not committed before its Pod went.
+fn is_left_over(observed: &Observed, snapshot: &SandboxSnapshot) -> bool {
+    let pod = observed.pod.as_ref().and_then(|pod| pod.uid());
+    !snapshot.is_committed() && snapshot.spec.pod_uid != pod
 }
 
 /// Reports whether the node of a snapshot can still restore its image. A node that does not report
@@ -206,22 +219,26 @@ fn plan_golden(plan: &mut Plan, observed: &Observed, golden: &Sandbox, now: Time
 }
 
 /// Plans the next golden Sandbox: the first one anywhere, then one on each node that has members
-/// and no image.
-fn plan_next(plan: &mut Plan, observed: &Observed) {
+/// and no image. A node on which it cannot start holds the others up for [`LIMIT`] at most.
+fn plan_next(plan: &mut Plan, observed: &Observed, now: Timestamp) {
     if !observed.isolated {
         return;
     }
-    let made = observed
-        .snapshots
-        .iter()
-        .filter(|one| one.spec.sandbox_name == observed.name && fits(observed, one));
+    let made = observed.snapshots.iter().filter(|one| {
+        one.spec.sandbox_name == observed.name
+            && one.metadata.deletion_timestamp.is_none()
+            && fits(observed, one)
+    });
     let nodes: BTreeSet<String> = made
-        .filter(|one| one.metadata.deletion_timestamp.is_none())
         .filter_map(|one| Some(images::image(one)?.0.node_name))
         .collect();
-    let without = observed.member_nodes.difference(&nodes).next();
-    if nodes.is_empty() || without.is_some() {
-        let node = without.cloned();
+    let without: Vec<&String> = observed.member_nodes.difference(&nodes).collect();
+    let turn = now.as_second().unsigned_abs() / LIMIT.as_secs();
+    let node = without.get(usize::try_from(turn).unwrap_or_default() % without.len().max(1));
+    if nodes.is_empty() || node.is_some() {
+        let node = node
+            .filter(|_| !nodes.is_empty())
+            .map(|node| (*node).clone());
         plan.steps.push(Action::CreateSandbox { node });
     }
 }

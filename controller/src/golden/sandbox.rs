@@ -1,7 +1,7 @@
 //! No client required. Builds the golden Sandbox of a template and the SandboxSnapshot of it.
 
 use kube::{Resource, ResourceExt};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use torpor_api::{PodRecord, SandboxSnapshot, SandboxTemplate, annotations, labels, name_hash};
 
 use crate::{blueprint, sandbox::pod_spec, saved_pod};
@@ -22,6 +22,7 @@ pub(super) fn shortened(name: &str, suffix: usize) -> String {
 /// Returns the golden Sandbox. `node`: the only node on which it may run; `None`: any.
 pub(super) fn sandbox(template: &SandboxTemplate, name: &str, node: Option<&str>) -> Value {
     let mut pod = blueprint::secured_pod_spec(template);
+    forget_other_pods(&mut pod);
     if let Some(node) = node {
         pod_spec::require_nodes(&mut pod, &[node.to_owned()]);
     }
@@ -63,6 +64,16 @@ pub(super) fn sandbox(template: &SandboxTemplate, name: &str, node: Option<&str>
         },
         "spec": spec,
     })
+}
+
+/// Removes the rules of placement beside other Pods. The golden Pod has the members' labels, goes
+/// to a node with members, and ends soon.
+fn forget_other_pods(pod: &mut Map<String, Value>) {
+    pod.remove("topologySpreadConstraints");
+    if let Some(affinity) = pod.get_mut("affinity").and_then(Value::as_object_mut) {
+        affinity.remove("podAffinity");
+        affinity.remove("podAntiAffinity");
+    }
 }
 
 /// Returns the command that must succeed before a golden sandbox is saved, if there is one.

@@ -1,8 +1,8 @@
 //! No client required. Decides which members of a pool run and which sleep: pure.
 //!
-//! As many members run as claims took in the last three seconds, and at least as many as the pool's
-//! annotation asks for. A wake takes a fraction of that. More than that fall asleep again once no
-//! claim of the last minute explains them.
+//! As many members run as claims took in the last three seconds, and at least as many as the
+//! annotation of the pool asks for. A wake takes a fraction of that time. More than that fall
+//! asleep again once no claim of the last minute explains them.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,6 +21,9 @@ use crate::golden::Golden;
 pub const SOON: Duration = Duration::from_secs(3);
 /// Time for which a member that was heated for claims stays awake.
 pub const LATELY: Duration = Duration::from_secs(60);
+
+/// Time until a pool looks again whether members that it has woken may sleep.
+const RECHECK: Duration = Duration::from_secs(10);
 
 /// Members that claims took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -76,6 +79,10 @@ pub fn plan(plan: &mut Plan, observed: &Observed, keep: &[&Arc<Sandbox>]) {
     let (asleep, awake): (Vec<_>, Vec<_>) = keep.iter().partition(|member| is_asleep(member));
     let hot = hot(observed);
     let most = hot.max(observed.demand.lately);
+    if awake.len() > least(observed) {
+        // No event says that demand is over.
+        plan.requeue = plan.requeue.into_iter().chain([RECHECK]).min();
+    }
     let by_age = |mut members: Vec<&&Arc<Sandbox>>| -> Vec<Arc<Sandbox>> {
         members.sort_by_key(|member| {
             let created = member.metadata.creation_timestamp.as_ref().map(|at| at.0);

@@ -34,7 +34,7 @@ struct Pool {
     held: BTreeMap<String, Option<Instant>>,
     /// Time since which no member is created because the template's NetworkPolicy is not in place.
     unisolated: Option<Instant>,
-    /// Time since which members are not created because there is no golden image.
+    /// Time since which the template has no golden image yet.
     awaits_golden: Option<Instant>,
     /// End of the delay after members have left.
     hold: Option<Instant>,
@@ -48,6 +48,8 @@ struct Pool {
     inherited: bool,
     /// True if the pool's user got the advice.
     advised: bool,
+    /// Message of the last Event about the pool's annotation.
+    told: Option<String>,
     /// Counter that makes names differ from pass to pass.
     names: u64,
 }
@@ -73,7 +75,7 @@ pub struct Remembered {
     pub held: BTreeMap<String, Duration>,
     /// Time for which no member was created because the template's NetworkPolicy was not in place.
     pub unisolated: Duration,
-    /// Time for which members were not created because there was no golden image.
+    /// Time for which the template has had no golden image yet.
     pub awaits_golden: Duration,
     /// Time for which no member is created.
     pub hold: Option<Duration>,
@@ -134,7 +136,7 @@ impl Memory {
         pool.unisolated = waits.then(|| pool.unisolated.unwrap_or(now));
     }
 
-    /// Records whether the last pass created fewer members because there is no golden image.
+    /// Records whether the template has no golden image yet.
     pub fn awaits_golden(&self, uid: &str, waits: bool, now: Instant) {
         let mut all = self.lock();
         let pool = all.entry(uid.to_owned()).or_default();
@@ -248,6 +250,16 @@ impl Memory {
         let note = advice::progress(plan.stalled.as_deref(), plan.placed, published)?;
         known.stall_published = plan.stalled.as_ref().map(|_| now);
         Some(note)
+    }
+
+    /// Reports whether the pool's user has not got this Event about its annotation yet. Records it
+    /// as published.
+    pub fn is_new(&self, uid: &str, note: &Note) -> bool {
+        let mut all = self.lock();
+        let pool = all.entry(uid.to_owned()).or_default();
+        let is_new = pool.told.as_ref() != Some(&note.message);
+        pool.told = Some(note.message.clone());
+        is_new
     }
 
     /// Reports whether the pool's user got the advice.

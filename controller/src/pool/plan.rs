@@ -60,7 +60,7 @@ pub struct Observed {
     pub pressed: bool,
     /// Urgency of new members.
     pub advance: Advance,
-    /// Members that claims took a while ago.
+    /// Members that claims took lately.
     pub demand: Demand,
     /// Golden images of the template.
     pub golden: Golden,
@@ -110,7 +110,7 @@ pub struct Plan {
     /// True if members are missing and none is created before the template's NetworkPolicy is in
     /// place.
     pub unisolated: bool,
-    /// True if members are not created before there is a golden image.
+    /// True while the template has no golden image yet.
     pub awaits_golden: bool,
     /// True if the pool has all members, each with a Pod on a node.
     pub placed: bool,
@@ -372,13 +372,13 @@ fn await_golden(plan: &mut Plan, observed: &Observed, there: usize) {
     let Golden::Preparing(golden) = &observed.golden else {
         return;
     };
+    // The wait counts whether members are missing or not, and is over once for all.
+    plan.awaits_golden = true;
     let now = plan.missing.min(heat::hot(observed).saturating_sub(there));
     if now == plan.missing {
         return;
     }
-    plan.awaits_golden = true;
-    let waited = observed.remembered.awaits_golden;
-    let left = GOLDEN_LIMIT.saturating_sub(waited);
+    let left = GOLDEN_LIMIT.saturating_sub(observed.remembered.awaits_golden);
     if left.is_zero() {
         plan.stalled = Some(format!(
             "There is no golden image after {} minutes, and members start cold: see the Events of the SandboxTemplate and Sandbox {golden:?}",

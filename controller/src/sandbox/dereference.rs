@@ -16,7 +16,10 @@ use torpor_api::{
 
 use crate::{
     calls::{self, Apiserver},
-    golden::images::{self, Images},
+    golden::{
+        self,
+        images::{self, Images},
+    },
     pod_snapshot::newest,
     saved_pod,
     watches::Caches,
@@ -157,9 +160,12 @@ pub async fn dereference(
     for snapshot in caches.snapshots.indexed(&namespace, &name) {
         observed.learn(Fact::Snapshot(snapshot));
     }
-    let golden = sandbox.annotations().get(annotations::GOLDEN_SANDBOX);
-    let golden = golden.map(|golden| caches.snapshots.indexed(&namespace, golden));
-    observed.golden = golden.and_then(|snapshots| images::of(&snapshots));
+    let named = |key| sandbox.annotations().get(key);
+    let template = named(annotations::SANDBOX_TEMPLATE_REF);
+    let golden = template.zip(named(annotations::GOLDEN_SANDBOX));
+    observed.golden = golden.and_then(|(template, golden)| {
+        images::of(&golden::snapshots_of(caches, &namespace, template, golden))
+    });
     gather_memory(&mut observed, caches, api).await?;
     Ok(observed)
 }

@@ -296,7 +296,8 @@ fn continue_from(spec: &mut Map<String, Value>, memory: &Memory, name: &str) {
     }
 }
 
-/// Sets the container images of the golden image, and prefers the nodes that hold it.
+/// Prefers the nodes that hold a golden image, and sets the versions of the container images that
+/// the golden sandbox had. An image of another repository, or of none, stays the template's.
 fn start_from(spec: &mut Map<String, Value>, golden: &Images) {
     for node in &golden.nodes {
         prefer_node(spec, node);
@@ -305,10 +306,16 @@ fn start_from(spec: &mut Map<String, Value>, golden: &Images) {
         let all = spec.get_mut(list).and_then(Value::as_array_mut);
         for container in all.into_iter().flatten() {
             let name = container["name"].as_str().unwrap_or_default();
-            let Some(image) = golden.containers.get(name) else {
+            let image = golden
+                .containers
+                .get(name)
+                .map(|image| image_reference(image));
+            // A node reports the image. It may choose a version, and no other program.
+            let own = repository(container["image"].as_str().unwrap_or_default()).to_owned();
+            let Some(image) = image.filter(|image| repository(image) == own) else {
                 continue;
             };
-            container["image"] = image_reference(image).into();
+            container["image"] = image.into();
             if container["imagePullPolicy"] != "Never" {
                 container["imagePullPolicy"] = "IfNotPresent".into();
             }
@@ -327,6 +334,18 @@ fn remove_start_steps(container: &mut Value, is_sidecar: bool) {
     }
     if let Some(container) = container.as_object_mut().filter(|_| is_sidecar) {
         container.remove("startupProbe");
+    }
+}
+
+/// Returns an image reference without its tag or digest.
+fn repository(reference: &str) -> &str {
+    let name = reference
+        .split_once('@')
+        .map_or(reference, |(name, _)| name);
+    match name.rsplit_once(':') {
+        // A colon before a slash is that of the registry's port.
+        Some((repository, tag)) if !tag.contains('/') => repository,
+        _ => name,
     }
 }
 

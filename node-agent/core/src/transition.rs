@@ -161,6 +161,9 @@ pub trait Sandbox: Paused {
     /// the kubelet makes another.
     fn start_cold(&self, image: &ImageId, error: &Self::Error) -> Result<(), Self::Error>;
 
+    /// Returns whether the error says that the image cannot be restored. Any other may pass.
+    fn is_final(error: &Self::Error) -> bool;
+
     /// Marks another Pod's image as this Pod's. Twice does no harm.
     fn take(&self, image: &ImageId) -> Result<(), Self::Error>;
 
@@ -379,38 +382,28 @@ pub fn wake<S: Sandbox>(sandbox: &S) -> Result<bool, S::Error> {
             ensure_held_open(sandbox)?;
             let place = match unstarted {
                 None => Place::Here,
-                Some(_) => Place::Anew {
+                Some(origin) => Place::Anew {
                     takes: false,
                     tries_again: true,
+                    never_ran: origin == Origin::Golden,
                 },
             };
-            let restored = restore(sandbox, &image, place);
-            or_start_cold(sandbox, &image, unstarted, restored).map(|()| true)
+            restore(sandbox, &image, place).map(|()| true)
         }
     }
 }
 
-/// Has a Pod start cold whose golden image cannot be restored. Returns the error of the restore.
-fn or_start_cold<S: Sandbox>(
+/// Lets a new sandbox sleep in its image, without a process. Its first wake prepares it as a
+/// restore in a new place does. `own`: the image is the Pod's.
+pub fn rest<S: Sandbox>(
     sandbox: &S,
     image: &ImageId,
-    unstarted: Option<Origin>,
-    restored: Result<(), S::Error>,
+    origin: Origin,
+    own: bool,
 ) -> Result<(), S::Error> {
-    if let Err(error) = &restored
-        && unstarted == Some(Origin::Golden)
-    {
-        sandbox.start_cold(image, error)?;
-    }
-    restored
-}
-
-/// Lets a new sandbox sleep in its image, without a process. Its first wake prepares it as a
-/// restore in a new place does.
-pub fn rest<S: Sandbox>(sandbox: &S, image: &ImageId, origin: Origin) -> Result<(), S::Error> {
-    let image = match origin {
-        Origin::Own => image.clone(),
-        Origin::Golden => {
+    let image = match own {
+        true => image.clone(),
+        false => {
             let image = sandbox.copy(image)?;
             sandbox.append(&Entry::Committed {
                 image: image.clone(),
@@ -427,8 +420,8 @@ pub fn rest<S: Sandbox>(sandbox: &S, image: &ImageId, origin: Origin) -> Result<
 }
 
 /// Decides whether a new sandbox sleeps on in its image, because its Pod is requested to sleep
-/// (`asleep`). `own`: the image is the Pod's. `golden`: the image is a golden one. Any other image
-/// is restored first, and saved.
+/// (`asleep`). `own`: the image is the Pod's. `golden`: the image is a golden one, or a copy of one
+/// from which the Pod has not run. Any other image is restored first, and saved.
 pub fn rests(
     ledger: &LedgerState,
     image: &ImageId,
@@ -438,12 +431,15 @@ pub fn rests(
 ) -> Option<Origin> {
     // A way back to an older image is gone to its end first.
     let is_memory = ledger.memory.image() == Some(image) && !ledger.was_left(image);
-    match (asleep, own, golden) {
-        (false, ..) => None,
-        (true, true, _) => is_memory.then_some(Origin::Own),
-        (true, false, true) => Some(Origin::Golden),
-        (true, false, false) => None,
-    }
+    let origin = match golden {
+        true => Origin::Golden,
+        false => Origin::Own,
+    };
+    let may = match own {
+        true => is_memory,
+        false => golden,
+    };
+    (asleep && may).then_some(origin)
 }
 
 /// How a caller that needs the sandbox found it.
@@ -479,6 +475,8 @@ pub enum Place {
         takes: bool,
         /// A restore that fails gives a taken image back; otherwise the Pod starts cold.
         tries_again: bool,
+        /// The Pod never ran: it starts cold where the image cannot be restored.
+        never_ran: bool,
     },
 }
 
@@ -516,15 +514,17 @@ pub fn restore<S: Sandbox>(sandbox: &S, image: &ImageId, place: Place) -> Result
         };
         match sandbox.append_at(waking, &failed) {
             // A Pod that starts cold leaves the image's memory behind for good.
-            Ok(()) => {
-                if let Place::Anew {
+            Ok(()) => match place {
+                Place::Anew {
                     takes: true,
                     tries_again: true,
-                } = place
-                {
-                    sandbox.give_back(image)?;
-                }
-            }
+                    ..
+                } => sandbox.give_back(image)?,
+                Place::Anew {
+                    never_ran: true, ..
+                } if S::is_final(error) => sandbox.start_cold(image, error)?,
+                Place::Anew { .. } | Place::Here => {}
+            },
             // The kubelet has made another sandbox of the Pod meanwhile, which records its own
             // restore.
             Err(fenced) if S::is_fenced(&fenced) => {}
@@ -535,14 +535,13 @@ pub fn restore<S: Sandbox>(sandbox: &S, image: &ImageId, place: Place) -> Result
 }
 
 /// Restores a hibernated sandbox for a step of a plan, which has appended [`Entry::Waking`] and
-/// appends the entry of a failure.
+/// appends the entry of a failure, unless the Pod starts cold.
 pub fn restore_planned<S: Sandbox>(sandbox: &S, image: &ImageId) -> Result<(), S::Error> {
     ensure_held_open(sandbox)?;
     let unstarted = match sandbox.recorded()? {
         Recorded::Hibernated { unstarted, .. } => unstarted,
         Recorded::Running | Recorded::Restoring => None,
     };
-    sandbox.open(image)?;
     let waking = sandbox.ledger()?.seq;
     let awake = |release: &dyn Fn()| {
         ensure_held_open(sandbox)?;
@@ -551,8 +550,24 @@ pub fn restore_planned<S: Sandbox>(sandbox: &S, image: &ImageId) -> Result<(), S
         }
         sandbox.append_at(waking, &Entry::Awake)
     };
-    let restored = sandbox.restore(image, &awake);
-    or_start_cold(sandbox, image, unstarted, restored)
+    let opened = sandbox.open(image);
+    let restored = opened.and_then(|()| sandbox.restore(image, &awake));
+    if let Err(error) = &restored
+        && unstarted == Some(Origin::Golden)
+        && S::is_final(error)
+    {
+        let failed = Entry::WakeFailed {
+            image: image.clone(),
+            reason: S::reason(error),
+        };
+        // Another sandbox of the Pod may have gone on with the ledger.
+        match sandbox.append_at(waking, &failed) {
+            Ok(()) => sandbox.start_cold(image, error)?,
+            Err(fenced) if S::is_fenced(&fenced) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    restored
 }
 
 /// How a container receives a signal.

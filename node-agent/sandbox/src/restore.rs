@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use jiff::Timestamp;
 use torpor_core::ids::{ContainerId, ImageId, SandboxId};
 use torpor_core::transition::{self, Place, Source, source};
-use torpor_core::{ImageState, RolledBack};
+use torpor_core::{ImageState, LedgerState, RolledBack};
 use torpor_records::Role;
 use torpor_records::{ContainerRecord, PodRecord, RestoreReport, SandboxState, WakeCause};
 use torpor_runsc::held_open::keeper_lives;
@@ -54,9 +54,30 @@ use transitions::{NodeSandbox, ensure_stays};
 fn last_image(store: &Store, pod: &PodRecord) -> anyhow::Result<Option<ImageId>> {
     let images = store.list_pod(&pod.pod_uid)?.into_iter();
     let whole = images.filter(|image| image.state == ImageState::Committed);
-    Ok(whole
-        .map(|image| image.id)
-        .max_by_key(|image| image.number()))
+    // A copy of a golden image is what a cold start stands in for.
+    let own = whole.filter(|image| !is_golden_copy(store, pod, &image.id));
+    Ok(own.map(|image| image.id).max_by_key(|image| image.number()))
+}
+
+/// Reports whether an image of the Pod is a copy of a golden one: the Pod has not run in it.
+fn is_golden_copy(store: &Store, pod: &PodRecord, image: &ImageId) -> bool {
+    let found = store.image(&pod.namespace, image);
+    found.is_ok_and(|image| image.manifest().parent.is_some())
+}
+
+/// Reports whether the Pod loses nothing by a cold start: the image is a golden one, or a copy of
+/// one from which the Pod has not run. `spec`: of the pause container.
+fn never_ran(
+    store: &Store,
+    pod: &PodRecord,
+    spec: &Spec,
+    ledger: &LedgerState,
+    image: &ImageId,
+) -> bool {
+    match image.pod() == &pod.pod_uid {
+        true => !ledger.was_left(image) && is_golden_copy(store, pod, image),
+        false => annotations::is_golden(spec, image),
+    }
 }
 
 /// Decides how a new sandbox begins, and records the decision. Verifies the image, so that a
@@ -82,14 +103,7 @@ pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<Sandbo
     let ledger_state = ledger.read()?;
     // The node's own build is for a cold start. An image is restored by the build that made it.
     let own_build = node.config.admit_runsc(&pod.runsc_digest);
-    let Given {
-        image,
-        copy,
-        golden,
-    } = given;
-    let starts_cold =
-        |image: &ImageId| pod.cold_start_on_failure || golden && image.pod() != &pod.pod_uid;
-    let state = match source(&ledger_state, is_held, image, copy, last) {
+    let state = match source(&ledger_state, is_held, given.image, given.copy, last) {
         Source::Cold => {
             own_build?;
             if ledger_state.seq > 0 {
@@ -106,6 +120,7 @@ pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<Sandbo
             // The verification hashes the image on all processors.
             let own = image.pod() == &pod.pod_uid;
             let asleep = annotations::is_to_sleep(spec);
+            let golden = never_ran(&store, pod, spec, &ledger_state, &image);
             let sleeps = transition::rests(&ledger_state, &image, own, golden, asleep).is_some();
             let fits = || match not_fetched {
                 Some(refusal) => Err(refusal),
@@ -119,7 +134,7 @@ pub fn begin(node: &Node, pod: &PodRecord, spec: &Spec) -> anyhow::Result<Sandbo
                         started: Vec::new(),
                     }
                 }
-                Err(refusal) if starts_cold(&image) => {
+                Err(refusal) if pod.cold_start_on_failure || golden => {
                     own_build?;
                     give_up(node, pod, &ledger, &image, refusal)?;
                     SandboxState::Running
@@ -344,11 +359,11 @@ pub fn container_started(
         };
         return Ok(node.records.write_state(&pod.sandbox, &state)?);
     }
-    let ledger = store.ledger(&pod.pod_uid)?;
-    let rolls_back = ledger.read()?.was_left(image);
+    let ledger = store.ledger(&pod.pod_uid)?.read()?;
+    let rolls_back = ledger.was_left(image);
     let spec = Spec(node.records.spec(&pod.sandbox.clone().into())?);
     let own = image.pod() == &pod.pod_uid;
-    let golden = !own && annotations::is_golden(&spec, image);
+    let golden = never_ran(&store, pod, &spec, &ledger, image);
     let pause = node.records.container_dir(&pod.sandbox.clone().into());
     let report = RestoreReport::Restored {
         image: image.clone(),
@@ -356,16 +371,18 @@ pub fn container_started(
     };
     let sandbox = NodeSandbox::anew(node, pod, opened, parts, report);
     let asleep = annotations::is_to_sleep(&spec);
-    if let Some(origin) = transition::rests(&ledger.read()?, image, own, golden, asleep) {
-        return match transition::rest(&sandbox, image, origin) {
+    if let Some(origin) = transition::rests(&ledger, image, own, golden, asleep) {
+        return match transition::rest(&sandbox, image, origin, own) {
             Ok(()) => Ok(()),
-            Err(error) => Err(fail(node, pod, image, refusal_of(&error))?),
+            Err(error) => Err(fail(node, pod, &spec, image, refusal_of(&error))?),
         };
     }
     sandbox::hold_packets(pod, &pause);
     let place = Place::Anew {
         takes: !own && !annotations::is_copy(&spec, image),
         tries_again: !pod.cold_start_on_failure,
+        // [`fail`] has the Pod start cold.
+        never_ran: false,
     };
     match transition::restore(&sandbox, image, place) {
         Ok(()) => {
@@ -377,7 +394,7 @@ pub fn container_started(
         Err(error) => {
             // A keeper that has ended holds no packets.
             let _ = keeper::ask(&pause, &Request::Release, &[], CALL_LIMIT);
-            Err(fail(node, pod, image, refusal_of(&error))?)
+            Err(fail(node, pod, &spec, image, refusal_of(&error))?)
         }
     }
 }

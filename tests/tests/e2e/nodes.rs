@@ -11,9 +11,9 @@ use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams, 
 use kube::{Resource, ResourceExt};
 use serde_json::json;
 use torpor_api::annotations::{GOLDEN, HEAT, HIBERNATE, SNAPSHOT_CLASS};
-use torpor_api::{SandboxWarmPool, conditions, labels};
 use torpor_api::node::SandboxNode;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
+use torpor_api::{SandboxWarmPool, conditions, labels};
 use torpor_tests::case::{Case, alone_within, condition, node_of, uid};
 use torpor_tests::pods::{annotated, pod_spec};
 use torpor_tests::pools::extension;
@@ -452,7 +452,11 @@ async fn each_node_with_members_gets_a_golden_image_from_which_later_members_sta
         let template = extension("SandboxTemplate", "t", json!({ "podTemplate": pod }));
         case.create(annotated(template, GOLDEN, "true")).await?;
         let pool = json!({ "replicas": 4, "sandboxTemplateRef": { "name": "t" } });
-        let pool = annotated(extension("SandboxWarmPool", "w", pool), HEAT, "hot=0,asleep=rest");
+        let pool = annotated(
+            extension("SandboxWarmPool", "w", pool),
+            HEAT,
+            "hot=0,asleep=rest",
+        );
         case.create(pool).await?;
         case.pool_is_ready("w", 4).await?;
         let golden = ListParams::default().labels(labels::GOLDEN);

@@ -44,7 +44,9 @@ fn snapshot(node: &str, change: Value) -> Arc<SandboxSnapshot> {
     let record = record(node);
     let mut whole = sandbox::snapshot(&template(json!({})), NAME, &record);
     let rest = json!({
-        "metadata": {"uid": format!("u-{node}")},
+        "metadata": {
+            "uid": format!("u-{node}"), "creationTimestamp": "2026-01-01T00:29:00Z",
+        },
         "status": {
             "nodeName": node, "podUID": record.uid, "imageID": format!("{}.1", record.uid),
             "committedAt": "2026-01-01T00:30:00Z",
@@ -147,7 +149,8 @@ fn a_golden_sandbox_is_started_saved_once_it_is_ready_and_ended_once_it_is_saved
 fn each_node_with_members_gets_an_image_one_after_the_other() {
     let mut world = observed();
     world.member_nodes = ["a".to_owned(), "b".to_owned()].into();
-    assert_eq!(steps(&world), ["golden on a"]);
+    // The scheduler finds the node for the first one.
+    assert_eq!(steps(&world), ["golden on any"]);
     world.snapshots = vec![snapshot("a", json!({}))];
     assert_eq!(steps(&world), ["golden on b"]);
     world.snapshots.push(snapshot("b", json!({})));
@@ -157,7 +160,18 @@ fn each_node_with_members_gets_an_image_one_after_the_other() {
     let remade = steps(&world);
     assert_eq!(remade[0], format!("remove {NAME}-pod-on-a"));
     assert_eq!(remade[1], "golden on a");
+    // A node on which none can start does not hold up the others.
+    world.member_nodes.insert("c".to_owned());
+    let nodes: BTreeSet<String> = (0..4)
+        .flat_map(|turn| plan(&world, now() + LIMIT * turn).steps)
+        .filter_map(|step| match step {
+            Action::CreateSandbox { node } => node,
+            _ => None,
+        })
+        .collect();
+    assert_eq!(nodes, ["a".to_owned(), "c".to_owned()].into());
     // A node whose agent does not report may come back.
+    world.member_nodes.remove("c");
     world.nodes.clear();
     assert!(steps(&world).is_empty());
 }
@@ -177,6 +191,17 @@ fn what_an_older_version_or_a_former_wish_has_left_is_removed() {
     // The garbage collector removes what a deleted template owns.
     world.template = template(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}));
     assert!(steps(&world).is_empty());
+}
+
+#[test]
+fn a_snapshot_that_was_not_committed_before_its_pod_went_is_removed() {
+    let mut world = observed();
+    world.snapshots = vec![snapshot("a", uncommitted())];
+    world.pod = Some(pod("a"));
+    world.sandboxes = vec![golden(true, 1)];
+    assert!(steps(&world).is_empty());
+    world.pod = Some(pod("b"));
+    assert_eq!(steps(&world)[0], format!("remove {NAME}-pod-on-a"));
 }
 
 #[test]
@@ -218,6 +243,14 @@ fn a_golden_sandbox_that_is_not_saved_in_time_is_replaced_and_its_cause_is_told(
         {"name": "v", "persistentVolumeClaim": {"claimName": "v"}},
     ]}}}}),
     "PersistentVolumeClaim"
+)]
+#[case::an_ephemeral_claim(
+    json!({"spec": {"podTemplate": {"spec": {"volumes": [{"name": "v", "ephemeral": {}}]}}}}),
+    "PersistentVolumeClaim"
+)]
+#[case::no_restart(
+    json!({"spec": {"podTemplate": {"spec": {"restartPolicy": "Never"}}}}),
+    "never restarted"
 )]
 #[case::a_hook(
     json!({"spec": {"podTemplate": {"spec": {"containers": [
@@ -287,12 +320,14 @@ fn members_start_from_committed_images_of_golden_pods_alone() {
         assert_eq!(of(std::slice::from_ref(&bad)), None, "{bad:?}");
         assert_eq!(of(&[bad, Arc::clone(&good)]), Some(vec![id("a")]));
     }
-    // The tag has moved since: the newest image counts.
+    // The tag has moved since: the newest image counts, by the time that the apiserver wrote.
     let mut moved = record("b");
     moved.images.insert("c".to_owned(), "r@sha256:2".to_owned());
     let newer = json!({
-        "metadata": {"annotations": crate::saved_pod::annotation(&moved)},
-        "status": {"committedAt": "2026-01-01T00:45:00Z"},
+        "metadata": {
+            "annotations": crate::saved_pod::annotation(&moved),
+            "creationTimestamp": "2026-01-01T00:45:00Z",
+        },
     });
     let newest = images::of(&[good, snapshot("b", newer)]).unwrap();
     assert_eq!(newest.nodes, ["b"]);

@@ -106,6 +106,10 @@ fn a_member_that_was_heated_for_claims_sleeps_when_the_last_minute_needs_it_no_m
     let members = ["a", "b"].map(|name| member(name, false, true));
     world.demand = Demand { soon: 0, lately: 2 };
     assert!(steps(&world, &members).is_empty());
+    // No event says that the minute is over.
+    let mut waits = Plan::default();
+    plan(&mut waits, &world, &members.iter().collect::<Vec<_>>());
+    assert_eq!(waits.requeue, Some(RECHECK));
     world.demand.lately = 1;
     assert_eq!(steps(&world, &members), ["-b"]);
 }

@@ -349,14 +349,20 @@ fn a_member_prefers_the_nodes_with_a_golden_image_and_may_start_cold_on_any_othe
             {"name": "c", "image": "img:1"},
             {"name": "d", "image": "other:1", "imagePullPolicy": "Never"},
             {"name": "e", "image": "third:1", "lifecycle": {"preStop": {}}},
+            {"name": "f", "image": "registry:5000/fourth"},
         ],
     });
     let golden = Images {
         ids: vec!["a.1".into(), "b.1".into()],
         nodes: vec!["n1".into(), "n2".into()],
         containers: [("c", "docker://img@sha256:1"), ("d", "other@sha256:2")]
+            .into_iter()
+            .chain([
+                ("e", "evil@sha256:3"),
+                ("f", "registry:5000/fourth@sha256:4"),
+            ])
             .map(|(name, image)| (name.to_owned(), image.to_owned()))
-            .into(),
+            .collect(),
     };
     let pod = super::pod(&sandbox(spec), &[], Start::Golden(&golden), None).unwrap();
     let on_pod = &pod["metadata"]["annotations"];
@@ -383,6 +389,11 @@ fn a_member_prefers_the_nodes_with_a_golden_image_and_may_start_cold_on_any_othe
           "preStop": {}
         },
         "name": "e"
+      },
+      {
+        "image": "registry:5000/fourth@sha256:4",
+        "imagePullPolicy": "IfNotPresent",
+        "name": "f"
       }
     ]
     "#);

@@ -207,6 +207,10 @@ impl Sandbox for Fake {
         Ok(())
     }
 
+    fn is_final(error: &Fault) -> bool {
+        *error == Fault::RestoreFailed
+    }
+
     fn take(&self, _: &ImageId) -> Result<(), Fault> {
         self.act("taken");
         Ok(())
@@ -402,6 +406,7 @@ fn a_sandbox_that_is_being_suspended_stays_in_its_image() {
 const TAKES: Place = Place::Anew {
     takes: true,
     tries_again: true,
+    never_ran: false,
 };
 
 #[test]
@@ -417,8 +422,8 @@ fn another_pods_image_is_taken_before_anything_runs_and_the_report_is_there_befo
 
 #[rstest]
 #[case::tries_again(TAKES, false, true)]
-#[case::starts_cold(Place::Anew { takes: true, tries_again: false }, false, false)]
-#[case::copy(Place::Anew { takes: false, tries_again: true }, false, false)]
+#[case::starts_cold(Place::Anew { takes: true, tries_again: false, never_ran: false }, false, false)]
+#[case::copy(Place::Anew { takes: false, tries_again: true, never_ran: false }, false, false)]
 #[case::overtaken(TAKES, true, false)]
 fn a_restore_that_fails_gives_a_taken_image_back_unless_the_ledger_has_gone_on(
     #[case] place: Place,
@@ -627,13 +632,13 @@ fn a_new_sandbox_that_is_to_sleep_sleeps_in_its_image_without_running() {
     let golden = Fake::new(Recorded::Restoring, Vec::new(), None);
     // The first attempt may have been cut off anywhere.
     for _ in 0..2 {
-        rest(&golden, &other(), Origin::Golden).unwrap();
+        rest(&golden, &other(), Origin::Golden, false).unwrap();
     }
     let acts = ["copied", "reported", "sleeps, Golden"];
     assert_eq!(golden.acts(), [acts, acts].concat());
     assert_eq!(golden.memory().image(), Some(&image(1)));
     let own = Fake::new(Recorded::Restoring, asleep(), None);
-    rest(&own, &image(1), Origin::Own).unwrap();
+    rest(&own, &image(1), Origin::Own, true).unwrap();
     assert_eq!(own.acts(), ["reported", "sleeps, Own"]);
     assert_eq!(own.memory().image(), Some(&image(1)));
 }
@@ -648,6 +653,8 @@ fn only_an_image_that_is_the_memory_or_a_golden_one_is_slept_in() {
         (&none, other(), false, true, false, None),
         (&none, other(), false, false, true, None),
         (&slept, image(1), true, false, true, Some(Origin::Own)),
+        // It has slept since it was made, and its node has gone down since.
+        (&slept, image(1), true, true, true, Some(Origin::Golden)),
         (&slept, image(1), true, false, false, None),
         // The user wants the last image of a sandbox that crashed.
         (&ran, image(1), true, false, true, None),
@@ -673,10 +680,14 @@ fn the_first_wake_of_a_sandbox_prepares_it_as_a_new_one(#[case] origin: Origin) 
 }
 
 #[rstest]
-#[case(Origin::Golden, true)]
-#[case(Origin::Own, false)]
+#[case(Origin::Golden, Fault::RestoreFailed, false, true)]
+#[case::has_run(Origin::Own, Fault::RestoreFailed, false, false)]
+#[case::may_pass(Origin::Golden, Fault::Unknown, false, false)]
+#[case::another_sandbox_goes_on(Origin::Golden, Fault::RestoreFailed, true, false)]
 fn only_a_sandbox_that_never_ran_starts_cold_where_its_image_cannot_be_restored(
     #[case] origin: Origin,
+    #[case] fault: Fault,
+    #[case] overtaken: bool,
     #[case] cold: bool,
 ) {
     type Wake = fn(&Fake) -> Result<(), Fault>;
@@ -686,10 +697,11 @@ fn only_a_sandbox_that_never_ran_starts_cold_where_its_image_cannot_be_restored(
     ];
     for wake in wakes {
         let sandbox = Fake {
-            restores: Err(Fault::RestoreFailed),
+            restores: Err(fault.clone()),
+            overtaken,
             ..unstarted(origin)
         };
-        assert_eq!(wake(&sandbox), Err(Fault::RestoreFailed));
+        assert_eq!(wake(&sandbox), Err(fault.clone()));
         let expected: &[&str] = match cold {
             true => &["restored", "starts cold"],
             false => &["restored"],

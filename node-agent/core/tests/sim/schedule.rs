@@ -443,11 +443,12 @@ impl Schedule {
         }
         let ledger = transition::Sandbox::ledger(&sandbox).expect("it is read");
         let restored = match transition::rests(&ledger, &image, true, false, asleep) {
-            Some(origin) => transition::rest(&sandbox, &image, origin),
+            Some(origin) => transition::rest(&sandbox, &image, origin, true),
             None => {
                 let place = Place::Anew {
                     takes: false,
                     tries_again: true,
+                    never_ran: false,
                 };
                 transition::restore(&sandbox, &image, place)
             }

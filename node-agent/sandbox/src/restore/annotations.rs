@@ -30,8 +30,6 @@ pub(super) struct Given {
     pub(super) image: Option<ImageId>,
     /// The image may be stale and may be used again.
     pub(super) copy: bool,
-    /// The image is a golden one: where it cannot be restored, the Pod starts cold.
-    pub(super) golden: bool,
 }
 
 impl Given {
@@ -42,16 +40,13 @@ impl Given {
             return Ok(Self {
                 image: Some(ImageId::parse(image)?),
                 copy: spec.annotation(RESTORE_COPY) == Some("true"),
-                golden: false,
             });
         }
         let is_held = |image: &ImageId| store.image(&pod.namespace, image).is_ok();
         let image = golden_images(spec).find(is_held);
-        let golden = image.is_some();
         Ok(Self {
+            copy: image.is_some(),
             image,
-            copy: golden,
-            golden,
         })
     }
 }

@@ -7,7 +7,7 @@ use torpor_runsc::keeper::{self, Request};
 use torpor_runsc::spec::Spec;
 use torpor_snapshots::LedgerFile;
 
-use super::annotations::is_golden;
+use super::never_ran;
 use super::refusal::Refusal;
 use crate::node::{CALL_LIMIT, Node};
 
@@ -46,17 +46,19 @@ pub(super) fn report(
     Ok(node.records.write_report(&pod.pod_uid, &report)?)
 }
 
-/// Handles a failed restore; returns the error of this call. With policy ColdStart the pod's
-/// sandbox is ended. Then the kubelet makes a new sandbox, which starts cold from its first init
-/// container on.
+/// Handles a failed restore; returns the error of this call. With policy ColdStart, and where the
+/// Pod never ran, the pod's sandbox is ended. Then the kubelet makes a new sandbox, which starts
+/// cold from its first init container on. `spec`: of the pause container.
 pub(super) fn fail(
     node: &Node,
     pod: &PodRecord,
+    spec: &Spec,
     image: &ImageId,
     refusal: Refusal,
 ) -> anyhow::Result<anyhow::Error> {
-    let spec = Spec(node.records.spec(&pod.sandbox.clone().into())?);
-    if !pod.cold_start_on_failure && !is_golden(&spec, image) {
+    let store = node.store()?;
+    let ledger = store.ledger(&pod.pod_uid)?.read()?;
+    if !pod.cold_start_on_failure && !never_ran(&store, pod, spec, &ledger, image) {
         report(node, pod, image, &refusal)?;
         return Ok(refusal.into());
     }

@@ -4,6 +4,7 @@ use anyhow::{Context, bail};
 use torpor_core::ids::{ContainerName, ImageId, SandboxId};
 use torpor_records::Role;
 use torpor_records::{ContainerRecord, PodRecord};
+use torpor_runsc::spec::Spec;
 use torpor_snapshots::{Digest, Image, Manifest, Mismatch, SavedName};
 
 use super::failure::fail;
@@ -27,10 +28,11 @@ pub fn is_new(
 
 /// Returns the exit code of a container that had ended when the image was saved; none for a
 /// container that is part of the image. A container that does not match the image is a failed
-/// restore ([`fail`]).
+/// restore ([`fail`]). `spec`: of the pause container, which may not be recorded yet.
 pub fn completed(
     node: &Node,
     pod: &PodRecord,
+    spec: &Spec,
     image: &ImageId,
     record: &ContainerRecord,
 ) -> anyhow::Result<Option<u8>> {
@@ -40,7 +42,7 @@ pub fn completed(
         .map_err(Refusal::from)?;
     match place_in(opened.manifest(), record) {
         Ok(code) => Ok(code),
-        Err(mismatch) => Err(fail(node, pod, image, mismatch.into())?),
+        Err(mismatch) => Err(fail(node, pod, spec, image, mismatch.into())?),
     }
 }
 

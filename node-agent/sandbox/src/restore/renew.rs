@@ -58,10 +58,8 @@ pub(super) fn renew(
         return Ok(());
     };
     give_back();
-    let copy = match image.id().pod() == &pod.pod_uid {
-        true => image.manifest().parent.is_some(),
-        false => is_copy(&spec, image.id()),
-    };
+    // The Pod has not run in a copy of a golden image, in whichever Pod it is restored.
+    let copy = image.manifest().parent.is_some() || is_copy(&spec, image.id());
     run_hook(node, pod, parts, &spec, command, copy).map_err(|error| {
         let message = format!("the command of {ON_RESTORE_EXEC} failed: {error:#}");
         Refusal {

@@ -290,3 +290,32 @@ fn a_golden_image_that_cannot_be_restored_is_a_cold_start_with_its_reason() {
     };
     assert_eq!(reason, "FingerprintMismatch");
 }
+
+#[test]
+fn a_pause_container_that_does_not_fit_is_reported_before_anything_of_it_is_recorded() {
+    let (_dir, node, golden, member) = golden_and_member();
+    let pause = ContainerRecord {
+        id: member.sandbox.clone().into(),
+        sandbox: member.sandbox.clone(),
+        role: Role::Sandbox,
+        name: String::new(),
+        terminal: false,
+        cgroup: member.cgroup.clone(),
+        spec_digest: torpor_snapshots::Digest::of(b"another spec"),
+        keeper_pid: 0,
+        in_shim: false,
+        completed: None,
+    };
+    let plain = annotated(serde_json::json!({}));
+    let of_pool = annotated(serde_json::json!({ "torpor.dev/golden-images": golden.to_string() }));
+    for (spec, cold) in [(&plain, false), (&of_pool, true)] {
+        completed(&node, &member, spec, &golden, &pause).expect_err("another spec");
+        let report = node.records.report(&member.pod_uid).expect("read");
+        let (reason, is_cold) = match report {
+            Some(RestoreReport::Failed { reason, .. }) => (reason, false),
+            Some(RestoreReport::ColdStarted { reason, .. }) => (reason, true),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!((reason.as_str(), is_cold), ("SpecMismatch", cold));
+    }
+}

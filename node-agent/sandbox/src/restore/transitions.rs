@@ -14,7 +14,7 @@ use torpor_core::{Entry, LedgerState};
 use torpor_records::{
     ContainerRecord, Depth, PodLock, PodRecord, RestoreReport, SandboxState, WakeCause, WakeNote,
 };
-use torpor_runsc::command::Runsc;
+use torpor_runsc::command::{self, Runsc};
 use torpor_runsc::control::Control;
 use torpor_runsc::keeper::{self, Request};
 use torpor_runsc::resume::{self, PausedSandbox};
@@ -314,6 +314,13 @@ impl Sandbox for NodeSandbox<'_> {
             message: format!("{error:#}"),
         };
         failure::start_cold(self.node, self.pod()?, image, refusal)
+    }
+
+    fn is_final(error: &anyhow::Error) -> bool {
+        let command = error.downcast_ref::<command::Error>();
+        error.is::<Refusal>()
+            || error.is::<ImageError>()
+            || matches!(command, Some(command::Error::Failed { .. }))
     }
 
     fn take(&self, image: &ImageId) -> anyhow::Result<()> {

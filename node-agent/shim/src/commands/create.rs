@@ -123,7 +123,12 @@ fn prepare(node: &Node, bundle: &Path, id: &ContainerId) -> anyhow::Result<Creat
         (rewritten, record.spec_digest) = (spec, spec_digest);
     }
     if let SandboxState::Restoring { image, .. } = &state {
-        record.completed = restore::completed(node, &pod, image, &record)?;
+        let pause = match role {
+            Role::Sandbox => None,
+            Role::Container => Some(Spec(node.records.spec(&sandbox.into())?)),
+        };
+        let pause = pause.as_ref().unwrap_or(&rewritten);
+        record.completed = restore::completed(node, &pod, pause, image, &record)?;
     }
     node.records.create_container_dir(&record.id)?;
     let dir = node.records.container_dir(&record.id);

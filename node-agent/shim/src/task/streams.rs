@@ -78,17 +78,18 @@ fn output(path: &str) -> anyhow::Result<(OwnedFd, Option<OwnedFd>)> {
     if path.is_empty() {
         return Ok((nothing()?, None));
     }
-    await_reader(path);
+    // It stays open until the next one is: containerd must never see a pipe without a writer.
+    let _first = await_reader(path);
     let reader = pipe(path, OpenOptions::new().read(true).custom_flags(O_NONBLOCK))?;
     let writer = pipe(path, OpenOptions::new().write(true))?;
     Ok((writer.into(), Some(reader.into())))
 }
 
-/// Waits until containerd has opened its end of an output.
+/// Waits until containerd has opened its end of an output; returns a writing end.
 ///
 /// containerd opens it in a goroutine, which waits for a writer. It would wait for ever for a
 /// process that has ended before, and the caller of the exec with it.
-fn await_reader(path: &str) {
+fn await_reader(path: &str) -> Option<File> {
     let deadline = Instant::now() + READER_LIMIT;
     loop {
         match OpenOptions::new()
@@ -100,7 +101,7 @@ fn await_reader(path: &str) {
                 std::thread::sleep(READER_INTERVAL);
             }
             // The output works without containerd. Any other error is that of the next call.
-            _ => return,
+            opened => return opened.ok(),
         }
     }
 }
