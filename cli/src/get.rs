@@ -1,97 +1,73 @@
 //! `get`: sandboxes as a table, or as data.
 
 use jiff::Timestamp;
-use serde::Serialize;
 
-use crate::output::Render;
-use crate::table::Table;
+use crate::listing::Item;
 use crate::units;
 use crate::view::View;
 
-/// Output of `get`.
-#[derive(Debug, Serialize)]
-pub struct Listing {
-    pub items: Vec<View>,
-    #[serde(skip)]
-    pub with_namespaces: bool,
-    #[serde(skip)]
-    pub now: Timestamp,
-}
+impl Item for View {
+    const RESOURCE: &'static str = "sandbox.agents.x-k8s.io";
+    const HEADINGS: &'static [&'static str] = &[
+        "NAME",
+        "STATE",
+        "ASLEEP FOR",
+        "MEMORY AWAKE",
+        "MEMORY ASLEEP",
+        "IMAGE",
+        "NODE",
+        "LAST WAKE",
+    ];
+    const WIDE: &'static [&'static str] = &["IN STATE FOR", "POD", "REASON", "MESSAGE"];
 
-const HEADINGS: [&str; 8] = [
-    "NAME",
-    "STATE",
-    "ASLEEP FOR",
-    "MEMORY AWAKE",
-    "MEMORY ASLEEP",
-    "IMAGE",
-    "NODE",
-    "LAST WAKE",
-];
-const WIDE: [&str; 4] = ["IN STATE FOR", "POD", "REASON", "MESSAGE"];
-
-impl Render for Listing {
-    fn text(&self, wide: bool) -> String {
-        let more = wide.then_some(&WIDE[..]);
-        let mut table = Table::of_objects(&HEADINGS, self.with_namespaces, more);
-        for view in &self.items {
-            table.push(self.row(view, wide));
-        }
-        table.text()
+    fn namespace(&self) -> &str {
+        &self.namespace
     }
 
-    fn names(&self) -> Vec<String> {
-        let names = self.items.iter();
-        names
-            .map(|view| format!("sandbox.agents.x-k8s.io/{}", view.name))
-            .collect()
+    fn name(&self) -> &str {
+        &self.name
     }
-}
 
-impl Listing {
-    fn row(&self, view: &View, wide: bool) -> Vec<String> {
-        let age = |since: Option<Timestamp>| {
-            since.map_or_else(String::new, |since| units::age(since, self.now))
-        };
+    fn cells(&self, now: Timestamp) -> Vec<String> {
         let bytes = |count: Option<i64>| count.map_or_else(String::new, units::bytes);
-        let image = match view.image_missing {
+        let image = match self.image_missing {
             true => "missing".to_owned(),
-            false => bytes(view.image_bytes),
+            false => bytes(self.image_bytes),
         };
-        let mut row = Vec::new();
-        if self.with_namespaces {
-            row.push(view.namespace.clone());
-        }
-        row.extend([
-            view.name.clone(),
-            view.state.to_string(),
-            age(view.asleep_since),
-            bytes(view.memory_awake_bytes),
-            bytes(view.memory_asleep_bytes),
+        vec![
+            self.name.clone(),
+            self.state.to_string(),
+            age(self.asleep_since, now),
+            bytes(self.memory_awake_bytes),
+            bytes(self.memory_asleep_bytes),
             image,
-            view.node.clone().unwrap_or_default(),
-            self.last_wake(view),
-        ]);
-        if wide {
-            row.extend([
-                age(view.since),
-                view.pod.clone().unwrap_or_default(),
-                view.reason.clone(),
-                view.message.clone(),
-            ]);
-        }
-        row
+            self.node.clone().unwrap_or_default(),
+            last_wake(self, now),
+        ]
     }
 
-    /// Returns the last wake as `420ms, 5m ago (Packet)`.
-    fn last_wake(&self, view: &View) -> String {
-        let Some(wake) = &view.last_wake else {
-            return String::new();
-        };
-        let took = units::micros(wake.duration_micros);
-        let ago = units::age(wake.at.0, self.now);
-        format!("{took}, {ago} ago ({})", wake.cause)
+    fn wide_cells(&self, now: Timestamp) -> Vec<String> {
+        vec![
+            age(self.since, now),
+            self.pod.clone().unwrap_or_default(),
+            self.reason.clone(),
+            self.message.clone(),
+        ]
     }
+}
+
+fn age(since: Option<Timestamp>, now: Timestamp) -> String {
+    since.map_or_else(String::new, |since| units::age(since, now))
+}
+
+/// Returns the last wake as `420ms, 5m ago (Packet)`.
+fn last_wake(view: &View, now: Timestamp) -> String {
+    let Some(wake) = &view.last_wake else {
+        return String::new();
+    };
+    let took = units::micros(wake.duration_micros);
+    let ago = units::age(wake.at.0, now);
+    format!("{took}, {ago} ago ({})", wake.cause)
 }
 
 /// Returns the message for an empty list.
@@ -105,12 +81,13 @@ pub fn nothing_found(kind: &str, namespace: Option<&str>) -> String {
 #[cfg(test)]
 mod tests {
     use crate::args::Format;
+    use crate::listing::Listing;
     use crate::output::rendered;
     use crate::view::tests::{at, some_views};
 
     use super::*;
 
-    fn listing(with_namespaces: bool) -> Listing {
+    fn listing(with_namespaces: bool) -> Listing<View> {
         Listing {
             items: some_views(),
             with_namespaces,

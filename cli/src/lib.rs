@@ -6,7 +6,8 @@
 //! - [`get`], [`top`], [`why`]: views as text and as data. Pure
 //! - [`change`], [`goal`]: `hibernate`, `wake`, `suspend`, `resume`: one patch, then a wait for
 //!   conditions. `goal` decides, and is pure
-//! - [`snapshots`]: the list of snapshots. Pure
+//! - [`snapshots`], [`pools`]: the lists of snapshots and of warm pools. Pure
+//! - [`listing`]: a list as a table and as data. Pure
 //! - [`snapshot`], [`fork`], [`rollback`]: a snapshot, copies that continue from one, a Sandbox
 //!   that continues from an earlier one
 //! - [`watching`]: the wait for an object
@@ -25,6 +26,7 @@ pub mod error;
 pub mod fork;
 pub mod get;
 pub mod goal;
+pub mod listing;
 pub mod objects;
 pub mod output;
 pub mod pools;

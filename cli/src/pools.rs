@@ -10,8 +10,7 @@ use torpor_api::{
     Sandbox, SandboxSnapshot, SandboxTemplate, SandboxWarmPool, annotations, labels, name_hash,
 };
 
-use crate::output::Render;
-use crate::table::Table;
+use crate::listing::{Item, Listing};
 use crate::units;
 
 /// Members of a pool, by what they do.
@@ -51,16 +50,6 @@ pub struct View {
     pub message: String,
 }
 
-/// Output of `pools`.
-#[derive(Debug, Serialize)]
-pub struct Listing {
-    pub items: Vec<View>,
-    #[serde(skip)]
-    pub with_namespaces: bool,
-    #[serde(skip)]
-    pub now: Timestamp,
-}
-
 /// Objects that the listing is made of.
 #[derive(Debug, Default)]
 pub struct Found {
@@ -70,20 +59,23 @@ pub struct Found {
     pub snapshots: Vec<SandboxSnapshot>,
 }
 
-impl Listing {
-    /// Lists these pools; all if there are no names.
-    pub fn of(found: &Found, names: &[String], with_namespaces: bool, now: Timestamp) -> Self {
-        let asked = found
-            .pools
-            .iter()
-            .filter(|pool| names.is_empty() || names.contains(&pool.name_any()));
-        let mut items: Vec<View> = asked.map(|pool| view(pool, found)).collect();
-        items.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));
-        Self {
-            items,
-            with_namespaces,
-            now,
-        }
+/// Lists these pools; all if there are no names.
+pub fn listing(
+    found: &Found,
+    names: &[String],
+    with_namespaces: bool,
+    now: Timestamp,
+) -> Listing<View> {
+    let asked = found
+        .pools
+        .iter()
+        .filter(|pool| names.is_empty() || names.contains(&pool.name_any()));
+    let mut items: Vec<View> = asked.map(|pool| view(pool, found)).collect();
+    items.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));
+    Listing {
+        items,
+        with_namespaces,
+        now,
     }
 }
 
@@ -162,66 +154,53 @@ fn golden_nodes(namespace: &str, template: &str, found: &Found) -> Option<Vec<St
     Some(nodes)
 }
 
-const HEADINGS: [&str; 8] = [
-    "NAME", "TEMPLATE", "WANTED", "HOT", "ASLEEP", "STARTING", "GOLDEN", "AGE",
-];
-const WIDE: [&str; 3] = ["HEAT", "NODES", "MESSAGE"];
+impl Item for View {
+    const RESOURCE: &'static str = "sandboxwarmpool.extensions.agents.x-k8s.io";
+    const HEADINGS: &'static [&'static str] = &[
+        "NAME", "TEMPLATE", "WANTED", "HOT", "ASLEEP", "STARTING", "GOLDEN", "AGE",
+    ];
+    const WIDE: &'static [&'static str] = &["HEAT", "NODES", "MESSAGE"];
 
-impl Render for Listing {
-    fn text(&self, wide: bool) -> String {
-        let more = wide.then_some(&WIDE[..]);
-        let mut table = Table::of_objects(&HEADINGS, self.with_namespaces, more);
-        for view in &self.items {
-            table.push(self.row(view, wide));
-        }
-        table.text()
+    fn namespace(&self) -> &str {
+        &self.namespace
     }
 
-    fn names(&self) -> Vec<String> {
-        let names = self.items.iter();
-        names
-            .map(|view| format!("sandboxwarmpool.extensions.agents.x-k8s.io/{}", view.name))
-            .collect()
+    fn name(&self) -> &str {
+        &self.name
     }
-}
 
-impl Listing {
-    fn row(&self, view: &View, wide: bool) -> Vec<String> {
-        let age = |at| units::age(at, self.now);
+    fn cells(&self, now: Timestamp) -> Vec<String> {
+        let age = |at| units::age(at, now);
         let golden = |nodes: &Vec<String>| match nodes.len() {
             0 => "being made".to_owned(),
             1 => "1 node".to_owned(),
             more => format!("{more} nodes"),
         };
-        let mut row = Vec::new();
-        if self.with_namespaces {
-            row.push(view.namespace.clone());
-        }
-        row.extend([
-            view.name.clone(),
-            view.template.clone(),
-            view.wanted.to_string(),
-            view.counts.hot.to_string(),
-            view.counts.asleep.to_string(),
-            view.counts.starting.to_string(),
-            view.golden_nodes.as_ref().map_or_else(String::new, golden),
-            view.created_at.map_or_else(String::new, age),
-        ]);
-        if wide {
-            let nodes = view.nodes.iter().map(|(node, counts)| {
-                let name = if node.is_empty() { "(none)" } else { node };
-                format!(
-                    "{name}:{}+{}+{}",
-                    counts.hot, counts.asleep, counts.starting
-                )
-            });
-            row.extend([
-                view.heat.clone().unwrap_or_default(),
-                nodes.collect::<Vec<_>>().join(" "),
-                view.message.clone(),
-            ]);
-        }
-        row
+        vec![
+            self.name.clone(),
+            self.template.clone(),
+            self.wanted.to_string(),
+            self.counts.hot.to_string(),
+            self.counts.asleep.to_string(),
+            self.counts.starting.to_string(),
+            self.golden_nodes.as_ref().map_or_else(String::new, golden),
+            self.created_at.map_or_else(String::new, age),
+        ]
+    }
+
+    fn wide_cells(&self, _: Timestamp) -> Vec<String> {
+        let nodes = self.nodes.iter().map(|(node, counts)| {
+            let name = if node.is_empty() { "(none)" } else { node };
+            format!(
+                "{name}:{}+{}+{}",
+                counts.hot, counts.asleep, counts.starting
+            )
+        });
+        vec![
+            self.heat.clone().unwrap_or_default(),
+            nodes.collect::<Vec<_>>().join(" "),
+            self.message.clone(),
+        ]
     }
 }
 
@@ -307,7 +286,7 @@ mod tests {
         }))
     }
 
-    fn listing(names: &[&str], with_namespaces: bool) -> Listing {
+    fn listing(names: &[&str], with_namespaces: bool) -> Listing<View> {
         let found = Found {
             pools: vec![
                 pool("py", "python", Some("hot=1,asleep=rest"), None),
@@ -334,7 +313,7 @@ mod tests {
             snapshots: vec![image("python", "node-1"), image("python", "node-2")],
         };
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-        Listing::of(&found, &names, with_namespaces, at("2026-11-21T12:00:00Z"))
+        super::listing(&found, &names, with_namespaces, at("2026-11-21T12:00:00Z"))
     }
 
     #[test]

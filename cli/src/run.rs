@@ -17,13 +17,13 @@ use crate::connect::{Cluster, call, connect};
 use crate::doctor::{self, facts::Facts};
 use crate::drain::{self, Outcome, Plan, SuspendError, Target};
 use crate::error::{Error, full_message};
-use crate::get::{self, Listing};
 use crate::goal::Goal;
+use crate::listing::Listing;
 use crate::objects::{Listed, Objects, Scope, list, readable};
 use crate::output::{Render, print, print_error, rendered};
-use crate::view::{pod_of, pods_by_owner, views};
+use crate::view::{View, pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
-use crate::{complete, fork, pools, rollback, snapshot, snapshots, top, units};
+use crate::{complete, fork, get, pools, rollback, snapshot, snapshots, top, units};
 
 /// Result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,7 +186,7 @@ pub async fn listing(
     cluster: &Cluster,
     names: &[String],
     everywhere: bool,
-) -> Result<Listing, Error> {
+) -> Result<Listing<View>, Error> {
     let objects = look(cluster, everywhere).await?;
     let objects = objects.only(&cluster.namespace, names)?;
     Ok(Listing {
@@ -280,13 +280,13 @@ fn print_list(
 async fn snapshot_listing(
     cluster: &Cluster,
     args: &Snapshots,
-) -> Result<snapshots::Listing, Error> {
+) -> Result<Listing<snapshots::View>, Error> {
     let api = scope(cluster, args.all_namespaces).api(&cluster.client);
     let found: Listed<SandboxSnapshot> = list("SandboxSnapshots", &api).await?;
     for unread in &found.unread {
         print_error(&format!("warning: {unread}"));
     }
-    Ok(snapshots::Listing::of(
+    Ok(snapshots::listing(
         &found.items,
         &args.names,
         args.all_namespaces,
@@ -296,7 +296,7 @@ async fn snapshot_listing(
 
 /// Returns the output of `pools`. A user without the right to list templates or snapshots gets the
 /// table without the golden images.
-async fn pool_listing(cluster: &Cluster, args: &Pools) -> Result<pools::Listing, Error> {
+async fn pool_listing(cluster: &Cluster, args: &Pools) -> Result<Listing<pools::View>, Error> {
     let (scope, client) = (scope(cluster, args.all_namespaces), &cluster.client);
     let (pools, templates) = (scope.api(client), scope.api(client));
     let (sandboxes, snapshots) = (scope.api(client), scope.api(client));
@@ -317,7 +317,7 @@ async fn pool_listing(cluster: &Cluster, args: &Pools) -> Result<pools::Listing,
         print_error(&format!("warning: {unseen}"));
     }
     let now = Timestamp::now();
-    Ok(pools::Listing::of(
+    Ok(pools::listing(
         &found,
         &args.names,
         args.all_namespaces,

@@ -7,8 +7,7 @@ use torpor_api::conditions::{self, COMMITTED, CONSUMED};
 use torpor_api::reasons::snapshot as reasons;
 use torpor_api::{SandboxSnapshot, SnapshotReason};
 
-use crate::output::Render;
-use crate::table::Table;
+use crate::listing::{Item, Listing};
 use crate::units;
 
 /// One snapshot. Unknown fields are left out.
@@ -44,40 +43,28 @@ pub struct View {
     pub message: String,
 }
 
-/// Output of `snapshots`, the newest of each Sandbox first.
-#[derive(Debug, Serialize)]
-pub struct Listing {
-    pub items: Vec<View>,
-    #[serde(skip)]
-    pub with_namespaces: bool,
-    #[serde(skip)]
-    pub now: Timestamp,
-}
-
-impl Listing {
-    /// Lists the snapshots of these Sandboxes; of all if there are no names.
-    pub fn of(
-        snapshots: &[SandboxSnapshot],
-        sandboxes: &[String],
-        with_namespaces: bool,
-        now: Timestamp,
-    ) -> Self {
-        let is_asked = |snapshot: &&SandboxSnapshot| {
-            sandboxes.is_empty() || sandboxes.contains(&snapshot.spec.sandbox_name)
-        };
-        let mut items: Vec<View> = snapshots.iter().filter(is_asked).map(view).collect();
-        items.sort_by(|a, b| {
-            let place = |view: &View| (view.namespace.clone(), view.sandbox.clone());
-            let newest_first = b.committed_at.cmp(&a.committed_at);
-            (place(a).cmp(&place(b)))
-                .then(newest_first)
-                .then_with(|| a.name.cmp(&b.name))
-        });
-        Self {
-            items,
-            with_namespaces,
-            now,
-        }
+/// Lists the snapshots of these Sandboxes, the newest of each first; of all if there are no names.
+pub fn listing(
+    snapshots: &[SandboxSnapshot],
+    sandboxes: &[String],
+    with_namespaces: bool,
+    now: Timestamp,
+) -> Listing<View> {
+    let is_asked = |snapshot: &&SandboxSnapshot| {
+        sandboxes.is_empty() || sandboxes.contains(&snapshot.spec.sandbox_name)
+    };
+    let mut items: Vec<View> = snapshots.iter().filter(is_asked).map(view).collect();
+    items.sort_by(|a, b| {
+        let place = |view: &View| (view.namespace.clone(), view.sandbox.clone());
+        let newest_first = b.committed_at.cmp(&a.committed_at);
+        (place(a).cmp(&place(b)))
+            .then(newest_first)
+            .then_with(|| a.name.cmp(&b.name))
+    });
+    Listing {
+        items,
+        with_namespaces,
+        now,
     }
 }
 
@@ -134,44 +121,38 @@ fn state(snapshot: &SandboxSnapshot) -> (String, String) {
 
 /// State of a snapshot that is being deleted.
 const DELETING: &str = "Deleting";
-const HEADINGS: [&str; 8] = [
-    "NAME", "SANDBOX", "REASON", "STATE", "SIZE", "NODE", "UPLOAD", "AGE",
-];
-const WIDE: [&str; 2] = ["POD", "MESSAGE"];
 
-impl Render for Listing {
-    fn text(&self, wide: bool) -> String {
-        let more = wide.then_some(&WIDE[..]);
-        let mut table = Table::of_objects(&HEADINGS, self.with_namespaces, more);
-        for view in &self.items {
-            let mut row = Vec::new();
-            if self.with_namespaces {
-                row.push(view.namespace.clone());
-            }
-            let age = |at| units::age(at, self.now);
-            row.extend([
-                view.name.clone(),
-                view.sandbox.clone(),
-                format!("{:?}", view.reason),
-                view.state.clone(),
-                view.bytes.map_or_else(String::new, units::bytes),
-                view.node.clone().unwrap_or_default(),
-                view.upload.clone().unwrap_or_default(),
-                view.committed_at.map_or_else(String::new, age),
-            ]);
-            if wide {
-                row.extend([view.pod.clone().unwrap_or_default(), view.message.clone()]);
-            }
-            table.push(row);
-        }
-        table.text()
+impl Item for View {
+    const RESOURCE: &'static str = "sandboxsnapshot.torpor.dev";
+    const HEADINGS: &'static [&'static str] = &[
+        "NAME", "SANDBOX", "REASON", "STATE", "SIZE", "NODE", "UPLOAD", "AGE",
+    ];
+    const WIDE: &'static [&'static str] = &["POD", "MESSAGE"];
+
+    fn namespace(&self) -> &str {
+        &self.namespace
     }
 
-    fn names(&self) -> Vec<String> {
-        let names = self.items.iter();
-        names
-            .map(|view| format!("sandboxsnapshot.torpor.dev/{}", view.name))
-            .collect()
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn cells(&self, now: Timestamp) -> Vec<String> {
+        let age = |at| units::age(at, now);
+        vec![
+            self.name.clone(),
+            self.sandbox.clone(),
+            format!("{:?}", self.reason),
+            self.state.clone(),
+            self.bytes.map_or_else(String::new, units::bytes),
+            self.node.clone().unwrap_or_default(),
+            self.upload.clone().unwrap_or_default(),
+            self.committed_at.map_or_else(String::new, age),
+        ]
+    }
+
+    fn wide_cells(&self, _: Timestamp) -> Vec<String> {
+        vec![self.pod.clone().unwrap_or_default(), self.message.clone()]
     }
 }
 
@@ -196,7 +177,7 @@ mod tests {
         .unwrap()
     }
 
-    fn listing(sandboxes: &[&str], with_namespaces: bool) -> Listing {
+    fn listing(sandboxes: &[&str], with_namespaces: bool) -> Listing<View> {
         let image = |at: &str| json!({"committedAt": at, "sizeBytes": 42_000_000, "nodeName": "node-0", "podName": "demo"});
         let committed = "Committed=True:Committed";
         let mut suspend = snapshot("s", "other", &[committed], &image("2026-11-21T08:00:00Z"));
@@ -237,7 +218,7 @@ mod tests {
             half,
         ];
         let sandboxes: Vec<String> = sandboxes.iter().map(|name| (*name).to_owned()).collect();
-        Listing::of(
+        super::listing(
             &snapshots,
             &sandboxes,
             with_namespaces,
