@@ -15,8 +15,7 @@
 use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
-use kube::{Resource, ResourceExt};
+use kube::ResourceExt;
 use torpor_api::{SandboxClaim, annotations};
 
 use crate::{
@@ -76,18 +75,6 @@ impl Error {
             Self::Refused(_) => "Refused",
             Self::Unsettled => "Unsettled",
         }
-    }
-}
-
-/// Returns the owner reference of a claim for its Sandbox.
-pub fn owner_reference(claim: &SandboxClaim) -> OwnerReference {
-    OwnerReference {
-        api_version: SandboxClaim::api_version(&()).into_owned(),
-        kind: SandboxClaim::kind(&()).into_owned(),
-        name: claim.name_any(),
-        uid: claim.uid().unwrap_or_default(),
-        controller: Some(true),
-        block_owner_deletion: Some(true),
     }
 }
 

@@ -25,6 +25,7 @@ use crate::{
     context::Context,
     events::{self, Note, Severity},
     pace::Advance,
+    pool::member,
     watches::Caches,
 };
 
@@ -67,7 +68,7 @@ pub fn name(template: &SandboxTemplate, runtime_image: Option<&str>) -> String {
         settings[0].and(runtime_image)
     ]);
     let suffix = format!("-golden-{}", name_hash(&version.to_string()));
-    sandbox::shortened(&template.name_any(), suffix.len()) + &suffix
+    member::shortened(&template.name_any(), suffix.len()).to_owned() + &suffix
 }
 
 /// Returns the state of a template's golden images. The template is whole.

@@ -29,6 +29,7 @@ pub mod merge_patch;
 pub mod metrics;
 pub mod network;
 pub mod outline;
+pub mod owners;
 pub mod pace;
 pub mod pod_snapshot;
 pub mod pool;

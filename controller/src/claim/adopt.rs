@@ -12,7 +12,7 @@ use super::{
     metadata::{self, Invalid, lists},
     sandbox_spec::created_by,
 };
-use crate::merge_patch;
+use crate::{merge_patch, owners::owner_reference};
 
 /// Labels that only an unclaimed member has.
 const MEMBER_LABELS: [&str; 3] = [
@@ -51,7 +51,7 @@ pub fn assignment(
     patch["metadata"]["annotations"] = annotations_of(claim, member, replaces);
     let mut owners: Vec<_> = member.owner_references().to_vec();
     owners.retain(|owner| owner.controller != Some(true));
-    owners.push(super::owner_reference(claim));
+    owners.push(owner_reference(claim));
     patch["metadata"]["ownerReferences"] = json!(owners);
     if !somebody_applied(member) {
         // `[{}]` makes the apiserver drop the managed fields. Until the assignment this controller

@@ -11,7 +11,7 @@ use torpor_api::{
 };
 
 use super::metadata;
-use crate::blueprint;
+use crate::{blueprint, owners::owner_reference};
 
 /// Addition of a claim that the template does not allow.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -98,7 +98,7 @@ pub fn sandbox(
                 labels::CREATED_BY: created_by(claim),
             },
             "annotations": on_sandbox,
-            "ownerReferences": [super::owner_reference(claim)],
+            "ownerReferences": [owner_reference(claim)],
         },
         "spec": blueprint::sandbox_spec(template, Some(pod_metadata), spec, &volumes),
     }))

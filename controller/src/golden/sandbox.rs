@@ -1,23 +1,15 @@
 //! No client required. Builds the golden Sandbox of a template and the SandboxSnapshot of it.
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
 use kube::{Resource, ResourceExt};
 use serde_json::{Map, Value, json};
 use torpor_api::{PodRecord, SandboxSnapshot, SandboxTemplate, annotations, labels, name_hash};
 
-use crate::{blueprint, sandbox::pod_spec, saved_pod};
+use crate::{blueprint, owners::owner_reference, sandbox::pod_spec, saved_pod};
 
-/// Longest name of a Sandbox whose Pod has the same hostname.
-const LONGEST: usize = 63;
 /// Most failures of the command that says when a golden sandbox is ready: ten minutes, once a
 /// second. The controller then starts another golden sandbox.
 const MOST_FAILURES: u32 = 600;
-
-/// Returns the beginning of a name that leaves room for a suffix.
-pub(super) fn shortened(name: &str, suffix: usize) -> String {
-    let most = LONGEST.saturating_sub(suffix);
-    let stem = name.get(..most).unwrap_or(name);
-    stem.trim_end_matches(['-', '.']).to_owned()
-}
 
 /// Returns the golden Sandbox. `node`: the only node on which it may run; `None`: any.
 pub(super) fn sandbox(template: &SandboxTemplate, name: &str, node: Option<&str>) -> Value {
@@ -60,7 +52,7 @@ pub(super) fn sandbox(template: &SandboxTemplate, name: &str, node: Option<&str>
                 labels::CREATED_BY: "controller",
             },
             "annotations": on_sandbox,
-            "ownerReferences": [owner_reference(template, true)],
+            "ownerReferences": [owner_reference(template)],
         },
         "spec": spec,
     })
@@ -97,6 +89,12 @@ pub(super) fn snapshot_name(sandbox: &str, pod: &PodRecord) -> String {
 pub(super) fn snapshot(template: &SandboxTemplate, sandbox: &str, pod: &PodRecord) -> Value {
     let mut on_snapshot = saved_pod::annotation(pod);
     on_snapshot[annotations::SANDBOX_TEMPLATE_REF] = json!(template.name_any());
+    // The controller of a snapshot would be its Sandbox.
+    let owner = OwnerReference {
+        controller: Some(false),
+        block_owner_deletion: Some(false),
+        ..owner_reference(template)
+    };
     json!({
         "apiVersion": SandboxSnapshot::api_version(&()),
         "kind": SandboxSnapshot::kind(&()),
@@ -105,7 +103,7 @@ pub(super) fn snapshot(template: &SandboxTemplate, sandbox: &str, pod: &PodRecor
             "namespace": template.namespace(),
             "labels": {labels::GOLDEN: name_hash(&template.name_any())},
             "annotations": on_snapshot,
-            "ownerReferences": [owner_reference(template, false)],
+            "ownerReferences": [owner],
         },
         "spec": {
             "sandboxName": sandbox,
@@ -113,16 +111,5 @@ pub(super) fn snapshot(template: &SandboxTemplate, sandbox: &str, pod: &PodRecor
             "nodeName": pod.node_name,
             "reason": "Manual",
         },
-    })
-}
-
-fn owner_reference(template: &SandboxTemplate, controller: bool) -> Value {
-    json!({
-        "apiVersion": SandboxTemplate::api_version(&()),
-        "kind": SandboxTemplate::kind(&()),
-        "name": template.name_any(),
-        "uid": template.uid(),
-        "controller": controller,
-        "blockOwnerDeletion": controller,
     })
 }

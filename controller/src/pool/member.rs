@@ -5,7 +5,7 @@ use kube::{Resource, ResourceExt};
 use serde_json::{Value, json};
 use torpor_api::{SandboxTemplate, SandboxWarmPool, annotations, labels, name_hash};
 
-use crate::blueprint;
+use crate::{blueprint, owners::owner_reference};
 
 /// Characters of generated names, as in Kubernetes: no vowels, no characters that look alike.
 const ALPHABET: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
@@ -13,17 +13,19 @@ const SUFFIX: usize = 5;
 /// Longest name that Kubernetes generates.
 const LONGEST: usize = 63;
 
+/// Returns the beginning of a name that leaves room for a suffix, which begins with a dash. The
+/// name is also the Pod's hostname.
+pub fn shortened(name: &str, suffix: usize) -> &str {
+    let stem = name.get(..LONGEST.saturating_sub(suffix)).unwrap_or(name);
+    // A cut after a dot would leave a label that begins with the dash.
+    stem.trim_end_matches(['-', '.'])
+}
+
 /// Returns the name of a new member: of the form that the apiserver generates, but known before the
 /// call.
 pub fn name(pool: &str, salt: u64, number: usize) -> String {
     let mut state = salt ^ (number as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut stem = pool;
-    while stem.len() > LONGEST - SUFFIX - 1 {
-        stem = &stem[..stem.len() - 1];
-    }
-    // A cut after a dot would leave a label that begins with the dash.
-    let stem = stem.trim_end_matches(['-', '.']);
-    let mut name = format!("{stem}-");
+    let mut name = format!("{}-", shortened(pool, SUFFIX + 1));
     for _ in 0..SUFFIX {
         // splitmix64: neighbouring numbers give unrelated letters.
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -97,18 +99,6 @@ pub fn sandbox(
             blueprint::secured_pod_spec(template),
             &spec.volume_claim_templates,
         ),
-    })
-}
-
-/// Returns the owner reference of a pool for its members.
-pub fn owner_reference(pool: &SandboxWarmPool) -> Value {
-    json!({
-        "apiVersion": SandboxWarmPool::api_version(&()),
-        "kind": SandboxWarmPool::kind(&()),
-        "name": pool.name_any(),
-        "uid": pool.uid(),
-        "controller": true,
-        "blockOwnerDeletion": true,
     })
 }
 

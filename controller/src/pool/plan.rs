@@ -16,13 +16,14 @@ use torpor_api::{
 
 use super::{
     heat::{self, Demand},
-    member::{self, owner_reference},
+    member,
     memory::Remembered,
 };
 use crate::{
     blueprint::Blueprint,
     golden::{Golden, plan::LIMIT as GOLDEN_LIMIT},
     network::Cidr,
+    owners::owner_reference,
     pace::Advance,
     sandbox::plan::is_name_taken,
     settings::PoolSettings,
@@ -234,8 +235,8 @@ fn plan_orphans(plan: &mut Plan, observed: &Observed, blueprint: Option<&Bluepri
         }
         room -= 1;
         adopted += 1;
-        let mut owners: Vec<Value> = orphan.owner_references().iter().map(|o| json!(o)).collect();
-        owners.push(owner_reference(&observed.pool));
+        let mut owners = orphan.owner_references().to_vec();
+        owners.push(owner_reference(&*observed.pool));
         plan.steps.push(Action::Adopt {
             name: orphan.name_any(),
             patch: json!({"metadata": {

@@ -10,8 +10,8 @@ use torpor_api::{
     raw::RawPodSpec,
 };
 
-use super::{dereference::claim_name, metadata, validate::owner_reference};
-use crate::golden::images::Images;
+use super::{dereference::claim_name, metadata};
+use crate::{golden::images::Images, owners::owner_reference};
 
 pub mod inject;
 mod net_raw;

@@ -130,15 +130,3 @@ pub fn may_adopt<K: ResourceExt>(object: &K, hash: &str) -> bool {
             .get(labels::SANDBOX_NAME_HASH)
             .is_some_and(|value| value == hash)
 }
-
-/// Returns the owner reference for objects that the Sandbox controls.
-pub fn owner_reference(sandbox: &Sandbox) -> OwnerReference {
-    OwnerReference {
-        api_version: Sandbox::api_version(&()).into_owned(),
-        kind: Sandbox::kind(&()).into_owned(),
-        name: sandbox.name_any(),
-        uid: sandbox.uid().unwrap_or_default(),
-        controller: Some(true),
-        block_owner_deletion: Some(true),
-    }
-}

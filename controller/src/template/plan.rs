@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use k8s_openapi::api::networking::v1::{NetworkPolicy, NetworkPolicyPort};
-use kube::{Resource, ResourceExt};
+use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{SandboxTemplate, extensions::NetworkPolicyManagement, labels, name_hash};
 
@@ -11,6 +11,7 @@ use crate::{
     blueprint, merge_patch,
     network::rules::{self, Cidr},
     outline,
+    owners::owner_reference,
     watches::extensions::controller_of,
 };
 
@@ -160,14 +161,7 @@ pub fn policy(template: &SandboxTemplate, except: &[Cidr]) -> Value {
         "metadata": {
             "name": policy_name(template),
             "namespace": template.namespace(),
-            "ownerReferences": [{
-                "apiVersion": SandboxTemplate::api_version(&()),
-                "kind": SandboxTemplate::kind(&()),
-                "name": template.name_any(),
-                "uid": template.uid(),
-                "controller": true,
-                "blockOwnerDeletion": true,
-            }],
+            "ownerReferences": [owner_reference(template)],
         },
         "spec": spec(template, except),
     })

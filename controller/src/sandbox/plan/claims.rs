@@ -6,9 +6,10 @@ use serde_json::json;
 use torpor_api::labels;
 
 use super::{Action, Area, Plan};
+use crate::owners::owner_reference;
 use crate::sandbox::{
     dereference::{Observed, claim_name},
-    validate::{Desired, Ownership, may_adopt, owner_reference, ownership},
+    validate::{Desired, Ownership, may_adopt, ownership},
 };
 
 /// Plans the claims. The first failure ends it, as upstream.

@@ -13,10 +13,11 @@ use super::{
     claims::{not_adoptable, owned_by_other},
     memory,
 };
+use crate::owners::owner_reference;
 use crate::sandbox::{
     dereference::Observed,
     metadata,
-    validate::{Desired, PodState, may_adopt, owner_reference},
+    validate::{Desired, PodState, may_adopt},
 };
 
 /// Plans the Pod.

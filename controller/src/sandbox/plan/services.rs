@@ -17,9 +17,10 @@ use super::{
 };
 use crate::{
     merge_patch,
+    owners::owner_reference,
     sandbox::{
         dereference::Observed,
-        validate::{Desired, Ownership, may_adopt, owner_reference, ownership},
+        validate::{Desired, Ownership, may_adopt, ownership},
     },
 };
 

@@ -28,11 +28,8 @@ use super::{
     show_hibernated, sleeps_in_place, snapshot_of_pod,
 };
 use crate::{
-    sandbox::{
-        dereference::Observed,
-        metadata,
-        validate::{Desired, owner_reference},
-    },
+    owners::owner_reference,
+    sandbox::{dereference::Observed, metadata, validate::Desired},
     saved_pod,
 };
 
