@@ -10,6 +10,7 @@
 use crate::documented::documented;
 
 pub use heat::Heat;
+pub use late_bind::{LateBind, binds};
 pub use settings::Settings;
 pub use sleep_after::{SleepAfter, doze_after, hibernate_after};
 pub use values::{
@@ -20,6 +21,7 @@ pub use values::{
 pub use wake_on::{Ports, WakeOn, wake_on};
 
 mod heat;
+mod late_bind;
 mod settings;
 mod sleep_after;
 mod values;
@@ -134,6 +136,15 @@ documented! {
     /// others sleep in an image; `hot=rest` keeps all running, which is the default. With
     /// `torpor.dev/golden` the default is `hot=1,asleep=rest`.
     HEAT = "torpor.dev/heat";
+    /// On a SandboxTemplate: what a claim may bring to a sandbox that runs already. `env` delivers
+    /// the claim's environment variables in the file `/run/claim/env` of the first container, to
+    /// every process that is started there later, and to commands of the sandbox runtime. Without
+    /// it, a claim with variables starts cold.
+    LATE_BIND = "torpor.dev/late-bind";
+    /// On a SandboxTemplate: command that runs in the first container of a claim's sandbox before
+    /// the claim is Ready, a JSON array of words, up to 4096 bytes. It has the claim's variables,
+    /// and the claim's UID in `TORPOR_CLAIM`. Copied to the Pod.
+    ON_CLAIM_EXEC = "torpor.dev/on-claim-exec";
 }
 
 documented! {
@@ -158,6 +169,10 @@ documented! {
     /// Container in which the command of `torpor.dev/on-restore-exec` runs: the one that `kubectl
     /// exec` selects.
     ON_RESTORE_EXEC_CONTAINER = "torpor.dev/on-restore-exec-container";
+    /// UID of the claim that the Pod serves, if its template has `torpor.dev/late-bind` or
+    /// `torpor.dev/on-claim-exec`; empty until a claim has taken the Pod. The file `/run/claim/uid`
+    /// shows it.
+    CLAIM = "torpor.dev/claim";
     /// Comma-separated names of the containers whose `securityContext` adds the capability NET_RAW
     /// or is privileged. gVisor withholds NET_RAW from all others.
     NET_RAW = "torpor.dev/net-raw";
@@ -179,6 +194,9 @@ documented! {
     /// On a claim's Sandbox: comma-separated keys of the pod template's annotations that came from
     /// the claim.
     CLAIM_ANNOTATIONS = "torpor.dev/claim-annotations";
+    /// On a claim's Sandbox, and on its Pod: the claim's environment variables as lines of a shell,
+    /// the content of the file `/run/claim/env`.
+    CLAIM_ENV = "torpor.dev/claim-env";
     /// On an unclaimed member of a pool: name of the golden Sandbox whose images its Pod may start
     /// from.
     GOLDEN_SANDBOX = "torpor.dev/golden-sandbox";
@@ -224,7 +242,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// All annotations of Torpor on a Pod. The controller alone writes them.
-pub const ON_POD: [&str; 19] = [
+pub const ON_POD: [&str; 22] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -242,6 +260,9 @@ pub const ON_POD: [&str; 19] = [
     ON_CRASH,
     ON_RESTORE_EXEC,
     ON_RESTORE_EXEC_CONTAINER,
+    ON_CLAIM_EXEC,
+    CLAIM,
+    CLAIM_ENV,
     NET_RAW,
     POD_TRACE_CONTEXT,
 ];

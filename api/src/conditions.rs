@@ -31,6 +31,8 @@ documented! {
     HIBERNATED = "Hibernated";
     /// On a Sandbox: the running Pod continued from an image. Torpor's.
     RESTORED = "Restored";
+    /// On a Sandbox that serves a claim: the claim has arrived in the sandbox. Torpor's.
+    BOUND = "Bound";
     /// On a SandboxWarmPool: as many members are Ready as `spec.replicas` asks for.
     AVAILABLE = "Available";
     /// On a SandboxWarmPool: no error keeps the pool from making members or its members from
@@ -47,6 +49,8 @@ documented! {
     POD_HIBERNATED = "torpor.dev/Hibernated";
     /// On a Pod, written by the agent: source of the Sandbox's `Restored`.
     POD_RESTORED = "torpor.dev/Restored";
+    /// On a Pod, written by the agent: source of the Sandbox's `Bound`.
+    POD_BOUND = "torpor.dev/Bound";
     /// On a Pod, written by the agent: the result of the restore is final. The agent writes it
     /// together with that result. It is a readiness gate, so a client that reads the result of a
     /// Ready Pod always finds it.

@@ -111,6 +111,7 @@ mod tests {
         let written = [
             crate::conditions::POD_HIBERNATED,
             crate::conditions::POD_RESTORED,
+            crate::conditions::POD_BOUND,
             crate::conditions::POD_RESTORE_SETTLED,
             crate::pod_snapshot::POD_RESTORED,
         ];

@@ -47,6 +47,13 @@ impl<T> Raw<T> {
     }
 }
 
+impl RawPodSpec {
+    /// Returns `runtimeClassName`.
+    pub fn runtime_class_name(&self) -> Option<&str> {
+        self.json.get("runtimeClassName")?.as_str()
+    }
+}
+
 impl<T: DeserializeOwned> Raw<T> {
     /// Returns the typed view, without the fields that `T` does not know.
     pub fn typed(&self) -> Result<T, NotTyped> {

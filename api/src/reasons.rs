@@ -40,6 +40,9 @@ documented! {
         POD_SCHEDULED = "PodScheduled";
         /// PodScheduled is unknown: the Pod does not report it yet.
         POD_SCHEDULING_UNKNOWN = "PodSchedulingUnknown";
+        /// The Sandbox serves a claim that has not arrived in its sandbox (`torpor.dev/late-bind`,
+        /// `torpor.dev/on-claim-exec`). Torpor's.
+        BINDING = "Binding";
     }
 }
 
@@ -190,6 +193,24 @@ documented! {
 }
 
 documented! {
+    /// Reasons of the condition `Bound` of a Sandbox, and of `torpor.dev/Bound` of its Pod.
+    pub mod bound {
+        /// The claim has arrived in the sandbox.
+        BOUND = "Bound";
+        /// The claim is on its way.
+        BINDING = "Binding";
+        /// The kubelet has not written the claim's files into the Pod's volume yet. The agent
+        /// retries.
+        CLAIM_NOT_DELIVERED = "ClaimNotDelivered";
+        /// The command of `torpor.dev/on-claim-exec` failed. The message has its exit code. The
+        /// agent retries.
+        ON_CLAIM_EXEC_FAILED = "OnClaimExecFailed";
+        /// The claim could not be delivered. The agent retries.
+        BIND_FAILED = "BindFailed";
+    }
+}
+
+documented! {
     /// Reasons of the conditions `Committed`, `Uploaded` and `Consumed` of a SandboxSnapshot.
     pub mod snapshot {
         /// Committed: the image is complete and durable on the node of `status.nodeName`.
@@ -253,6 +274,8 @@ documented! {
         AWAKE_WANTED = "AwakeWanted";
         /// The sandbox is to be frozen.
         FREEZE_WANTED = "FreezeWanted";
+        /// The sandbox serves a claim that has not arrived in it.
+        CLAIM_WAITS = "ClaimWaits";
         /// A SandboxSnapshot needs an image.
         SNAPSHOT_WANTED = "SnapshotWanted";
         /// The image in which the sandbox sleeps is to be deleted.
@@ -414,8 +437,8 @@ mod tests {
 
     #[test]
     fn upstream_reasons_are_spelled_as_upstream_spells_them() {
-        insta::assert_snapshot!(sandbox::ALL.join(" "), @"DependenciesReady DependenciesNotReady SandboxSuspended SandboxExpired PodSucceeded PodFailed MultiplePods ReconcilerError InvalidConfiguration PodTerminated NotSuspended PodTerminating PodNotOwned PodStateUnknown PodScheduled PodSchedulingUnknown");
-        // The last two are Torpor's.
+        insta::assert_snapshot!(sandbox::ALL[..16].join(" "), @"DependenciesReady DependenciesNotReady SandboxSuspended SandboxExpired PodSucceeded PodFailed MultiplePods ReconcilerError InvalidConfiguration PodTerminated NotSuspended PodTerminating PodNotOwned PodStateUnknown PodScheduled PodSchedulingUnknown");
+        // The others are Torpor's.
         insta::assert_snapshot!(claim::ALL[..12].join(" "), @"WarmPoolNotFound TemplateNotFound InvalidMetadata EnvVarsInjectionRejected VolumeClaimTemplatesError AdoptionConflict SandboxCreatePending ClaimExpired SandboxExpired SandboxMissing SandboxNotReady ReconcilerError");
     }
 }

@@ -79,6 +79,7 @@ fn reference_of_conditions_is_current() -> std::fmt::Result {
         ),
         ("Sandbox: Hibernated", reasons::hibernated::DOCUMENTED),
         ("Sandbox: Restored", reasons::restored::DOCUMENTED),
+        ("Sandbox: Bound", reasons::bound::DOCUMENTED),
         ("SandboxClaim: Ready", reasons::claim::DOCUMENTED),
         (
             "SandboxWarmPool: Available, Progressing",
@@ -103,8 +104,8 @@ fn reference_of_events_is_current() -> std::fmt::Result {
     let mut page = "# Events\n\n".to_owned();
     page.push_str(
         "The agent writes the Events of a Pod, the controller all others except where stated. A Pod\n\
-         also has an Event for each reason of its conditions `torpor.dev/Hibernated` and\n\
-         `torpor.dev/Restored` ([conditions](conditions.md)) that reports a change.\n\n",
+         also has an Event for each reason of its conditions `torpor.dev/Hibernated`,\n\
+         `torpor.dev/Restored` and `torpor.dev/Bound` ([conditions](conditions.md)) that reports a change.\n\n",
     );
     table(&mut page, "reason", reasons::event::DOCUMENTED)?;
     assert_page("events.md", &page);

@@ -15,6 +15,7 @@ pub fn plan_text(reason: &str) -> Option<&'static str> {
         plan::RESTORING => "the sandbox is being restored from an image",
         plan::SLEEP_WANTED => "sleep is requested",
         plan::AWAKE_WANTED => "running is requested",
+        plan::CLAIM_WAITS => "its claim has not arrived in the sandbox yet",
         plan::FREEZE_WANTED => "a freeze is requested: a pause with the memory in place",
         plan::SNAPSHOT_WANTED => "a SandboxSnapshot requests an image of the sandbox",
         plan::DELETION_WANTED => {

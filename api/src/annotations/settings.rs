@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use jiff::Timestamp;
 
 use super::{
-    DOZE_AFTER, HIBERNATE, INJECT_RUNTIME, InvalidAnnotation, NETWORK_POLICY, NEXT_WAKEUP,
-    NetworkIsolation, ON_CRASH, ON_RESTORE_EXEC, ON_RESTORE_FAILURE, OnCrash, OnRestoreFailure,
-    RESTORE_FROM, RESUME_ON_REQUEST, SNAPSHOT_CLASS, SUSPENSION_STRATEGY, SleepAfter,
-    SuspensionStrategy, WAKE_AT, WAKE_ON, WakeOn, hibernate_after,
+    DOZE_AFTER, HIBERNATE, INJECT_RUNTIME, InvalidAnnotation, LATE_BIND, LateBind, NETWORK_POLICY,
+    NEXT_WAKEUP, NetworkIsolation, ON_CLAIM_EXEC, ON_CRASH, ON_RESTORE_EXEC, ON_RESTORE_FAILURE,
+    OnCrash, OnRestoreFailure, RESTORE_FROM, RESUME_ON_REQUEST, SNAPSHOT_CLASS,
+    SUSPENSION_STRATEGY, SleepAfter, SuspensionStrategy, WAKE_AT, WAKE_ON, WakeOn, hibernate_after,
     values::{
         parse_command, parse_flag, parse_hibernate, parse_isolation, parse_name, parse_on_crash,
         parse_policy, parse_strategy, parse_time,
@@ -36,6 +36,10 @@ pub struct Settings {
     /// `None` when unset: then every packet wakes.
     pub wake_on: Option<WakeOn>,
     pub inject_runtime: bool,
+    /// `None` when unset.
+    pub late_bind: Option<LateBind>,
+    /// Words of the command.
+    pub on_claim_exec: Option<Vec<String>>,
     /// `None` when unset.
     pub network_policy: Option<NetworkIsolation>,
     /// One entry for each invalid value.
@@ -102,6 +106,14 @@ impl Settings {
             |v| parse_flag(INJECT_RUNTIME, v),
             &mut problems,
         );
+        // Read on the Sandbox only: a claim looks there whether it has to wait.
+        let own_value = |key: &str| own.and_then(|all| all.get(key));
+        let late_bind = checked(own_value(LATE_BIND), LateBind::parse, &mut problems);
+        let on_claim_exec = checked(
+            own_value(ON_CLAIM_EXEC),
+            |value| parse_command(ON_CLAIM_EXEC, value),
+            &mut problems,
+        );
         let network_policy = checked(value(NETWORK_POLICY), parse_isolation, &mut problems);
         Self {
             suspension_strategy,
@@ -118,6 +130,8 @@ impl Settings {
             next_wakeup,
             wake_at,
             inject_runtime: inject_runtime.unwrap_or_default(),
+            late_bind,
+            on_claim_exec,
             network_policy,
             problems,
         }

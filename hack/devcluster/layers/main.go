@@ -15,11 +15,12 @@ import (
 // is an error.
 var allowed = map[string][]string{
 	"torpor-api":             {"torpor-test-reference"},
+	"torpor-claim-env":       {},
 	"torpor-cli":             {"torpor-api", "torpor-test-apiserver", "torpor-test-reference"},
 	"torpor-daemon":          {},
-	"torpor-controller":      {"torpor-api", "torpor-daemon", "torpor-repository", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
+	"torpor-controller":      {"torpor-api", "torpor-claim-env", "torpor-daemon", "torpor-repository", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
 	"torpor-router":          {"torpor-api", "torpor-daemon", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
-	"torpor-runtime":         {"torpor-daemon", "torpor-test-reference"},
+	"torpor-runtime":         {"torpor-claim-env", "torpor-daemon", "torpor-test-reference"},
 	"torpor-core":            {},
 	"torpor-repository":      {},
 	"torpor-cgroup":          {},
@@ -29,7 +30,7 @@ var allowed = map[string][]string{
 	"torpor-link":            {"torpor-core", "torpor-records", "torpor-test-namespace"},
 	"torpor-runsc":           {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records"},
 	"torpor-runsc-direct":    {"torpor-link", "torpor-records", "torpor-runsc", "torpor-test-namespace"},
-	"torpor-sandbox":         {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct"},
+	"torpor-sandbox":         {"torpor-claim-env", "torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct"},
 	"torpor-shim":            {"torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct", "torpor-sandbox"},
 	"torpor-agent":           {"torpor-api", "torpor-daemon", "torpor-repository", "torpor-core", "torpor-snapshots", "torpor-records", "torpor-link", "torpor-runsc", "torpor-runsc-direct", "torpor-cgroup", "torpor-kata", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
 	"torpor-bench":           {"torpor-api", "torpor-tests"},

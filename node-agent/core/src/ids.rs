@@ -167,6 +167,13 @@ text_id!(
     label_char
 );
 text_id!(
+    /// A SandboxClaim's `metadata.uid`, in the shape of a [`PodUid`].
+    ClaimUid,
+    "claim UID",
+    Length::UpTo(MAX_UID_LEN),
+    label_char
+);
+text_id!(
     /// A namespace: a DNS-1123 label.
     Namespace,
     "namespace",

@@ -41,7 +41,8 @@ pub mod wake_line;
 pub mod wake_on;
 
 pub use ids::{
-    ContainerId, ContainerName, ImageId, InvalidId, Namespace, PodUid, SandboxId, SnapshotUid,
+    ClaimUid, ContainerId, ContainerName, ImageId, InvalidId, Namespace, PodUid, SandboxId,
+    SnapshotUid,
 };
 pub use ledger::{Entry, LedgerState, Memory};
 pub use planner::plan;

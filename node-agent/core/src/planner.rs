@@ -10,6 +10,7 @@
 //!     the three has a plan of its own, so that a caller can resume the sandbox in between
 //!   - snapshot: pause, checkpoint, commit, resume
 //!   - freeze: freeze
+//!   - a claim that has not arrived in the sandbox: bind
 //!   - sleep or idle, and the runtime makes no images: doze; then reclaim, in a plan of its own
 //! - Running, memory elsewhere: record that the sandbox is awake; from now on its image is stale
 //! - Paused, memory in the sandbox
@@ -168,6 +169,15 @@ impl<'a> Planning<'a> {
         if view.observed.record.is_some() {
             self.why.push(Reason::RecordStale);
             self.upkeep(Action::ForgetSleep, None, None);
+            return;
+        }
+        if let Some(claim) = view.claim_to_bind() {
+            self.why.push(Reason::ClaimWaits);
+            let (min, max) = (self.policy.wake_backoff_min, self.policy.wake_backoff_max);
+            if self.has_waited(view.observed.failures.bind.as_ref(), min, max) {
+                let claim = claim.clone();
+                self.step(Action::Bind { claim }, None, None);
+            }
             return;
         }
         self.look_when_idle();

@@ -22,7 +22,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{ContainerName, ImageId, PodUid, SandboxId, SnapshotUid};
+use crate::ids::{ClaimUid, ContainerName, ImageId, PodUid, SandboxId, SnapshotUid};
 use crate::ledger::LedgerState;
 use crate::shortage::Pressure;
 use crate::steps::{Action, Outcome, StepKind};
@@ -139,6 +139,9 @@ pub struct Desired {
     /// do not apply to a sandbox that is frozen or being suspended.
     pub wake_up: BTreeSet<Timestamp>,
     pub snapshots: Vec<SnapshotIntent>,
+    /// The claim that the Pod serves, if its sandbox is to receive the claim's files and to run the
+    /// claim's command. Until then the sandbox does not fall asleep by itself.
+    pub claim: Option<ClaimUid>,
     /// The Pod has a condition about its sleep already. An agent that ended right afterwards may
     /// have written it; this agent keeps it up to date.
     pub has_sleep_condition: bool,
@@ -324,6 +327,8 @@ pub struct Observed {
     pub not_watched: Option<String>,
     /// Time at which the sandbox fell asleep, if it dozes or hibernates.
     pub asleep_since: Option<Timestamp>,
+    /// The claim that has arrived in the sandbox.
+    pub bound: Option<ClaimUid>,
     /// Recent failures; see [`Failures::note`].
     pub failures: Failures,
     /// Another process (a command of the shim that wakes the sandbox) holds the sandbox's lock.
@@ -356,6 +361,7 @@ impl Observed {
             woke_at: None,
             not_watched: None,
             asleep_since: None,
+            bound: None,
             failures: Failures::default(),
             busy: false,
         }
@@ -426,6 +432,8 @@ pub struct Failures {
     pub save: Option<Failure>,
     /// Failure of Wake.
     pub wake: Option<Failure>,
+    /// Failure of Bind.
+    pub bind: Option<Failure>,
     /// Failure of DiscardPartial, DiscardImage, ReleaseImage or DiscardLedger. A failed removal
     /// does not delay a resume: the removals have a failure of their own.
     pub removal: Option<Failure>,
@@ -463,6 +471,7 @@ impl Failures {
             | StepKind::Reclaim
             | StepKind::End => &mut self.save,
             StepKind::Wake => &mut self.wake,
+            StepKind::Bind => &mut self.bind,
             StepKind::DiscardPartial
             | StepKind::DiscardImage
             | StepKind::ReleaseImage

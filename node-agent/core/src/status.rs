@@ -87,6 +87,8 @@ pub mod reasons {
     pub const COLD_STARTED: &str = "ColdStarted";
     pub const IMAGE_MISSING: &str = "ImageMissing";
     pub const RESTORE_FAILED: &str = "RestoreFailed";
+    pub const BOUND: &str = "Bound";
+    pub const BINDING: &str = "Binding";
     pub const PENDING: &str = "Pending";
     pub const COMMITTED: &str = "Committed";
     pub const SANDBOX_NOT_FOUND: &str = "SandboxNotFound";
@@ -137,6 +139,9 @@ pub struct StatusDraft {
     pub hibernated: Option<ConditionDraft>,
     /// Pod condition torpor.dev/Restored; `None`: the Pod gets no such condition.
     pub restored: Option<ConditionDraft>,
+    /// Pod condition torpor.dev/Bound; `None`: the Pod serves no claim that its sandbox is to
+    /// receive.
+    pub bound: Option<ConditionDraft>,
     pub snapshots: Vec<SnapshotDraft>,
     /// The image that holds the memory of a Pod that is gone, unless a Suspend snapshot has the
     /// image already. The controller finds the image by this field.

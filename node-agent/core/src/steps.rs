@@ -19,7 +19,7 @@
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{ContainerName, ImageId, PodUid, SandboxId};
+use crate::ids::{ClaimUid, ContainerName, ImageId, PodUid, SandboxId};
 use crate::ledger::Entry;
 use crate::queue::Urgency;
 use crate::shortage::Resource;
@@ -75,6 +75,11 @@ pub enum Action {
     /// sandbox from it and removes the note in /run. If the wake fails for certain (no sandbox
     /// runs), the executor appends [`Entry::WakeFailed`] with the reason.
     Wake { image: ImageId },
+    /// Waits until the kubelet has written the claim's files into the volume of the running
+    /// sandbox, runs the user's command there, and notes in /run that the claim has arrived. The
+    /// outcome is `Already` if the sandbox has a mark of the same claim: then the command ran
+    /// before.
+    Bind { claim: ClaimUid },
     /// Changes nothing but the ledger.
     Record,
     /// Removes a note in /run that the ledger contradicts. If no sandbox runs, its keepers then
@@ -103,6 +108,7 @@ pub enum StepKind {
     Commit,
     End,
     Wake,
+    Bind,
     Record,
     ForgetSleep,
     DiscardPartial,
@@ -123,6 +129,7 @@ impl Action {
             Action::Commit { .. } => StepKind::Commit,
             Action::End { .. } => StepKind::End,
             Action::Wake { .. } => StepKind::Wake,
+            Action::Bind { .. } => StepKind::Bind,
             Action::Record => StepKind::Record,
             Action::ForgetSleep => StepKind::ForgetSleep,
             Action::DiscardPartial { .. } => StepKind::DiscardPartial,
@@ -175,6 +182,8 @@ pub enum Reason {
     AwakeWanted,
     /// The API requests a freeze.
     FreezeWanted,
+    /// The sandbox serves a claim that has not arrived in it.
+    ClaimWaits,
     /// A snapshot needs an image.
     SnapshotWanted,
     /// The image that the sandbox sleeps in is to be deleted.

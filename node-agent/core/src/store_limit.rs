@@ -134,6 +134,7 @@ mod tests {
             keep_last_image: false,
             wake_up: Default::default(),
             snapshots: Vec::new(),
+            claim: None,
             has_sleep_condition: false,
             containers: Default::default(),
             ready: true,

@@ -98,6 +98,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         pressure: Default::default(),
         evicted: false,
         keep_last_image: false,
+        claim: None,
         has_sleep_condition: false,
         wake_up: BTreeSet::new(),
         containers: BTreeSet::new(),

@@ -62,8 +62,8 @@ mod volumes;
 
 pub use error::Error;
 pub use notes::{
-    Depth, DozeNote, PauseMark, ProbeNote, Probes, RestoreNote, Session, SleepNote, TrafficMap,
-    UnacknowledgedMap, UnknownCause, WakeCause, WakeNote,
+    BoundNote, Depth, DozeNote, PauseMark, ProbeNote, Probes, RestoreNote, Session, SleepNote,
+    TrafficMap, UnacknowledgedMap, UnknownCause, WakeCause, WakeNote,
 };
 pub use pod::{
     Addresses, ContainerRecord, FetchFailure, PodRecord, RestoreReport, Role, SandboxState,

@@ -8,7 +8,7 @@ use std::time::SystemTime;
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
-use torpor_core::ids::{ImageId, SandboxId};
+use torpor_core::ids::{ClaimUid, ContainerId, ImageId, SandboxId};
 
 use crate::error::Error;
 use crate::files::{
@@ -21,6 +21,8 @@ use crate::runsc::RunscRecord;
 /// File names of [`Records::has_execs`] and [`Records::left`].
 const EXECS: &str = "execs";
 const LEFT: &str = "left.json";
+/// File name of [`Records::bound`].
+const BOUND: &str = "bound.json";
 
 /// The kubelet's probes of a pod. A probe is not a use of the sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -123,6 +125,16 @@ pub struct RestoreNote {
     /// End of each stage, in microseconds since the start of the last container; the key is the
     /// stage's name.
     pub stages_end_micros: BTreeMap<String, u64>,
+}
+
+/// A claim that has arrived in a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BoundNote {
+    pub claim: ClaimUid,
+    /// The container whose programs have it. A container that the kubelet made in its place has
+    /// not.
+    pub container: ContainerId,
 }
 
 /// Cause of a wake.
@@ -304,6 +316,19 @@ impl Records {
     /// the sandbox and found it awake.
     pub fn last_call(&self, sandbox: &SandboxId) -> Option<SystemTime> {
         modified(&self.pod_dir(sandbox).join("called"))
+    }
+
+    /// Records that a claim has arrived.
+    pub fn write_bound(&self, sandbox: &SandboxId, note: &BoundNote) -> Result<(), Error> {
+        write_json(&self.pod_dir(sandbox).join(BOUND), note)
+    }
+
+    /// Returns the claim that has arrived in the sandbox, if the container that has it is still
+    /// there.
+    pub fn bound(&self, sandbox: &SandboxId) -> Result<Option<ClaimUid>, Error> {
+        let noted: Option<BoundNote> = read_if_there(&self.pod_dir(sandbox).join(BOUND))?;
+        let is_there = |note: &BoundNote| self.container_dir(&note.container).exists();
+        Ok(noted.filter(is_there).map(|note| note.claim))
     }
 
     /// Records the last wake with the durations of its stages.

@@ -15,7 +15,7 @@ use nix::sys::socket::{
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use torpor_core::ids::ImageId;
+use torpor_core::ids::{ClaimUid, ImageId};
 use torpor_core::wake_on::WakeOn;
 
 use crate::dial::{dial, is_not_listening, time_val};
@@ -103,15 +103,33 @@ pub enum Request {
     /// Run a command on the host, as a child of the pod's shim, and answer with its answer. The
     /// pod's lock comes beside the message. The command holds the lock to its end, also when the
     /// caller dies.
-    Run {
-        verb: Verb,
-        /// The image to wake from or to end with. The other verbs need none.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        image: Option<ImageId>,
-        /// Cause of a wake; none: a request of the API.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        cause: Option<WakeCause>,
-    },
+    Run(Run),
+}
+
+/// A command of the shim for a keeper to run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Run {
+    pub verb: Verb,
+    /// The image to wake from or to end with. The other verbs need none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<ImageId>,
+    /// Cause of a wake; none: a request of the API.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cause: Option<WakeCause>,
+    /// The claim to bring into the sandbox. The other verbs need none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claim: Option<ClaimUid>,
+}
+
+impl From<Verb> for Run {
+    fn from(verb: Verb) -> Self {
+        Self {
+            verb,
+            image: None,
+            cause: None,
+            claim: None,
+        }
+    }
 }
 
 /// Rules by which a keeper holds packets for a sleeping pod.
@@ -160,6 +178,8 @@ pub enum Verb {
     Traffic,
     /// Report the sizes of the files in which gVisor keeps the containers' writes.
     Measure,
+    /// Bring a claim into the sandbox, which runs.
+    Bind,
     /// End every process of a sandbox that still writes an image after its save was stopped.
     ForceEnd,
 }
@@ -172,6 +192,7 @@ impl Verb {
             Self::Doze => "doze",
             Self::Traffic => "traffic",
             Self::Measure => "measure",
+            Self::Bind => "bind",
             Self::ForceEnd => "force-end",
         }
     }
@@ -319,10 +340,11 @@ mod tests {
 
     #[test]
     fn a_keeper_does_what_agents_of_the_last_version_ask_and_is_told_why_by_those_of_this() {
-        let run = |cause| Request::Run {
-            verb: Verb::Wake,
-            image: None,
-            cause,
+        let run = |cause| {
+            Request::Run(Run {
+                cause,
+                ..Run::from(Verb::Wake)
+            })
         };
         for (text, request) in [
             (r#"{"do":"run","verb":"wake"}"#, run(None)),

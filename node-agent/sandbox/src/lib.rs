@@ -8,16 +8,19 @@
 //! | [`node`] | configuration, records, runsc and cgroups of the node |
 //! | [`restore`] | restores in place and in new Pods, and all that they need |
 //! | [`doze`] | memory of a dozing sandbox pushed into swap |
-//! | [`process`] | processes that Torpor runs in a sandbox |
+//! | [`claim`] | a claim in a sandbox that runs already |
+//! | [`process`], `hook` | processes that Torpor runs in a sandbox |
 //! | [`console`], [`streams`] | terminals and standard streams of containers |
 //! | [`generation`] | the file by which programs notice that they were copied |
 //! | [`limits`], [`packet_sockets`] | limits and packet filters of a sandbox that starts |
 //! | [`log`] | messages for the node's operator |
 //! | [`stages`] | where the time of a wake went |
 
+pub mod claim;
 pub mod console;
 pub mod doze;
 pub mod generation;
+mod hook;
 pub mod limits;
 pub mod log;
 pub mod node;

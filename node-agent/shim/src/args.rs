@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
-use torpor_core::ids::{ContainerId, ImageId, SandboxId};
+use torpor_core::ids::{ClaimUid, ContainerId, ImageId, SandboxId};
 use torpor_records::WakeCause;
 
 /// containerd's shim for Kubernetes Pods in gVisor sandboxes that can be hibernated.
@@ -74,6 +74,13 @@ pub(crate) enum Command {
     /// Print the size of the files in which gVisor keeps the containers' writes (standard input
     /// holds the pod's lock)
     Measure { sandbox: SandboxId },
+    /// Bring a claim into a sandbox that runs (standard input holds the pod's lock)
+    Bind {
+        sandbox: SandboxId,
+        /// UID of the claim
+        #[arg(long)]
+        claim: ClaimUid,
+    },
     /// End every process of a sandbox that still writes an image after its save was stopped
     /// (standard input holds the pod's lock)
     ForceEnd { sandbox: SandboxId },
@@ -90,6 +97,11 @@ pub(crate) enum Command {
     /// Write the generation of the container in which this command runs (run in the sandbox after a
     /// restore); prints nothing
     SetGeneration { generation: String },
+    /// Succeed if the container in which this command runs has the mark of the claim; prints
+    /// nothing
+    HasClaim { claim: ClaimUid },
+    /// Mark the container in which this command runs: the claim has arrived; prints nothing
+    SetClaim { claim: ClaimUid },
     /// Connect to a port in the sandbox and carry its bytes to and from standard input (the part of
     /// forward that runs in the sandbox)
     ForwardInside { port: u16 },

@@ -12,7 +12,7 @@ use torpor_records::WakeCause;
 use torpor_runsc::keeper::Answer;
 use torpor_sandbox::node::Node;
 use torpor_sandbox::restore::transitions;
-use torpor_sandbox::{doze, generation, log_line, restore};
+use torpor_sandbox::{claim, doze, generation, log_line, restore};
 
 use crate::args::{Cli, Command};
 
@@ -65,6 +65,8 @@ fn silent(command: &Command) -> Option<anyhow::Result<ExitCode>> {
     let done = match command {
         Command::ForwardInside { port } => forward::inside(*port),
         Command::SetGeneration { generation } => generation::set(generation),
+        Command::HasClaim { claim } => claim::has(claim.as_str()),
+        Command::SetClaim { claim } => claim::set(claim.as_str()),
         Command::SandboxProcess { .. } => {
             torpor_runsc_direct::become_process().map_err(anyhow::Error::new)
         }
@@ -95,6 +97,7 @@ fn reason(command: &Command) -> &'static str {
         Command::End { .. } | Command::ForceEnd { .. } => "EndFailed",
         Command::Traffic { .. } => "TrafficUnknown",
         Command::Measure { .. } => "MeasureFailed",
+        Command::Bind { .. } => "BindFailed",
         _ => FAILED,
     }
 }
@@ -130,11 +133,14 @@ fn answered(command: &Command) -> anyhow::Result<Answer> {
         Command::End { sandbox, image } => return restore::end(node, sandbox, image),
         Command::Traffic { sandbox } => return save::traffic(node, sandbox),
         Command::Measure { sandbox } => return save::measure(node, sandbox),
+        Command::Bind { sandbox, claim } => return claim::bind(node, sandbox, claim),
         Command::ForceEnd { sandbox } => return save::force_end(node, sandbox),
         Command::Create { .. }
         | Command::Forward { .. }
         | Command::SandboxProcess { .. }
         | Command::SetGeneration { .. }
+        | Command::HasClaim { .. }
+        | Command::SetClaim { .. }
         | Command::ForwardInside { .. } => {}
     }
     Ok(Answer::ok(Value::Null))

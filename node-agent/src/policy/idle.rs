@@ -192,7 +192,7 @@ impl Sandbox<'_> {
         let id = &self.record.sandbox;
         let answer = self
             .node
-            .ask_keeper(id, self.lock, Verb::Traffic, None, None, CALL_LIMIT)
+            .ask_keeper(id, self.lock, Verb::Traffic.into(), CALL_LIMIT)
             .map_err(|error| words(&error))?;
         let ages: Ages = serde_json::from_value(answer.detail).map_err(|error| words(&error))?;
         let probed: Vec<u16> = self

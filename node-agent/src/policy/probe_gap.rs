@@ -38,7 +38,7 @@ pub(crate) fn wait(node: &Node, record: &PodRecord, lock: &PodLock, rules: &Rule
 
 /// Returns the time since the last packet of a probe.
 fn last_probe(node: &Node, record: &PodRecord, lock: &PodLock, ports: &[u16]) -> Option<Duration> {
-    let asked = node.ask_keeper(&record.sandbox, lock, Verb::Traffic, None, None, CALL_LIMIT);
+    let asked = node.ask_keeper(&record.sandbox, lock, Verb::Traffic.into(), CALL_LIMIT);
     let ages: Ages = serde_json::from_value(asked.ok()?.detail).ok()?;
     ages.youngest_probe(ports)
 }

@@ -251,7 +251,7 @@ fn filestores(node: &Node, record: &PodRecord, lock: &PodLock) -> Option<u64> {
     struct Measured {
         filestore_bytes: u64,
     }
-    let asked = node.ask_keeper(&record.sandbox, lock, Verb::Measure, None, None, CALL_LIMIT);
+    let asked = node.ask_keeper(&record.sandbox, lock, Verb::Measure.into(), CALL_LIMIT);
     let answer = match asked {
         Ok(answer) => answer,
         Err(error) => {
@@ -277,6 +277,7 @@ mod tests {
                 phase: Phase::Running,
                 hibernated: None,
                 restored: None,
+                bound: None,
                 snapshots: Vec::new(),
                 left: None,
             },

@@ -7,7 +7,7 @@ use k8s_openapi::api::node::v1::RuntimeClass;
 use kube::ResourceExt;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason as ApiReason};
 use torpor_api::{annotations, conditions};
-use torpor_core::ids::{ContainerName, ImageId, PodUid, SnapshotUid};
+use torpor_core::ids::{ClaimUid, ContainerName, ImageId, PodUid, SnapshotUid};
 use torpor_core::state::{
     Desired, PodPresence, Power, SnapshotIntent, SnapshotReason, SnapshotWish,
 };
@@ -83,6 +83,7 @@ pub(crate) fn desired(
         keep_last_image: pod.is_some_and(goes_back),
         wake_up: pod.map(wake_up).unwrap_or_default(),
         snapshots,
+        claim: pod.and_then(claim),
         has_sleep_condition: pod
             .is_some_and(|pod| condition(pod, conditions::POD_HIBERNATED).is_some()),
         containers: pod.map(to_run).unwrap_or_default(),
@@ -199,6 +200,11 @@ fn goes_back(pod: &Pod) -> bool {
     let policy = pod.annotations().get(annotations::ON_CRASH);
     policy.and_then(|value| annotations::parse_on_crash(value).ok())
         == Some(annotations::OnCrash::LastImage)
+}
+
+/// Returns the claim that is to arrive in the sandbox.
+fn claim(pod: &Pod) -> Option<ClaimUid> {
+    ClaimUid::new(pod.annotations().get(annotations::CLAIM)?.clone()).ok()
 }
 
 /// Returns the times at which the sandbox is to be awake. A wrong value gives none; the controller

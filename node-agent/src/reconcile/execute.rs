@@ -14,7 +14,7 @@ use torpor_records::Role;
 use torpor_records::{self, ContainerRecord, Depth, PodRecord, WakeNote};
 use torpor_runsc::control::Control;
 use torpor_runsc::held_open;
-use torpor_runsc::keeper::{self, Request, Verb};
+use torpor_runsc::keeper::{self, Request, Run, Verb};
 use torpor_runsc::pause;
 use torpor_runsc::programs;
 use torpor_runsc::resume::{self, PausedSandbox};
@@ -186,6 +186,16 @@ fn act(
         Action::Commit { image } => commit(context, image),
         Action::End { image } => run_verb(context, Verb::End, image),
         Action::Wake { image } => run_verb(context, Verb::Wake, image),
+        Action::Bind { claim } => {
+            let claim = Some(claim.clone());
+            run_command(
+                context,
+                Run {
+                    claim,
+                    ..Verb::Bind.into()
+                },
+            )
+        }
         Action::Record => Outcome::Done,
         Action::ForgetSleep => forget_sleep(context),
         Action::DiscardPartial { image } => {
@@ -564,14 +574,21 @@ fn notify_keepers(
 /// Runs a command of the shim through the Pod's keeper. The command holds the lock until it ends,
 /// even if the agent ends before.
 fn run_verb(context: &Context<'_>, verb: Verb, image: &ImageId) -> Outcome {
+    let command = Run {
+        image: Some(image.clone()),
+        cause: (verb == Verb::Wake).then_some(context.cause),
+        ..verb.into()
+    };
+    run_command(context, command)
+}
+
+/// Runs a command of the shim, as [`run_verb`].
+fn run_command(context: &Context<'_>, command: Run) -> Outcome {
     let Some((record, lock)) = context.sandbox else {
         return no_sandbox();
     };
-    let cause = (verb == Verb::Wake).then_some(context.cause);
-    let asked =
-        context
-            .node
-            .ask_keeper(&record.sandbox, lock, verb, Some(image), cause, VERB_LIMIT);
+    let node = context.node;
+    let asked = node.ask_keeper(&record.sandbox, lock, command, VERB_LIMIT);
     match asked {
         Ok(_) => Outcome::Done,
         Err(keeper::Error::Refused { reason, message }) => Outcome::Failed { reason, message },

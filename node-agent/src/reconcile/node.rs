@@ -12,10 +12,10 @@ use torpor_cgroup::{Hierarchies, swap};
 use torpor_core::ids::{ImageId, PodUid, SandboxId};
 use torpor_core::store_limit::PerNamespace;
 use torpor_records::config::Config;
-use torpor_records::{PodLock, PodRecord, Records, WakeCause};
+use torpor_records::{PodLock, PodRecord, Records};
 use torpor_runsc::command::NodeRunsc;
 use torpor_runsc::control::{self, Control};
-use torpor_runsc::keeper::{self, Answer, Request, Verb};
+use torpor_runsc::keeper::{self, Answer, Request, Run};
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
 use crate::policy::swap::{SwapRoom, has_swap};
@@ -132,16 +132,10 @@ impl Node {
         &self,
         sandbox: &SandboxId,
         lock: &PodLock,
-        verb: Verb,
-        image: Option<&ImageId>,
-        cause: Option<WakeCause>,
+        command: Run,
         limit: Duration,
     ) -> Result<Answer, keeper::Error> {
-        let request = Request::Run {
-            verb,
-            image: image.cloned(),
-            cause,
-        };
+        let request = Request::Run(command);
         let dir = self.pause_dir(sandbox);
         keeper::ask(&dir, &request, &[lock.as_fd()], limit).map(|(answer, _)| answer)
     }

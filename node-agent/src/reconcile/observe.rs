@@ -68,6 +68,7 @@ pub(crate) fn observe(
             .unwrap_or_default(),
         not_watched: record.and_then(|record| node.records.not_watched(&record.sandbox)),
         asleep_since: timestamp(record.and_then(|r| node.records.asleep_since(&r.sandbox))),
+        bound: record.and_then(|record| node.records.bound(&record.sandbox).ok().flatten()),
         failures: failures.clone(),
         busy,
     }

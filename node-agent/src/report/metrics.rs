@@ -470,6 +470,7 @@ fn work(kind: StepKind) -> &'static str {
         | StepKind::Reclaim
         | StepKind::End => "save",
         StepKind::Wake => "wake",
+        StepKind::Bind => "bind",
         StepKind::Resume
         | StepKind::Record
         | StepKind::ForgetSleep

@@ -115,6 +115,7 @@ impl Publisher {
         let drafts = [
             (conditions::POD_HIBERNATED, &status.hibernated),
             (conditions::POD_RESTORED, &status.restored),
+            (conditions::POD_BOUND, &status.bound),
         ];
         let mut changed: Vec<PodCondition> = drafts
             .into_iter()
@@ -384,6 +385,10 @@ fn event_of(reason: &str) -> Option<(EventType, &'static str)> {
         | reasons::restored::IMAGE_STALE
         | reasons::restored::RUNSC_REVOKED
         | reasons::restored::RESTORE_FAILED => (EventType::Warning, "Restore"),
+        reasons::bound::BOUND => (EventType::Normal, "Bind"),
+        reasons::bound::CLAIM_NOT_DELIVERED
+        | reasons::bound::ON_CLAIM_EXEC_FAILED
+        | reasons::bound::BIND_FAILED => (EventType::Warning, "Bind"),
         _ => return None,
     })
 }

@@ -271,6 +271,7 @@ pub(crate) mod tests {
             Reason::Dozing,
             Reason::AwakeWanted,
             Reason::FreezeWanted,
+            Reason::ClaimWaits,
             Reason::SnapshotWanted,
             Reason::DeletionWanted,
             Reason::ImageAdopted,
@@ -320,6 +321,7 @@ pub(crate) mod tests {
                 | Reason::Dozing
                 | Reason::AwakeWanted
                 | Reason::FreezeWanted
+                | Reason::ClaimWaits
                 | Reason::SnapshotWanted
                 | Reason::DeletionWanted
                 | Reason::ImageAdopted

@@ -121,11 +121,7 @@ async fn the_kubelet_recovers_a_pod_whose_sandbox_the_agent_ended() -> anyhow::R
         let sandbox = node.sandbox_of(footprint.uid())?.sandbox;
         let pause = node.records.container_dir(&sandbox.clone().into());
         let lock = node.records.lock(&sandbox)?;
-        let request = Request::Run {
-            verb: Verb::ForceEnd,
-            image: None,
-            cause: None,
-        };
+        let request = Request::Run(Verb::ForceEnd.into());
         let sentries = || machine::processes_naming(&[sandbox.to_string()]);
         let runs = |process: &Process| process.command.starts_with("runsc-sandbox");
         ensure!(sentries().iter().any(runs), "the check sees no sentry");

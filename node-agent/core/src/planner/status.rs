@@ -28,6 +28,7 @@ pub(super) fn describe(
         phase: describer.phase(),
         hibernated: describer.hibernated(),
         restored: describer.restored(),
+        bound: describer.bound(),
         snapshots: view
             .desired
             .snapshots
@@ -403,6 +404,32 @@ impl Describer<'_> {
                 Some(draft(Truth::False, reason, message.clone()))
             }
         }
+    }
+
+    fn bound(&self) -> Option<ConditionDraft> {
+        let (desired, observed) = (self.view.desired, self.view.observed);
+        let claim = desired.claim.as_ref();
+        let claim = claim.filter(|_| desired.pod != PodPresence::Gone)?;
+        let draft = ConditionDraft::new;
+        if observed.bound.as_ref() == Some(claim) {
+            let message = format!("Claim {claim} has arrived in the sandbox.");
+            return Some(draft(Truth::True, reasons::BOUND, message));
+        }
+        Some(match &observed.failures.bind {
+            Some(Failure {
+                reason,
+                message,
+                count,
+                ..
+            }) => {
+                let message = format!("{message} (attempt {count}).");
+                draft(Truth::False, reason, message)
+            }
+            None => {
+                let message = format!("Claim {claim} is on its way into the sandbox.");
+                draft(Truth::False, reasons::BINDING, message)
+            }
+        })
     }
 
     fn snapshot(&self, snapshot: &SnapshotIntent) -> SnapshotDraft {

@@ -11,6 +11,7 @@ use crate::state::{
 use crate::status::{Phase, SnapshotState, Truth};
 use crate::steps::{Outcome, StepKind};
 
+mod bind;
 mod capacity;
 mod failures;
 mod gone;
@@ -43,6 +44,7 @@ fn desired(power: Power) -> Desired {
         keep_last_image: false,
         wake_up: BTreeSet::new(),
         snapshots: Vec::new(),
+        claim: None,
         has_sleep_condition: false,
         containers: BTreeSet::new(),
         ready: true,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-use crate::ids::{ContainerName, ImageId};
+use crate::ids::{ClaimUid, ContainerName, ImageId};
 use crate::ledger::{LedgerState, Memory};
 use crate::state::{
     Desired, Failure, ImageState, Live, NOT_WATCHED, Observed, PodPresence, Policy, Power,
@@ -54,7 +54,9 @@ impl<'a> View<'a> {
         let unwatched_until = unwatched_until(observed, policy).filter(|until| *until > now);
         let is_watched = unwatched_until.is_none();
         let idle_power = match desired.target() {
-            Power::Awake if !is_due => idle_power(desired, observed, &ledger, is_watched, now),
+            Power::Awake if !is_due && unbound(desired, observed).is_none() => {
+                idle_power(desired, observed, &ledger, is_watched, now)
+            }
             Power::Awake | Power::Asleep | Power::Frozen | Power::Dozing => None,
         };
         let by_itself = idle_power.is_some();
@@ -82,6 +84,17 @@ impl<'a> View<'a> {
             fresh,
             next_image,
         }
+    }
+
+    /// Returns the claim that is to arrive in the sandbox now: the sandbox runs, is ready, and is
+    /// not about to be saved.
+    pub(super) fn claim_to_bind(&self) -> Option<&'a ClaimUid> {
+        let may = self.target == Power::Awake
+            && self.is_present()
+            && self.desired.ready
+            && self.awaited_container().is_none()
+            && self.needing_image().next().is_none();
+        unbound(self.desired, self.observed).filter(|_| may)
     }
 
     pub(super) fn is_present(&self) -> bool {
@@ -270,6 +283,12 @@ impl<'a> View<'a> {
         let agreed = self.ledger.memory.image() == Some(&record.image);
         (self.observed.live == Live::None && agreed).then_some(&record.image)
     }
+}
+
+/// Returns the Pod's claim, unless it has arrived in the sandbox.
+fn unbound<'a>(desired: &'a Desired, observed: &Observed) -> Option<&'a ClaimUid> {
+    let claim = desired.claim.as_ref();
+    claim.filter(|claim| observed.bound.as_ref() != Some(*claim))
 }
 
 pub(super) fn dozes_unsaved(observed: &Observed) -> bool {

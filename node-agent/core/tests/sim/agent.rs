@@ -268,6 +268,13 @@ impl Agent {
             Action::Commit { image } => self.commit(world, image),
             Action::End { image } => end(world, random, faults, image)?,
             Action::Wake { image } => wake(world, random, faults, image)?,
+            Action::Bind { .. } => {
+                if world.live != Live::Running {
+                    return Ok(no_sandbox());
+                }
+                world.bound = Some(world.sandboxes);
+                Outcome::Done
+            }
             Action::Record => Outcome::Done,
             Action::ForgetSleep => {
                 world.record = None;
@@ -520,6 +527,7 @@ fn name_of(action: &Action) -> &'static str {
         Action::Commit { .. } => "commit",
         Action::End { .. } => "end",
         Action::Wake { .. } => "wake",
+        Action::Bind { .. } => "bind",
         Action::Record => "record",
         Action::ForgetSleep => "forget sleep",
         Action::DiscardPartial { .. } => "discard partial",

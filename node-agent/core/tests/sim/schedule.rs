@@ -28,6 +28,8 @@ pub(crate) const EXERCISED: &[&str] = &[
     "end",
     "wake",
     "record",
+    "bind",
+    "taken by a claim",
     "forget sleep",
     "discard partial",
     "discard image",
@@ -157,7 +159,8 @@ impl Schedule {
             66..74 => self.set_power(),
             74..79 => self.call(fail),
             79..83 => self.make_snapshot(),
-            83..87 => self.delete_snapshot(),
+            83..86 => self.delete_snapshot(),
+            86 => self.is_taken(),
             87..89 => self.controller_suspends(),
             89..91 => self.world.sessions = u32::try_from(self.random.below(2)).unwrap(),
             91..94 => self.disk(),
@@ -256,6 +259,14 @@ impl Schedule {
                 false => SnapshotReason::Manual,
             };
             self.world.add_snapshot(self.snapshots_made, reason);
+        }
+    }
+
+    /// A claim takes the Pod, for the rest of its life.
+    fn is_taken(&mut self) {
+        if self.world.pod == PodPresence::Present {
+            self.world.say("taken by a claim", String::new);
+            self.world.claimed = true;
         }
     }
 
@@ -587,7 +598,13 @@ impl Schedule {
                 );
                 assert!(world.restorable().is_some(), "dozes without an image");
             }
-            Power::Awake => assert_eq!(world.live, Live::Running),
+            Power::Awake => {
+                assert_eq!(world.live, Live::Running);
+                assert!(
+                    world.is_bound() || !world.claimed,
+                    "the claim never arrived"
+                );
+            }
             Power::Asleep => assert!(asleep, "{:?}", world.live),
             Power::Frozen => {
                 assert!(asleep || world.live == Live::Paused, "{:?}", world.live);

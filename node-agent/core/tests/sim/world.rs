@@ -8,9 +8,9 @@ use jiff::Timestamp;
 use torpor_core::ledger::{self, Tail};
 use torpor_core::pressure::{Ask, Pressure};
 use torpor_core::{
-    Answer, Departure, Desired, Doze, Entry, Failures, ImageId, ImageObserved, ImageState,
-    LedgerState, Live, Memory, Observed, PodPresence, PodUid, Power, Record, Restore, SandboxId,
-    SleepAfter, SnapshotIntent, SnapshotReason, SnapshotUid, SnapshotWish,
+    Answer, ClaimUid, Departure, Desired, Doze, Entry, Failures, ImageId, ImageObserved,
+    ImageState, LedgerState, Live, Memory, Observed, PodPresence, PodUid, Power, Record, Restore,
+    SandboxId, SleepAfter, SnapshotIntent, SnapshotReason, SnapshotUid, SnapshotWish,
 };
 
 /// Idle time after which a sandbox may sleep for the node's sake.
@@ -87,6 +87,10 @@ pub(crate) struct World {
     /// The sandbox that the record is about has not run since it was made.
     pub(crate) unstarted: bool,
     pub(crate) doze: Option<Doze>,
+    /// A claim has taken the Pod.
+    pub(crate) claimed: bool,
+    /// The sandbox in which the claim arrived, by [`Self::sandboxes`].
+    pub(crate) bound: Option<u32>,
     /// The file.
     pub(crate) ledger: Vec<u8>,
     /// The ledger, folded: read anew after each torn write, compared at the end.
@@ -96,6 +100,11 @@ pub(crate) struct World {
     pub(crate) disk_full: bool,
     pub(crate) sessions: u32,
     pub(crate) counts: BTreeMap<&'static str, u64>,
+}
+
+/// The one claim of this world.
+fn claim() -> ClaimUid {
+    ClaimUid::new("c1a1").unwrap()
 }
 
 impl World {
@@ -133,6 +142,8 @@ impl World {
             record: None,
             unstarted: false,
             doze: None,
+            claimed: false,
+            bound: None,
             ledger: Vec::new(),
             state: LedgerState::default(),
             torn: false,
@@ -258,9 +269,15 @@ impl World {
             woke_at: None,
             not_watched: None,
             asleep_since: None,
+            bound: self.is_bound().then(claim),
             failures: failures.clone(),
             busy: false,
         }
+    }
+
+    /// The claim has arrived in the sandbox that is there now.
+    pub(crate) fn is_bound(&self) -> bool {
+        self.bound == Some(self.sandboxes)
     }
 
     /// `departure`: what the agent knows of how the Pod went.
@@ -277,6 +294,7 @@ impl World {
             },
             evicted: self.seen.evicted,
             keep_last_image: self.keep_last,
+            claim: self.claimed.then(claim),
             has_sleep_condition: false,
             wake_up: BTreeSet::new(),
             snapshots: self.cached.clone(),

@@ -352,6 +352,7 @@ fn desired(power: Power, doze: bool) -> Desired {
         keep_last_image: false,
         wake_up: std::collections::BTreeSet::new(),
         snapshots: Vec::new(),
+        claim: None,
         has_sleep_condition: false,
         containers: std::collections::BTreeSet::new(),
         ready: true,

@@ -29,6 +29,7 @@ use torpor_snapshots::Digest;
 
 use super::{FAILED, delete};
 use crate::keeper::Handover;
+use torpor_sandbox::claim;
 use torpor_sandbox::console::create_with_console;
 use torpor_sandbox::generation;
 use torpor_sandbox::limits;
@@ -130,6 +131,11 @@ fn prepare(node: &Node, bundle: &Path, id: &ContainerId) -> anyhow::Result<Creat
         let pause = pause.as_ref().unwrap_or(&rewritten);
         record.completed = restore::completed(node, &pod, pause, image, &record)?;
     }
+    // The container of a claim that is started again has the variables that it would have had in
+    // a cold start.
+    let mut process = rewritten.0["process"].take();
+    claim::add_variables(&mut process, &rewritten.0);
+    rewritten.0["process"] = process;
     node.records.create_container_dir(&record.id)?;
     let dir = node.records.container_dir(&record.id);
     node.records.write_spec(&record.id, &rewritten.0)?;

@@ -7,10 +7,8 @@ use std::time::Duration;
 
 use nix::errno::Errno;
 use nix::sys::socket::{SockFlag, accept4};
-use torpor_core::ids::ImageId;
 use torpor_link::sensor::Next;
-use torpor_records::WakeCause;
-use torpor_runsc::keeper::{Answer, Request, Verb, receive, send};
+use torpor_runsc::keeper::{Answer, Request, Run, Verb, receive, send};
 
 use super::Keeper;
 use super::children::Purpose;
@@ -198,8 +196,8 @@ impl Keeper<'_> {
                 answer(&peer, &done, &[]);
                 return Some(*code);
             }
-            Request::Run { verb, image, cause } => match files.pop_front() {
-                Some(lock) => self.run(*verb, image.as_ref(), *cause, lock, peer),
+            Request::Run(command) => match files.pop_front() {
+                Some(lock) => self.run(command, lock, peer),
                 None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
             },
         }
@@ -208,22 +206,18 @@ impl Keeper<'_> {
 
     /// Runs a command of the shim. Its standard output is the connection to the caller, so that the
     /// command sends the answer.
-    fn run(
-        &mut self,
-        verb: Verb,
-        image: Option<&ImageId>,
-        cause: Option<WakeCause>,
-        lock: OwnedFd,
-        peer: OwnedFd,
-    ) {
+    fn run(&mut self, command: &Run, lock: OwnedFd, peer: OwnedFd) {
+        let verb = command.verb;
         // Only a wake takes a cause.
-        let cause = cause.filter(|_| verb == Verb::Wake);
+        let cause = command.cause.filter(|_| verb == Verb::Wake);
         let cause = cause.map(|cause| format!("--cause={}", cause.as_str()));
+        let claim = command.claim.as_ref().filter(|_| verb == Verb::Bind);
         let Ok(copy) = peer.try_clone() else { return };
         let spawned = commands::child(verb.as_str())
             .arg(self.record.sandbox.as_str())
-            .args(image.map(ToString::to_string))
+            .args(command.image.as_ref().map(ToString::to_string))
             .args(cause)
+            .args(claim.map(|claim| format!("--claim={claim}")))
             .stdin(lock)
             .stdout(peer)
             .stderr(Stdio::null())

@@ -15,6 +15,7 @@ use torpor_records::{PodLock, ProbeNote, SandboxState, Session, WakeCause};
 use torpor_runsc::control::{self, Control, SignalScope};
 use torpor_runsc::exec::exec_args;
 use torpor_runsc::{left, pause};
+use torpor_sandbox::claim;
 use torpor_sandbox::node::{CALL_LIMIT, Node};
 use torpor_sandbox::restore::transitions;
 
@@ -75,7 +76,10 @@ pub(crate) fn begin(
         Session::Use => with_exec_mark(process),
         Session::Probe => process,
     };
-    let request = exec_args(&process, &node.records.spec(id)?, id.as_str())?;
+    let spec = node.records.spec(id)?;
+    let mut process = process;
+    claim::add_variables(&mut process, &spec);
+    let request = exec_args(&process, &spec, id.as_str())?;
     let used_before = match session {
         Session::Probe => processor_time(node, sandbox),
         Session::Use => None,

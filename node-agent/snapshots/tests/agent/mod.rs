@@ -171,6 +171,7 @@ fn desired(power: Power, snapshots: &[SnapshotIntent]) -> Desired {
         keep_last_image: false,
         wake_up: BTreeSet::new(),
         snapshots: snapshots.to_vec(),
+        claim: None,
         has_sleep_condition: false,
         containers: BTreeSet::new(),
         ready: true,

@@ -30,6 +30,11 @@ pub(super) fn look(
     if shared.node.sandbox_of(&pod_uid).is_some() {
         return None;
     }
+    // A claim cannot arrive in a virtual machine that runs already.
+    let desired = &Desired {
+        claim: None,
+        ..desired.clone()
+    };
     let now = Timestamp::now();
     let input = PodInput {
         pod,

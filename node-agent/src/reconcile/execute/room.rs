@@ -82,7 +82,7 @@ pub(super) fn force_end(context: &Context<'_>) {
     let sandbox = &record.sandbox;
     let asked = context
         .node
-        .ask_keeper(sandbox, lock, Verb::ForceEnd, None, None, VERB_LIMIT);
+        .ask_keeper(sandbox, lock, Verb::ForceEnd.into(), VERB_LIMIT);
     match asked {
         Ok(_) => {
             tracing::error!(pod = %context.pod, "ended the sandbox, because it continued to write an image after the save was stopped");

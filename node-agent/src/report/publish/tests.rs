@@ -115,6 +115,7 @@ async fn a_restored_pod_is_told_everything_by_one_write_that_leaves_the_kubelets
     let status = StatusDraft {
         phase: torpor_core::status::Phase::Running,
         hibernated: None,
+        bound: None,
         restored: Some(draft),
         snapshots: Vec::new(),
         left: None,
