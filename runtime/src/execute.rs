@@ -16,7 +16,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::{command_line, group::Group, orphans::Children, refusal::Refusal};
+use crate::{claim, command_line, group::Group, orphans::Children, refusal::Refusal};
 
 /// Limits of a command.
 #[derive(Clone, Copy, Debug)]
@@ -140,6 +140,7 @@ async fn run(
     let program = words.first().cloned().unwrap_or_default();
     let mut command = Command::new(&program);
     command.args(&words[1..]).current_dir(directory);
+    command.envs(claim::variables().await);
     command.stdin(Stdio::null());
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut group =

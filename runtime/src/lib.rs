@@ -8,6 +8,7 @@
 //! token, origin: authorization of calls
 //! server: connections ──► legacy ──► route       parsing of a request (pure)
 //!                     │          ├──► execute ──► command_line (pure), group ──► orphans
+//!                     │          │              claim   variables of the sandbox' claim
 //!                     │          ├──► upload, files ──► path (pure), root
 //!                     │          └──► refusal      error answers (pure)
 //!                     └──► sandboxd::{rest, grpc}
@@ -20,6 +21,7 @@
 //! process: a client that may call the runtime may run any command.
 
 pub mod busy;
+pub mod claim;
 pub mod command_line;
 pub mod execute;
 pub mod files;

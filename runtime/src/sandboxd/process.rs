@@ -9,6 +9,7 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use tonic::{Request, Response, Status, async_trait};
 
 use crate::{
+    claim,
     files::blocking,
     group::Group,
     orphans::Children,
@@ -202,7 +203,8 @@ impl ProcessService {
             return Err(Status::invalid_argument("command is required"));
         };
         let mut command = Command::new(program);
-        command.args(arguments).envs(config.env_vars);
+        command.args(arguments).envs(claim::variables().await);
+        command.envs(config.env_vars);
         match config.cwd.filter(|cwd| !cwd.is_empty()) {
             None => command.current_dir(self.root.path()),
             Some(cwd) => {
