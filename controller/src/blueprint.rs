@@ -27,7 +27,7 @@ const PUBLIC_NAMESERVERS: [&str; 2] = ["8.8.8.8", "1.1.1.1"];
 
 /// Annotations that a Sandbox takes over from its SandboxTemplate; each group holds the names of
 /// one setting.
-const TEMPLATE_SETTINGS: [&[&str]; 5] = [
+const TEMPLATE_SETTINGS: [&[&str]; 7] = [
     &[annotations::INJECT_RUNTIME],
     &[annotations::DOZE_AFTER],
     &[
@@ -37,7 +37,13 @@ const TEMPLATE_SETTINGS: [&[&str]; 5] = [
     ],
     &[annotations::WAKE_ON],
     &[annotations::ON_CRASH],
+    &[annotations::LATE_BIND],
+    &[annotations::ON_CLAIM_EXEC],
 ];
+
+/// Settings of [`TEMPLATE_SETTINGS`] that a node agent carries out in a sandbox that runs. A
+/// template without a RuntimeClass has none: no agent acts on its Pods.
+const BINDING_SETTINGS: [&str; 2] = [annotations::LATE_BIND, annotations::ON_CLAIM_EXEC];
 
 /// Returns the template's pod spec with the secure defaults.
 ///
@@ -100,8 +106,15 @@ pub fn sandbox_annotations(template: &SandboxTemplate) -> Value {
         pod_template
             .is_some_and(|annotations| names.iter().any(|key| annotations.contains_key(*key)))
     };
+    let has_agent = template
+        .spec
+        .pod_template
+        .spec
+        .runtime_class_name()
+        .is_some();
     let names = TEMPLATE_SETTINGS.into_iter().filter(|names| !hides(names));
-    for key in names.flatten() {
+    let applies = |key: &&&str| has_agent || !BINDING_SETTINGS.contains(*key);
+    for key in names.flatten().filter(applies) {
         if let Some(value) = template.annotations().get(*key) {
             all[*key] = value.clone().into();
         }

@@ -30,6 +30,7 @@ mod annotate;
 pub mod apply;
 pub mod binding;
 pub mod dereference;
+mod late_bind;
 pub mod memory;
 pub mod metadata;
 pub mod plan;
@@ -116,8 +117,9 @@ pub async fn serve(claim: Arc<SandboxClaim>, context: &Context) -> Result<Served
     session.trace = trace;
     for _ in 0..REWRITES {
         let plan = settle(&mut session, context).await?;
-        if plan.ends {
-            let (requeue, reports) = (None, after::finish(&session, &plan, context));
+        if plan.keeps_status {
+            let reports = after::finish(&session, &plan, context);
+            let requeue = plan.requeue;
             return Ok(Served { requeue, reports });
         }
         match write_status(&mut session, &plan, context).await? {

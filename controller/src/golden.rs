@@ -60,7 +60,12 @@ impl Golden {
 /// Returns the name of the golden Sandbox of this version of a template. All that decides about the
 /// memory of its sandboxes is part of the version.
 pub fn name(template: &SandboxTemplate, runtime_image: Option<&str>) -> String {
-    let settings = [annotations::INJECT_RUNTIME, annotations::GOLDEN_READY_EXEC];
+    let settings = [
+        annotations::INJECT_RUNTIME,
+        annotations::GOLDEN_READY_EXEC,
+        annotations::LATE_BIND,
+        annotations::ON_CLAIM_EXEC,
+    ];
     let settings = settings.map(|key| template.annotations().get(key));
     let version = json!([
         blueprint::blueprint_hash(template),

@@ -7,6 +7,7 @@ use torpor_api::conditions::find;
 use torpor_api::{Sandbox, SandboxClaim, SandboxWarmPool};
 
 use crate::case::Case;
+use crate::pods::with;
 use crate::sandboxes::LIMIT;
 use crate::wait;
 
@@ -38,9 +39,20 @@ impl Case {
 
     /// Claims from the pool; returns the name of the Sandbox that the claim got, once it is Ready.
     pub async fn claim(&self, pool: &str, name: &str) -> anyhow::Result<String> {
+        self.begin_claim(pool, name, json!({})).await?;
+        self.claimed(name).await
+    }
+
+    /// Creates a claim from the pool. `more`: fields of its spec.
+    pub async fn begin_claim(&self, pool: &str, name: &str, more: Value) -> anyhow::Result<()> {
         let spec =
             json!({ "warmPoolRef": { "name": pool }, "lifecycle": { "shutdownPolicy": "Delete" } });
-        self.create(extension("SandboxClaim", name, spec)).await?;
+        self.create(extension("SandboxClaim", name, with(spec, more)))
+            .await
+    }
+
+    /// Waits until the claim is Ready; returns the name of its Sandbox.
+    pub async fn claimed(&self, name: &str) -> anyhow::Result<String> {
         let claims = self.api::<SandboxClaim>();
         wait::object(claims, name, "the claim is Ready", LIMIT, |found| {
             let status = found.and_then(|claim| claim.status).unwrap_or_default();

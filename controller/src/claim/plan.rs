@@ -2,7 +2,8 @@
 //!
 //! Order, as upstream: expiry; then the Sandbox that the claim has; then the claim's own name; then
 //! a member of the pool; then a new Sandbox. A claim with environment variables or volumes takes no
-//! member of a pool, because a member's Pod runs already.
+//! member of a pool, because a member's Pod runs already, unless its template lets them arrive late
+//! ([`late_bind`]).
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,7 +20,7 @@ use torpor_api::{
 use super::{
     adopt,
     binding::{self, Binding, ClaimSandboxes},
-    is_ready,
+    is_ready, late_bind,
     metadata::{self, Invalid},
     sandbox_spec::{self, Rejected},
 };
@@ -193,8 +194,9 @@ pub struct Plan {
     pub outlook: Outlook,
     /// True if the pool has to be asked for a member before the plan is complete.
     pub wants_member: bool,
-    /// True if the claim is deleted once the steps are executed.
-    pub ends: bool,
+    /// True if the status is not written: the claim is deleted once the steps are executed, or its
+    /// Sandbox' status is about to change.
+    pub keeps_status: bool,
     pub requeue: Option<Duration>,
 }
 
@@ -284,7 +286,7 @@ fn plan_expired(observed: &Observed) -> Plan {
         }
         policy => {
             plan.steps.push(Action::DeleteClaim { policy });
-            plan.ends = true;
+            plan.keeps_status = true;
         }
     }
     plan
@@ -369,6 +371,8 @@ fn plan_bound(claim: &SandboxClaim, allowed: Result<(), Invalid>, sandbox: Arc<S
                 })
                 .into_iter()
                 .collect(),
+            keeps_status: binding::committed_name(claim).is_none()
+                && late_bind::is_from_before(&sandbox),
             outlook: Outlook::Sandbox(sandbox),
             ..Plan::default()
         },
@@ -397,8 +401,10 @@ fn plan_unbound(
         let policy = observed.template_policy.as_deref();
         isolation(template, policy, &observed.except)
     };
+    let late_env = late_bind::env(claim, template);
     let cold = || -> Result<Plan, Refusal> {
-        let mut sandbox = sandbox_spec::sandbox(claim, template, &pod_metadata)?;
+        let mut sandbox =
+            sandbox_spec::sandbox(claim, template, &pod_metadata, late_env.as_deref())?;
         isolated()?;
         if let Some(gone) = replaces {
             sandbox["metadata"]["annotations"][annotations::REPLACES] = gone.into();
@@ -408,8 +414,8 @@ fn plan_unbound(
             ..Plan::default()
         })
     };
-    let brings_more = !claim.spec.env.is_empty() || !claim.spec.volume_claim_templates.is_empty();
-    if brings_more || replaces == Some(claim.name_any().as_str()) {
+    let can_be_late = late_env.is_some() && claim.spec.volume_claim_templates.is_empty();
+    if !can_be_late || replaces == Some(claim.name_any().as_str()) {
         return cold();
     }
     match &observed.offer {
@@ -418,10 +424,16 @@ fn plan_unbound(
             wants_member: true,
             ..Plan::default()
         }),
+        Offered::Sandbox(member)
+            if !claim.spec.env.is_empty() && !late_bind::member_takes_env(member) =>
+        {
+            cold()
+        }
         Offered::Sandbox(member) => {
             // The policy may have been deleted since the member was made.
             isolated()?;
-            let patch = adopt::assignment(claim, member, &pod_metadata, replaces);
+            let env = late_env.as_deref().unwrap_or_default();
+            let patch = adopt::assignment(claim, member, &pod_metadata, env, replaces);
             let name = member.name_any();
             Ok(Plan {
                 steps: vec![Action::Assign { name, patch }],

@@ -10,7 +10,7 @@ use torpor_api::{
     sandbox::{PodMetadata, VolumeClaimTemplate},
 };
 
-use super::metadata;
+use super::{late_bind, metadata};
 use crate::{blueprint, owners::owner_reference};
 
 /// Addition of a claim that the template does not allow.
@@ -60,10 +60,12 @@ impl Rejected {
 }
 
 /// Returns the Sandbox to create. `pod_metadata` is the template's merged with the claim's.
+/// `late_env`: the claim's variables as [`late_bind::env`] returns them.
 pub fn sandbox(
     claim: &SandboxClaim,
     template: &SandboxTemplate,
     pod_metadata: &PodMetadata,
+    late_env: Option<&str>,
 ) -> Result<Value, Rejected> {
     let mut spec = blueprint::secured_pod_spec(template);
     inject_env(
@@ -81,6 +83,9 @@ pub fn sandbox(
         if let Some(list) = list {
             on_sandbox[key] = list.into();
         }
+    }
+    if let Some(env) = late_env.filter(|env| !env.is_empty() && late_bind::takes_env(&on_sandbox)) {
+        on_sandbox[annotations::CLAIM_ENV] = env.into();
     }
     if let Some(trace) = claim.annotations().get(annotations::TRACE_CONTEXT) {
         on_sandbox[annotations::TRACE_CONTEXT] = trace.clone().into();
@@ -111,7 +116,7 @@ pub fn created_by(claim: &SandboxClaim) -> &'static str {
     label.map_or("unknown", |creator| labels::created_by(creator))
 }
 
-fn inject_env(
+pub(super) fn inject_env(
     spec: &mut Map<String, Value>,
     wanted: &[ClaimEnvVar],
     policy: InjectionPolicy,

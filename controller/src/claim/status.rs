@@ -7,10 +7,13 @@ use torpor_api::{
     Sandbox, SandboxClaim, annotations,
     conditions::{self, Draft, Status},
     extensions::{ClaimedSandbox, SandboxClaimStatus},
-    reasons::claim as reasons,
+    reasons::{claim as reasons, sandbox as sandbox_reasons},
 };
 
-use super::plan::{Outlook, sandbox_expired};
+use super::{
+    late_bind,
+    plan::{Outlook, sandbox_expired},
+};
 use crate::merge_patch;
 
 /// Returns the status after a pass.
@@ -99,6 +102,10 @@ fn mirrored_ready(sandbox: &Sandbox, now: Timestamp) -> Draft {
     let Some(ready) = ready else {
         return not_ready(reasons::SANDBOX_NOT_READY, "Sandbox is not ready");
     };
+    if late_bind::is_from_before(sandbox) {
+        let message = "The claim has not arrived in its Sandbox yet";
+        return not_ready(sandbox_reasons::BINDING, message);
+    }
     // Clients read the Pod's name as soon as the claim is Ready.
     if ready.status == "True" && !sandbox.annotations().contains_key(annotations::POD_NAME) {
         return not_ready(reasons::SANDBOX_NOT_READY, "Sandbox is not ready");

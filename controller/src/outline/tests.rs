@@ -57,8 +57,8 @@ fn an_outline_has_the_fields_that_caches_need_and_is_small() {
     assert!(kept.labels().contains_key(labels::WARM_POOL_SANDBOX));
     let template = &kept.spec.pod_template;
     assert_eq!(template.restore_from(), Some("golden"));
-    let class = crate::sandbox::pod_spec::runtime_class_name(&template.spec);
-    assert_eq!(class.as_deref(), Some("torpor"));
+    let class = template.spec.runtime_class_name();
+    assert_eq!(class, Some("torpor"));
 }
 
 #[test]

@@ -331,9 +331,8 @@ fn gather_cached(observed: &mut Observed, caches: &Caches) {
         .values()
         .filter_map(|pod| pod.spec.as_ref()?.runtime_class_name.clone())
         .collect();
-    classes.extend(super::pod_spec::runtime_class_name(
-        &sandbox.spec.pod_template.spec,
-    ));
+    let class = sandbox.spec.pod_template.spec.runtime_class_name();
+    classes.extend(class.map(str::to_owned));
     for name in classes {
         if let Some(class) = caches.runtime_classes.get("", &name) {
             observed.handlers.insert(name, class.handler.clone());

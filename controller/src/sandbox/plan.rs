@@ -19,7 +19,6 @@ use torpor_api::{
 
 use super::{
     dereference::{Observed, pod_name},
-    pod_spec::runtime_class_name,
     validate::{Desired, Ownership, ownership, validate},
 };
 
@@ -172,6 +171,8 @@ pub enum ConditionChange {
 pub struct MemoryOutlook {
     pub hibernated: ConditionChange,
     pub restored: ConditionChange,
+    /// Arrival of the claim in the sandbox.
+    pub bound: ConditionChange,
     /// Overrides upstream's Suspended condition (strategy Freeze).
     pub suspended: Option<Draft>,
     /// True if the Pod has ended but its memory remains, from which the sandbox continues.
@@ -409,7 +410,12 @@ pub fn must_confirm_snapshots(observed: &Observed) -> bool {
         && !observed.snapshots_are_certain
         && sandbox.metadata.deletion_timestamp.is_none()
         && sandbox.spec.operating_mode == torpor_api::OperatingMode::Running
-        && runtime_class_name(&sandbox.spec.pod_template.spec).is_some()
+        && sandbox
+            .spec
+            .pod_template
+            .spec
+            .runtime_class_name()
+            .is_some()
         && !has_pod(observed)
         && !memory::has_image(&validate(observed), observed)
 }
@@ -426,7 +432,12 @@ pub fn must_confirm_sandbox(observed: &Observed) -> bool {
         && !observed.sandbox_is_certain
         && sandbox.metadata.deletion_timestamp.is_none()
         && sandbox.spec.operating_mode == torpor_api::OperatingMode::Running
-        && runtime_class_name(&sandbox.spec.pod_template.spec).is_some()
+        && sandbox
+            .spec
+            .pod_template
+            .spec
+            .runtime_class_name()
+            .is_some()
         && !has_pod(observed)
         && !memory::has_image(&validate(observed), observed)
 }

@@ -7,12 +7,12 @@ use torpor_api::{
     PodRecord, Sandbox, SandboxSnapshot,
     annotations::{self, OnRestoreFailure},
     conditions::POD_RESTORE_SETTLED,
-    raw::RawPodSpec,
 };
 
 use super::{dereference::claim_name, metadata};
 use crate::{golden::images::Images, owners::owner_reference};
 
+pub mod claim_volume;
 pub mod inject;
 mod net_raw;
 
@@ -102,14 +102,6 @@ impl Memory {
     }
 }
 
-/// Returns `runtimeClassName` of a template.
-pub fn runtime_class_name(spec: &RawPodSpec) -> Option<String> {
-    spec.json()
-        .get("runtimeClassName")?
-        .as_str()
-        .map(str::to_owned)
-}
-
 /// Returns the container that `kubectl exec` chooses: the one in its annotation, else the first.
 pub fn default_container(sandbox: &Sandbox) -> Option<String> {
     const DEFAULT_CONTAINER: &str = "kubectl.kubernetes.io/default-container";
@@ -140,13 +132,22 @@ pub enum Start<'a> {
     Golden(&'a Images),
 }
 
+/// Reason why a Pod cannot be built.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Inject(#[from] inject::Error),
+    #[error(transparent)]
+    ClaimVolume(#[from] claim_volume::Error),
+}
+
 /// Returns the Pod to create. `runtime` is the image of the sandbox runtime, if it is injected.
 pub fn pod(
     sandbox: &Sandbox,
     torpor_annotations: &[(&str, String)],
     start: Start<'_>,
     runtime: Option<&str>,
-) -> Result<Value, inject::Error> {
+) -> Result<Value, Error> {
     let name = sandbox.name_any();
     let (labels, mut on_pod) = metadata::for_new_pod(sandbox);
     on_pod.extend(
@@ -158,6 +159,9 @@ pub fn pod(
     mount_claims(&mut spec, sandbox);
     if let Some(image) = runtime {
         inject::inject(&mut spec, image, !matches!(start, Start::Memory(_)))?;
+    }
+    if annotations::binds(sandbox.annotations()) {
+        claim_volume::mount(&mut spec)?;
     }
     if let Start::Golden(golden) = start {
         on_pod.insert(annotations::GOLDEN_IMAGES.to_owned(), golden.ids.join(","));
@@ -186,7 +190,7 @@ pub fn pod(
         continue_from(&mut spec, memory, &name);
     }
     // A Pod without a RuntimeClass is the same as upstream's.
-    let of_runtime = runtime_class_name(&sandbox.spec.pod_template.spec);
+    let of_runtime = sandbox.spec.pod_template.spec.runtime_class_name();
     if let Some(names) = of_runtime.and_then(|_| net_raw::containers(&spec)) {
         on_pod.insert(annotations::NET_RAW.to_owned(), names);
     }

@@ -1,5 +1,5 @@
 //! No client required. Computes the status of a Sandbox after a pass, in upstream's exact words,
-//! with Torpor's two conditions where they apply.
+//! with Torpor's conditions where they apply.
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::{Pod, Service};
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
-    OperatingMode, Sandbox, SandboxStatus,
+    OperatingMode, Sandbox, SandboxStatus, annotations,
     conditions::{self, Draft, Status},
     labels, name_hash,
     reasons::sandbox as reasons,
@@ -159,6 +159,7 @@ fn active(
         (conditions::READY, ConditionChange::Set(ready)),
         (conditions::HIBERNATED, plan.memory.hibernated.clone()),
         (conditions::RESTORED, plan.memory.restored.clone()),
+        (conditions::BOUND, plan.memory.bound.clone()),
     ] {
         match change {
             ConditionChange::Set(draft) => {
@@ -363,11 +364,35 @@ fn ready(state: &EndState<'_>, suspended: &Draft) -> Draft {
             None => "; Service does not exist",
         });
     }
+    if let Some(message) = state.own_pod().filter(|_| ready).and_then(unbound) {
+        return not_ready(reasons::BINDING, message);
+    }
     if ready {
         let reason = reasons::DEPENDENCIES_READY;
         return Draft::new(conditions::READY, Status::True, reason, message);
     }
     not_ready(reasons::DEPENDENCIES_NOT_READY, message)
+}
+
+/// Returns what keeps the claim of a Pod from its sandbox, for the message; `None` if the Pod
+/// serves no claim, or the claim has arrived.
+fn unbound(pod: &Pod) -> Option<String> {
+    let claim = pod.annotations().get(annotations::CLAIM)?;
+    if claim.is_empty() {
+        return None;
+    }
+    let conditions = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.conditions.as_ref());
+    let mut conditions = conditions.into_iter().flatten();
+    match conditions.find(|found| found.type_ == conditions::POD_BOUND) {
+        Some(bound) if bound.status == "True" => None,
+        Some(bound) => bound.message.clone(),
+        None => Some(format!(
+            "Claim {claim} waits for the node agent. Late binding needs a RuntimeClass of Torpor's gVisor"
+        )),
+    }
 }
 
 /// Returns upstream's message for more than one Pod.

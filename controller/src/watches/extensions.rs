@@ -196,6 +196,7 @@ fn matters_to_owner(before: &Sandbox, after: &Sandbox) -> bool {
             conditions::READY,
             conditions::FINISHED,
             conditions::POD_SCHEDULED,
+            conditions::BOUND,
         ]
         .map(|type_| {
             find(&status.conditions, type_)

@@ -11,6 +11,7 @@ mod expiry;
 mod fairness;
 mod golden;
 mod injection;
+mod late_bind;
 mod lifecycle;
 mod memory;
 mod metrics;

@@ -12,7 +12,7 @@ use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use torpor_api::annotations::{GOLDEN, HEAT};
+use torpor_api::annotations::{GOLDEN, HEAT, LATE_BIND};
 use torpor_api::conditions::find;
 use torpor_api::{SandboxClaim, SandboxWarmPool};
 use torpor_tests::case::{Case, uid};
@@ -51,6 +51,9 @@ pub(crate) struct Options {
     /// Claims one by one from members that all sleep
     #[arg(long, default_value_t = 6)]
     calm: u32,
+    /// Claims that bring a variable, from members that run and from members that sleep
+    #[arg(long, default_value_t = 10)]
+    late: u32,
     /// Milliseconds between two claims
     #[arg(long, default_value_t = 500)]
     pause: u64,
@@ -66,19 +69,21 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
             options.pause,
             node::describe()?
         );
-        template(case, "plain", options, false).await?;
-        template(case, "golden", options, true).await?;
+        template(case, "plain", options, false, false).await?;
+        template(case, "golden", options, true, false).await?;
+        template(case, "late", options, false, true).await?;
+        template(case, "late-golden", options, true, true).await?;
         let pause = Duration::from_millis(options.pause);
 
         let began = Instant::now();
         pool(case, "hot", "plain", options.members, "hot=rest").await?;
         filled(case, "hot", options.members).await?;
         let cold_rate = f64::from(options.members) / began.elapsed().as_secs_f64();
-        let hot = claims(case, "hot", options.claims, pause).await?;
+        let hot = claims(case, "hot", options.claims, pause, false).await?;
         remove(case, "hot").await?;
 
         pool(case, "cold", "plain", 0, "hot=rest").await?;
-        let cold = claims(case, "cold", options.claims.min(8), pause).await?;
+        let cold = claims(case, "cold", options.claims.min(8), pause, false).await?;
         remove(case, "cold").await?;
 
         // The golden image first: it is not part of the rate.
@@ -89,14 +94,20 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
         filled(case, "asleep", options.members + 1).await?;
         let rate = f64::from(options.members) / began.elapsed().as_secs_f64();
         let (memory, disk) = cost(case).await?;
-        let calm = claims(case, "asleep", options.calm, CALM).await?;
-        let asleep = claims(case, "asleep", options.claims, pause).await?;
+        let calm = claims(case, "asleep", options.calm, CALM, false).await?;
+        let asleep = claims(case, "asleep", options.claims, pause, false).await?;
+        remove(case, "asleep").await?;
+
+        let late = late_claims(case, "late", "hot=rest", options).await?;
+        let late_asleep = late_claims(case, "late-golden", "hot=0,asleep=rest", options).await?;
 
         let base = Times::of(&hot.ready);
         let answers = Times::of(&hot.answered);
         for (words, found) in [
             ("members that run", &hot),
+            ("members that run, claims with a variable", &late),
             ("members that sleep, one claim at a time", &calm),
+            ("members that sleep, claims with a variable", &late_asleep),
             ("members that sleep, woken ahead of demand", &asleep),
             ("no members: cold starts", &cold),
         ] {
@@ -120,7 +131,13 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
     .await
 }
 
-async fn template(case: &Case, name: &str, options: &Options, golden: bool) -> anyhow::Result<()> {
+async fn template(
+    case: &Case,
+    name: &str,
+    options: &Options,
+    golden: bool,
+    late: bool,
+) -> anyhow::Result<()> {
     let megabytes = options.megabytes.to_string();
     let container = json!({
         "name": setup::MAIN, "image": PYTHON, "imagePullPolicy": "Never",
@@ -130,13 +147,16 @@ async fn template(case: &Case, name: &str, options: &Options, golden: bool) -> a
     let spec = json!({
         "podTemplate": { "spec": pod_spec(json!({ "containers": [container] })) },
         "networkPolicyManagement": "Unmanaged",
+        "envVarsInjectionPolicy": "Allowed",
     });
-    let template = extension("SandboxTemplate", name, spec);
-    case.create(match golden {
-        true => annotated(template, GOLDEN, "true"),
-        false => template,
-    })
-    .await
+    let mut template = extension("SandboxTemplate", name, spec);
+    if golden {
+        template = annotated(template, GOLDEN, "true");
+    }
+    if late {
+        template = annotated(template, LATE_BIND, "env");
+    }
+    case.create(template).await
 }
 
 async fn pool(
@@ -190,13 +210,38 @@ struct Figures {
     answered: Vec<Duration>,
 }
 
-/// Makes claims, one every `pause`, and asks each sandbox as soon as its claim is Ready.
-async fn claims(case: &Case, pool: &str, count: u32, pause: Duration) -> anyhow::Result<Figures> {
+/// Makes claims that bring a variable, one at a time, from a pool of this heat.
+async fn late_claims(
+    case: &Case,
+    template: &str,
+    heat: &str,
+    options: &Options,
+) -> anyhow::Result<Figures> {
+    let members = options.late.div_ceil(2).max(2);
+    pool(case, template, template, members, heat).await?;
+    filled(case, template, members).await?;
+    let figures = claims(case, template, options.late, CALM, true).await?;
+    remove(case, template).await?;
+    Ok(figures)
+}
+
+/// Makes claims, one every `pause`, and asks each sandbox as soon as its claim is Ready. `late`:
+/// each brings a variable.
+async fn claims(
+    case: &Case,
+    pool: &str,
+    count: u32,
+    pause: Duration,
+    late: bool,
+) -> anyhow::Result<Figures> {
     let mut figures = Figures::default();
     for number in 0..count {
         let name = format!("{pool}-{}-{number}", pause.as_millis());
         let began = Instant::now();
-        let claim = json!({ "warmPoolRef": { "name": pool } });
+        let mut claim = json!({ "warmPoolRef": { "name": pool } });
+        if late {
+            claim["env"] = json!([{ "name": "CLAIM", "value": name }]);
+        }
         case.create(extension("SandboxClaim", &name, claim)).await?;
         let address = ready(case, &name).await?;
         figures.ready.push(began.elapsed());

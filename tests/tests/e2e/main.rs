@@ -25,6 +25,7 @@ mod hibernate;
 mod hooks;
 mod inject;
 mod kata;
+mod late_bind;
 mod leftovers;
 mod limits;
 mod losses;

@@ -224,6 +224,38 @@ fn a_claim_that_has_a_sandbox_needs_neither_pool_nor_template() {
 }
 
 #[test]
+fn a_sandbox_that_looks_as_before_the_claim_is_not_shown_yet() {
+    let ready = |bound: &str| {
+        let condition = |type_: &str, status: &str| {
+            json!({
+                "type": type_, "status": status, "reason": "R", "message": "",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            })
+        };
+        json!({
+            "metadata": {"annotations": {annotations::LATE_BIND: "env"}},
+            "status": {"conditions": [condition("Ready", "True"), condition("Bound", bound)]},
+        })
+    };
+    for (held, bound, keeps) in [
+        (noted("x", json!({})), "False", true),
+        (noted("x", json!({})), "True", false),
+        // Its clients know the Sandbox already.
+        (
+            noted("x", json!({"status": {"sandbox": {"name": "x"}}})),
+            "False",
+            false,
+        ),
+    ] {
+        let plan = plan(
+            &owning(observed(held), &[sandbox("x", ready(bound))]),
+            now(),
+        );
+        assert_eq!(plan.keeps_status, keeps, "Bound={bound}");
+    }
+}
+
+#[test]
 fn a_surplus_is_deleted_only_in_the_version_that_was_read() {
     let held = noted("y", json!({"status": {"sandbox": {"name": "y"}}}));
     let observed = owning(

@@ -21,7 +21,7 @@ use super::{
     node_of, pod_condition,
     resume::Obstacle,
 };
-use crate::sandbox::{dereference::Observed, pod_spec, validate::Desired};
+use crate::sandbox::{dereference::Observed, validate::Desired};
 
 /// Most nodes in the affinity of a Pod.
 const MOST_NODES: usize = 64;
@@ -176,8 +176,13 @@ fn cannot_restore(desired: &Desired<'_>, observed: &Observed, node: &str) -> Obs
 }
 
 fn handler<'a>(desired: &Desired<'_>, observed: &'a Observed) -> Option<&'a String> {
-    let class = pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec)?;
-    observed.handlers.get(&class)
+    let class = desired
+        .sandbox
+        .spec
+        .pod_template
+        .spec
+        .runtime_class_name()?;
+    observed.handlers.get(class)
 }
 
 /// Returns why a node cannot restore the image.

@@ -11,6 +11,7 @@ use torpor_api::{
     SandboxSnapshot,
     annotations::{self, OnRestoreFailure, SleepAfter, WakeOn},
     conditions::{self, Draft},
+    labels,
     reasons::{hibernated, restored, snapshot as snapshot_reasons},
 };
 use torpor_daemon::spans::LONGEST_CARRIER;
@@ -259,12 +260,22 @@ fn create_pod(
     );
     wishes.extend(trace(desired).map(|carrier| (annotations::POD_TRACE_CONTEXT, carrier)));
     wishes.extend(on_restore(desired).into_iter().flatten());
+    if annotations::binds(desired.sandbox.annotations()) {
+        let command = desired.settings.on_claim_exec.as_ref();
+        wishes.extend(command.map(|words| (annotations::ON_CLAIM_EXEC, json!(words).to_string())));
+        wishes.extend(
+            claim_annotations(desired)
+                .into_iter()
+                .filter_map(|(key, value)| Some((key, value?))),
+        );
+    }
     let (memory, image) = start.unzip();
     let memory = memory.map(|memory| Memory {
         pod_snapshot: observed.pod_snapshot.clone(),
         ..memory
     });
-    let pod = runtime_image(desired, observed, memory.as_ref()).and_then(|runtime| {
+    let runtime = runtime_image(desired, observed, memory.as_ref());
+    let pod = runtime.map_err(pod_spec::Error::from).and_then(|runtime| {
         let start = match (&memory, &observed.golden) {
             (Some(memory), _) => Start::Memory(memory),
             (None, Some(golden)) if restored == ConditionChange::Remove => Start::Golden(golden),
@@ -309,7 +320,12 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> ConditionChan
 ///
 /// Only Pods that an agent may act on get it. All others are as upstream's.
 fn trace(desired: &Desired<'_>) -> Option<String> {
-    pod_spec::runtime_class_name(&desired.sandbox.spec.pod_template.spec)?;
+    desired
+        .sandbox
+        .spec
+        .pod_template
+        .spec
+        .runtime_class_name()?;
     crate::trace::carried(desired.sandbox).filter(|carrier| carrier.len() <= LONGEST_CARRIER)
 }
 
@@ -321,6 +337,20 @@ fn on_restore(desired: &Desired<'_>) -> Option<[(&'static str, String); 2]> {
         (annotations::ON_RESTORE_EXEC, json!(command).to_string()),
         (annotations::ON_RESTORE_EXEC_CONTAINER, container),
     ])
+}
+
+/// Returns the annotations that the kubelet writes into the volume for a claim. Without a claim the
+/// first is empty: it marks Pods that have the volume.
+fn claim_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 2] {
+    let sandbox = desired.sandbox;
+    let claim = sandbox.labels().get(labels::CLAIM_UID);
+    let env = sandbox.annotations().get(annotations::CLAIM_ENV);
+    let env = env.filter(|_| claim.is_some());
+    let claim = claim.cloned().unwrap_or_default();
+    [
+        (annotations::CLAIM, Some(claim)),
+        (annotations::CLAIM_ENV, env.cloned()),
+    ]
 }
 
 /// Returns the annotations about when the sandbox falls asleep by itself, what wakes it, and what
@@ -369,6 +399,9 @@ pub(in crate::sandbox::plan) fn annotations_for_pod(
         (annotations::POD_TRACE_CONTEXT, trace(desired)),
     ];
     wishes.extend(sleep_annotations(desired));
+    if pod.annotations().contains_key(annotations::CLAIM) {
+        wishes.extend(claim_annotations(desired));
+    }
     // During a restore the annotation holds the policy with which it began.
     let restoring = pod.annotations().contains_key(annotations::RESTORE_IMAGE)
         && restored_condition(pod).is_none_or(|restored| restored.status != "True");
@@ -403,6 +436,9 @@ pub(in crate::sandbox::plan) fn awake(
         if elsewhere::has_more_places(source, pod) {
             plan.step(Area::Pod, delete_as_seen(pod));
         }
+    }
+    if let Some(bound) = pod_condition(pod, conditions::POD_BOUND, conditions::BOUND) {
+        plan.memory.bound = ConditionChange::Set(bound);
     }
     plan.memory.restored = match restored_condition(pod) {
         Some(draft) => {

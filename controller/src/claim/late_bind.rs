@@ -1,0 +1,84 @@
+//! No client required. Decides whether a claim's environment variables can reach a sandbox that
+//! runs already.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+use torpor_api::{
+    Sandbox, SandboxClaim, SandboxTemplate,
+    annotations::{self, LateBind},
+    conditions,
+};
+
+use super::sandbox_spec::inject_env;
+
+/// Returns the claim's variables as the text of a file. `None`: only a cold start can give them to
+/// the sandbox, or the template does not admit them.
+///
+/// Only variables of the first container reach it later. The kubelet replaces `$(NAME)` in a value
+/// when it starts a container; a value with such a reference is left to it.
+pub(super) fn env(claim: &SandboxClaim, template: &SandboxTemplate) -> Option<String> {
+    let wanted = &claim.spec.env;
+    if wanted.is_empty() {
+        return Some(String::new());
+    }
+    let pod_spec = template.spec.pod_template.spec.json();
+    let first = first_container(pod_spec);
+    let is_late = |container: &str| container.is_empty() || Some(container) == first;
+    let is_plain = |value: &str| !value.contains("$(");
+    if !wanted
+        .iter()
+        .all(|one| is_late(&one.container_name) && is_plain(&one.value))
+    {
+        return None;
+    }
+    let policy = template.spec.env_vars_injection_policy;
+    inject_env(&mut pod_spec.clone(), wanted, policy).ok()?;
+    // The last one of a name applies.
+    let last: BTreeMap<&str, &str> = wanted
+        .iter()
+        .map(|one| (one.name.as_str(), one.value.as_str()))
+        .collect();
+    torpor_claim_env::write(last).ok()
+}
+
+fn first_container(pod_spec: &Map<String, Value>) -> Option<&str> {
+    pod_spec.get("containers")?.get(0)?.get("name")?.as_str()
+}
+
+/// Reports whether a claim's variables can reach a member of a pool. A member that is older than
+/// the template's setting has no volume for them.
+pub(super) fn member_takes_env(member: &Sandbox) -> bool {
+    let value = member.metadata.annotations.as_ref();
+    let value = value.and_then(|all| all.get(annotations::LATE_BIND));
+    value.is_some_and(|value| LateBind::parse(value).is_ok_and(|late| late.env))
+}
+
+/// Reports whether the annotations of a new Sandbox let variables reach it.
+pub(super) fn takes_env(on_sandbox: &Value) -> bool {
+    let value = on_sandbox
+        .get(annotations::LATE_BIND)
+        .and_then(Value::as_str);
+    value.is_some_and(|value| LateBind::parse(value).is_ok_and(|late| late.env))
+}
+
+/// Reports whether the status of a claim's Sandbox is from before the claim took it: it shows the
+/// Sandbox Ready, and the claim has not arrived there.
+///
+/// A client that knows the Sandbox' name would find it Ready. So the claim shows the name only once
+/// the Sandbox' status says whether the claim has arrived.
+pub(super) fn is_from_before(sandbox: &Sandbox) -> bool {
+    let binds = sandbox
+        .metadata
+        .annotations
+        .as_ref()
+        .is_some_and(annotations::binds);
+    let shown = sandbox.status.as_ref().map(|status| &status.conditions[..]);
+    let shown = shown.unwrap_or_default();
+    binds
+        && conditions::is_true(shown, conditions::READY)
+        && !conditions::is_true(shown, conditions::BOUND)
+}
+
+#[cfg(test)]
+mod tests;

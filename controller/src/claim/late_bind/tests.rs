@@ -1,0 +1,110 @@
+use rstest::rstest;
+use serde_json::json;
+
+use super::*;
+
+fn claim(env: Value) -> SandboxClaim {
+    serde_json::from_value(json!({
+        "metadata": {"name": "c", "namespace": "n"},
+        "spec": {"warmPoolRef": {"name": "p"}, "env": env},
+    }))
+    .unwrap()
+}
+
+fn template(policy: &str) -> SandboxTemplate {
+    serde_json::from_value(json!({
+        "metadata": {"name": "t", "namespace": "n"},
+        "spec": {
+            "envVarsInjectionPolicy": policy,
+            "podTemplate": {"spec": {
+                "containers": [
+                    {"name": "main", "image": "i", "env": [{"name": "HAS", "value": "1"}]},
+                    {"name": "other", "image": "i"},
+                ],
+            }},
+        },
+    }))
+    .unwrap()
+}
+
+#[test]
+fn variables_of_the_first_container_are_late() {
+    let both = claim(json!([
+        {"name": "A", "value": "it's"}, {"name": "B", "value": "2", "containerName": "main"},
+    ]));
+    let late = env(&both, &template("Allowed"));
+    assert_eq!(late.unwrap(), "export A=\"it's\"\nexport B=2\n");
+    assert_eq!(env(&claim(json!([])), &template("Disallowed")).unwrap(), "");
+}
+
+#[test]
+fn the_last_value_of_a_name_applies() {
+    let twice = claim(json!([{"name": "HAS", "value": "2"}, {"name": "HAS", "value": "3"}]));
+    let late = env(&twice, &template("Overrides"));
+    assert_eq!(late.unwrap(), "export HAS=3\n");
+}
+
+#[rstest]
+#[case::another_container(json!([{"name": "A", "value": "1", "containerName": "other"}]), "Allowed")]
+#[case::no_such_container(json!([{"name": "A", "value": "1", "containerName": "x"}]), "Allowed")]
+#[case::a_reference(json!([{"name": "A", "value": "$(HAS)"}]), "Allowed")]
+#[case::not_admitted(json!([{"name": "A", "value": "1"}]), "Disallowed")]
+#[case::exists(json!([{"name": "HAS", "value": "1"}]), "Allowed")]
+#[case::no_name_of_a_shell(json!([{"name": "a.b", "value": "1"}]), "Allowed")]
+fn other_variables_need_a_cold_start(#[case] wanted: Value, #[case] policy: &str) {
+    assert_eq!(env(&claim(wanted), &template(policy)), None);
+}
+
+fn sandbox(annotations: Value, conditions: Value) -> Sandbox {
+    serde_json::from_value(json!({
+        "metadata": {"name": "s", "annotations": annotations},
+        "spec": {"podTemplate": {"spec": {"containers": []}}},
+        "status": {"conditions": conditions},
+    }))
+    .unwrap()
+}
+
+#[test]
+fn a_member_takes_variables_only_with_the_volume_for_them() {
+    for (value, takes) in [
+        (json!({"torpor.dev/late-bind": "env"}), true),
+        (json!({"torpor.dev/late-bind": "bad"}), false),
+        (json!({"torpor.dev/on-claim-exec": "[\"true\"]"}), false),
+        (json!({}), false),
+    ] {
+        assert_eq!(takes_env(&value), takes, "{value}");
+        assert_eq!(member_takes_env(&sandbox(value, json!([]))), takes);
+    }
+}
+
+#[test]
+fn a_ready_sandbox_without_word_of_the_claim_is_from_before() {
+    let condition = |type_: &str, status: &str| {
+        json!({
+            "type": type_, "status": status, "reason": "R", "message": "",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        })
+    };
+    let ready = condition("Ready", "True");
+    let late = json!({"torpor.dev/late-bind": "env"});
+    let command = json!({"torpor.dev/on-claim-exec": "[\"true\"]"});
+    for (annotations, conditions, from_before) in [
+        (late.clone(), json!([ready]), true),
+        (command, json!([ready]), true),
+        (
+            late.clone(),
+            json!([ready, condition("Bound", "False")]),
+            true,
+        ),
+        (
+            late.clone(),
+            json!([ready, condition("Bound", "True")]),
+            false,
+        ),
+        (late, json!([condition("Ready", "False")]), false),
+        (json!({}), json!([ready]), false),
+    ] {
+        let shown = sandbox(annotations, conditions.clone());
+        assert_eq!(is_from_before(&shown), from_before, "{conditions}");
+    }
+}

@@ -1,0 +1,125 @@
+//! No client required. Adds the volume by which a claim arrives in a sandbox that runs already.
+//!
+//! The kubelet writes annotations of the Pod into the volume's files, and writes them again when
+//! the annotations change. The mount is part of every saved image, as the injected runtime's.
+
+use serde_json::{Map, Value, json};
+use torpor_api::annotations::{CLAIM, CLAIM_ENV, LATE_BIND};
+use torpor_claim_env::{DIRECTORY, ENV, UID};
+
+/// Name of the volume.
+const NAME: &str = "torpor-claim";
+
+/// Reason why the volume cannot be added to a Pod.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    #[error("annotation {LATE_BIND}: podTemplate.spec has no container for a claim's files")]
+    NoContainer,
+    #[error(
+        "annotation {LATE_BIND}: {what} {name:?} of podTemplate.spec is reserved for a claim's files; rename it"
+    )]
+    Taken { what: &'static str, name: String },
+}
+
+/// Adds the volume, and mounts it in the first container.
+pub(super) fn mount(spec: &mut Map<String, Value>) -> Result<(), Error> {
+    let taken = |what, name: &str| Error::Taken {
+        what,
+        name: name.to_owned(),
+    };
+    if is_named(spec.get("volumes"), "name", NAME) {
+        return Err(taken("volume", NAME));
+    }
+    let container = spec
+        .get_mut("containers")
+        .and_then(|all| all.get_mut(0))
+        .and_then(Value::as_object_mut)
+        .ok_or(Error::NoContainer)?;
+    for path in [DIRECTORY, &format!("{DIRECTORY}/")] {
+        if is_named(container.get("volumeMounts"), "mountPath", path) {
+            return Err(taken("mountPath", path));
+        }
+    }
+    let mount = json!({"name": NAME, "mountPath": DIRECTORY, "readOnly": true});
+    push(container, "volumeMounts", mount);
+    let file = |path: &str, key: &str| {
+        let field = format!("metadata.annotations['{key}']");
+        json!({"path": path, "fieldRef": {"fieldPath": field}})
+    };
+    let files = json!([file(UID, CLAIM), file(ENV, CLAIM_ENV)]);
+    let projected = json!({"sources": [{"downwardAPI": {"items": files}}]});
+    push(
+        spec,
+        "volumes",
+        json!({"name": NAME, "projected": projected}),
+    );
+    Ok(())
+}
+
+fn is_named(list: Option<&Value>, field: &str, name: &str) -> bool {
+    let all = list.and_then(Value::as_array).into_iter().flatten();
+    all.into_iter().any(|one| one[field] == name)
+}
+
+fn push(map: &mut Map<String, Value>, key: &str, item: Value) {
+    let list = map.entry(key).or_insert_with(|| json!([]));
+    match list {
+        Value::Array(all) => all.push(item),
+        other => *other = json!([item]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(value: Value) -> Map<String, Value> {
+        value.as_object().cloned().expect("an object")
+    }
+
+    #[test]
+    fn the_first_container_alone_has_the_files() {
+        let mut spec = spec(json!({
+            "containers": [{"name": "a", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}, {"name": "b"}],
+            "volumes": [{"name": "v", "emptyDir": {}}],
+        }));
+        mount(&mut spec).unwrap();
+        assert_eq!(
+            spec["containers"],
+            json!([
+                {"name": "a", "volumeMounts": [
+                    {"name": "v", "mountPath": "/v"},
+                    {"name": "torpor-claim", "mountPath": "/run/claim", "readOnly": true},
+                ]},
+                {"name": "b"},
+            ])
+        );
+        let items = &spec["volumes"][1]["projected"]["sources"][0]["downwardAPI"]["items"];
+        assert_eq!(
+            items[1],
+            json!({"path": "env", "fieldRef": {"fieldPath": "metadata.annotations['torpor.dev/claim-env']"}})
+        );
+    }
+
+    #[test]
+    fn a_name_or_path_that_is_taken_is_an_error() {
+        for (value, what) in [
+            (json!({}), "no container"),
+            (
+                json!({"containers": [{}], "volumes": [{"name": "torpor-claim"}]}),
+                "volume",
+            ),
+            (
+                json!({"containers": [{"volumeMounts": [{"mountPath": "/run/claim"}]}]}),
+                "mountPath",
+            ),
+            (
+                json!({"containers": [{"volumeMounts": [{"mountPath": "/run/claim/"}]}]}),
+                "mountPath",
+            ),
+        ] {
+            let error = mount(&mut spec(value)).unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Late binding: what a claim brings reaches a member of a pool that runs already, or that sleeps
+//! in a golden image, and the claim is Ready once it has arrived.
+
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use serde_json::{Value, json};
+use torpor_api::SandboxClaim;
+use torpor_api::annotations::{GOLDEN, HEAT, INJECT_RUNTIME, LATE_BIND, ON_CLAIM_EXEC};
+use torpor_api::conditions::{POD_BOUND, find};
+use torpor_api::labels::LAUNCH_TYPE;
+use torpor_tests::case::{Case, case, condition, uid};
+use torpor_tests::forward::Forward;
+use torpor_tests::pods::{annotated, pod_spec, shell};
+use torpor_tests::pools::extension;
+use torpor_tests::sandboxes::LIMIT;
+use torpor_tests::sleep::restarts;
+use torpor_tests::wait;
+
+/// Command of a claim that counts its runs.
+const COUNT: &str = r#"["sh","-c","echo $TORPOR_CLAIM $TASK >>/ran"]"#;
+const WAIT: &str = "while :; do sleep 1; done";
+/// Value of a variable that occurs nowhere else.
+const SECRET: &str = "it's 4f1e9c77d0b2 $HOME";
+
+/// Creates a template with these annotations, and a pool of one member.
+async fn pool(case: &Case, on_template: &[(&str, &str)], heat: &str) -> anyhow::Result<()> {
+    let spec = pod_spec(json!({ "containers": [shell("a", WAIT), shell("b", WAIT)] }));
+    let spec = json!({
+        "envVarsInjectionPolicy": "Allowed",
+        "podTemplate": { "spec": spec },
+    });
+    let mut template = extension("SandboxTemplate", "t", spec);
+    for (key, value) in on_template {
+        template = annotated(template, key, value);
+    }
+    case.create(template).await?;
+    let pool = json!({ "replicas": 1, "sandboxTemplateRef": { "name": "t" } });
+    let pool = extension("SandboxWarmPool", "w", pool);
+    case.create(annotated(pool, HEAT, heat)).await?;
+    case.pool_is_ready("w", 1).await
+}
+
+/// Claims with the variable; returns the name of the Sandbox, which was a member of the pool.
+async fn claim(case: &Case, name: &str) -> anyhow::Result<String> {
+    let env = json!({ "env": [{ "name": "TASK", "value": SECRET }] });
+    case.begin_claim("w", name, env).await?;
+    let sandbox = case.claimed(name).await?;
+    let taken = case.sandboxes().get(&sandbox).await?;
+    let launched = taken.metadata.labels.context("labels")?;
+    ensure!(launched[LAUNCH_TYPE] == "warm", "{launched:?}");
+    Ok(sandbox)
+}
+
+#[tokio::test]
+async fn variables_of_a_claim_reach_a_running_member_and_the_command_runs_once()
+-> anyhow::Result<()> {
+    case("latebind", async |case| {
+        pool(
+            case,
+            &[(LATE_BIND, "env"), (ON_CLAIM_EXEC, COUNT)],
+            "hot=rest",
+        )
+        .await?;
+        let sandbox = claim(case, "c").await?;
+        let claim = uid(&case.api::<SandboxClaim>().get("c").await?);
+        let sh = async |line: &str| case.sh(&sandbox, "a", line).await;
+        let value = format!("{claim} {SECRET}");
+        // Everything is there when the claim is Ready: each line is one look.
+        assert_eq!(sh("cat /ran").await?, value);
+        assert_eq!(
+            sh("cat /run/torpor/claim /run/claim/uid").await?,
+            format!("{claim}\n{claim}")
+        );
+        assert_eq!(sh("echo $TASK").await?, SECRET);
+        assert_eq!(
+            sh("unset TASK; . /run/claim/env; echo $TASK").await?,
+            SECRET
+        );
+        assert_eq!(
+            sh("echo x >/run/claim/env || echo refused").await?,
+            "refused"
+        );
+        let other = case
+            .sh(
+                &sandbox,
+                "b",
+                "echo ${TASK-none}; ls /run/claim || echo none",
+            )
+            .await?;
+        assert_eq!(other, "none\nnone");
+
+        // Memory that has the claim continues without another run of the command.
+        case.suspend(&sandbox).await?;
+        case.resume(&sandbox).await?;
+        let bound = |pod: &_| condition(pod, POD_BOUND).0 == "True";
+        case.pod_until(&sandbox, "the claim is there", LIMIT, bound)
+            .await?;
+        assert_eq!(sh("cat /ran").await?, value);
+        assert_eq!(sh("echo $TASK").await?, SECRET);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_container_that_starts_again_has_the_claim_again() -> anyhow::Result<()> {
+    case("latebindagain", async |case| {
+        pool(
+            case,
+            &[(LATE_BIND, "env"), (ON_CLAIM_EXEC, COUNT)],
+            "hot=rest",
+        )
+        .await?;
+        let sandbox = claim(case, "c").await?;
+        case.sh(&sandbox, "a", "kill -KILL 1").await.ok();
+        let again = |pod: &_| restarts(pod) > 0 && condition(pod, POD_BOUND).0 == "True";
+        case.pod_until(&sandbox, "the claim is there again", LIMIT, again)
+            .await?;
+        let ran = case.written(&sandbox, "a", "/ran").await?;
+        assert!(ran.ends_with(SECRET), "{ran}");
+        let of_program = "tr '\\0' '\\n' </proc/1/environ | grep ^TASK=";
+        assert_eq!(
+            case.sh(&sandbox, "a", of_program).await?,
+            format!("TASK={SECRET}")
+        );
+        Ok(())
+    })
+    .await
+}
+
+/// Reports whether a file of the folder holds the bytes.
+fn is_in(folder: &Path, bytes: &[u8]) -> anyhow::Result<bool> {
+    for file in std::fs::read_dir(folder)? {
+        let content = std::fs::read(file?.path())?;
+        if content.windows(bytes.len()).any(|window| window == bytes) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+#[tokio::test]
+async fn variables_reach_a_member_that_sleeps_and_never_its_golden_image() -> anyhow::Result<()> {
+    case("latebindgolden", async |case| {
+        let on_template = [(GOLDEN, "true"), (LATE_BIND, "env"), (ON_CLAIM_EXEC, COUNT)];
+        pool(case, &on_template, "hot=0,asleep=rest").await?;
+        for name in ["one", "two"] {
+            let sandbox = claim(case, name).await?;
+            let claim = uid(&case.api::<SandboxClaim>().get(name).await?);
+            let ran = case.sh(&sandbox, "a", "cat /ran").await?;
+            assert_eq!(ran, format!("{claim} {SECRET}"));
+            assert_eq!(case.sh(&sandbox, "a", "echo $TASK").await?, SECRET);
+            let pod = case.ready(&sandbox).await?;
+            assert_eq!(restarts(&pod), 0);
+            case.pool_is_ready("w", 1).await?;
+        }
+        let mut images = 0;
+        for pod in std::fs::read_dir(case.node.images_dir(&case.namespace))? {
+            images += 1;
+            let folder = pod?.path();
+            assert!(!is_in(&folder, b"4f1e9c77d0b2")?, "{}", folder.display());
+        }
+        assert!(
+            images > 0,
+            "the golden image and the next member's are there"
+        );
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_claim_whose_command_fails_is_not_ready_and_says_why_until_it_succeeds()
+-> anyhow::Result<()> {
+    case("latebindfails", async |case| {
+        let command = r#"["sh","-c","test -e /may || exit 3"]"#;
+        pool(case, &[(ON_CLAIM_EXEC, command)], "hot=rest").await?;
+        let member = case.members().await?.pop().context("a member")?;
+        let sandbox = member.metadata.name.context("its name")?;
+        case.begin_claim("w", "c", json!({})).await?;
+        let claims = case.api::<SandboxClaim>();
+        let words = "the claim says why";
+        wait::object(claims, "c", words, LIMIT, |found| {
+            let status = found.and_then(|claim| claim.status).unwrap_or_default();
+            let ready = find(&status.conditions, "Ready");
+            match ready.is_some_and(|c| c.message.contains("ended with exit code 3")) {
+                true => Ok(()),
+                false => Err(format!("{:?}", status.conditions)),
+            }
+        })
+        .await?;
+        case.sh(&sandbox, "a", "touch /may").await?;
+        assert_eq!(case.claimed("c").await?, sandbox);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_command_of_the_sdk_has_the_variables() -> anyhow::Result<()> {
+    case("latebindsdk", async |case| {
+        pool(case, &[(LATE_BIND, "env"), (INJECT_RUNTIME, "true")], "hot=rest").await?;
+        let sandbox = claim(case, "c").await?;
+        let body = json!({ "command": "sh -c 'echo $TASK'" }).to_string();
+        let request = format!(
+            "POST /execute HTTP/1.1\r\nHost: sandbox\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        let forward = Forward::open(&case.kubectl, &sandbox, 8888).await?;
+        let answer = String::from_utf8(forward.exchange(request.as_bytes()).await?)?;
+        let (_, answer) = answer.split_once("\r\n\r\n").context("a body")?;
+        let answer: Value = serde_json::from_str(answer)?;
+        assert_eq!(answer["stdout"], format!("{SECRET}\n"), "{answer}");
+        Ok(())
+    })
+    .await
+}
