@@ -10,7 +10,7 @@
 use crate::documented::documented;
 
 pub use heat::Heat;
-pub use late_bind::{LateBind, binds};
+pub use late_bind::{ClaimFile, LateBind, binds, parse_claim_files};
 pub use settings::Settings;
 pub use sleep_after::{SleepAfter, doze_after, hibernate_after};
 pub use values::{
@@ -121,8 +121,8 @@ documented! {
 }
 
 documented! {
-    /// Annotations that users write on a SandboxTemplate or a SandboxWarmPool, with their
-    /// documentation.
+    /// Annotations that users write on a SandboxTemplate, a SandboxWarmPool or a SandboxClaim, with
+    /// their documentation.
     pub const OF_POOLS;
     /// On a SandboxTemplate: `"true"` makes a golden image on each node that has members of its
     /// pools. The controller starts one more sandbox there, saves it once it is Ready, and deletes
@@ -136,11 +136,17 @@ documented! {
     /// others sleep in an image; `hot=rest` keeps all running, which is the default. With
     /// `torpor.dev/golden` the default is `hot=1,asleep=rest`.
     HEAT = "torpor.dev/heat";
-    /// On a SandboxTemplate: what a claim may bring to a sandbox that runs already. `env` delivers
-    /// the claim's environment variables in the file `/run/claim/env` of the first container, to
-    /// every process that is started there later, and to commands of the sandbox runtime. Without
-    /// it, a claim with variables starts cold.
+    /// On a SandboxTemplate: what a claim may bring to a sandbox that runs already; some of `env`,
+    /// `files` and `identity`, separated by commas. `env` delivers the claim's environment
+    /// variables in the file `/run/claim/env` of the first container, to every process that is
+    /// started there later, and to commands of the sandbox runtime. Without it, a claim with
+    /// variables starts cold. `files` and `identity` admit sources of `torpor.dev/claim-files`.
     LATE_BIND = "torpor.dev/late-bind";
+    /// On a SandboxClaim: sources of files in `/run/claim`, up to 16, separated by commas:
+    /// `secret/NAME` and `configmap/NAME` of the claim's namespace (`late-bind` with `files`), and
+    /// `token/NAME`, a token of that ServiceAccount (`late-bind` with `identity`). Each must have
+    /// the label `torpor.dev/claimable: "true"`. Copied to the Sandbox.
+    CLAIM_FILES = "torpor.dev/claim-files";
     /// On a SandboxTemplate: command that runs in the first container of a claim's sandbox before
     /// the claim is Ready, a JSON array of words, up to 4096 bytes. It has the claim's variables,
     /// and the claim's UID in `TORPOR_CLAIM`. Copied to the Pod.
@@ -197,6 +203,11 @@ documented! {
     /// On a claim's Sandbox, and on its Pod: the claim's environment variables as lines of a shell,
     /// the content of the file `/run/claim/env`.
     CLAIM_ENV = "torpor.dev/claim-env";
+    /// On a claim's Sandbox with `torpor.dev/claim-files`, and on its Pod: `written` once the
+    /// Secret `<Sandbox>-claim` has the files; `pending` before, on the Sandbox.
+    CLAIM_SECRET = "torpor.dev/claim-secret";
+    /// On a claim's Sandbox: time at which the token in its files is renewed.
+    CLAIM_TOKEN_UNTIL = "torpor.dev/claim-token-until";
     /// On an unclaimed member of a pool: name of the golden Sandbox whose images its Pod may start
     /// from.
     GOLDEN_SANDBOX = "torpor.dev/golden-sandbox";
@@ -242,7 +253,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// All annotations of Torpor on a Pod. The controller alone writes them.
-pub const ON_POD: [&str; 22] = [
+pub const ON_POD: [&str; 23] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -263,6 +274,7 @@ pub const ON_POD: [&str; 22] = [
     ON_CLAIM_EXEC,
     CLAIM,
     CLAIM_ENV,
+    CLAIM_SECRET,
     NET_RAW,
     POD_TRACE_CONTEXT,
 ];

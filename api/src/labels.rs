@@ -31,7 +31,11 @@ pub const NETWORK_POLICY: &str = "torpor.dev/network-policy";
 /// Hash of the template's name, on a golden Sandbox and its SandboxSnapshots. Torpor's.
 pub const GOLDEN: &str = "torpor.dev/golden";
 
-/// Every label of this module.
+/// `true` on a Secret, ConfigMap or ServiceAccount: claims of its namespace may bring it to a
+/// sandbox (`torpor.dev/claim-files`). Its owner writes the label. Torpor's.
+pub const CLAIMABLE: &str = "torpor.dev/claimable";
+
+/// Every label of this module that a controller writes.
 pub const ALL: [&str; 12] = [
     SANDBOX_NAME_HASH,
     WARM_POOL_SANDBOX,

@@ -62,6 +62,9 @@ documented! {
         VOLUME_CLAIM_TEMPLATES_ERROR = "VolumeClaimTemplatesError";
         /// Other claims took three members of the pool first. The controller retries.
         ADOPTION_CONFLICT = "AdoptionConflict";
+        /// The claim may not bring a file of `torpor.dev/claim-files`, or it cannot be read. The
+        /// message names it. Torpor's.
+        CLAIM_FILES_REJECTED = "ClaimFilesRejected";
         /// The claim's Sandbox is being created.
         SANDBOX_CREATE_PENDING = "SandboxCreatePending";
         /// The claim's time has passed.

@@ -9,6 +9,12 @@ pub const DIRECTORY: &str = "/run/claim";
 pub const UID: &str = "uid";
 /// File of the claim's environment variables: lines `export NAME=VALUE` for a shell.
 pub const ENV: &str = "env";
+/// File that is not empty if the claim brings more files.
+pub const FILES: &str = "files";
+/// File among the files that the claim brings, with the claim's UID: they are all there.
+pub const FILES_OF: &str = ".claim";
+/// File of a token that the claim brings.
+pub const TOKEN: &str = "token";
 /// Most bytes of [`ENV`]. All annotations of an object together may have 256 KiB.
 pub const MAX_ENV: usize = 64 * 1024;
 

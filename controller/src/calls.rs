@@ -13,7 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use k8s_openapi::api::events::v1::Event;
+use jiff::Timestamp;
+use k8s_openapi::api::{
+    authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
+    core::v1::ServiceAccount,
+    events::v1::Event,
+};
 use kube::{
     Api, Client, Resource, ResourceExt,
     api::{
@@ -69,6 +74,14 @@ impl Error {
         };
         let refused = self.answer() == Answer::Refused;
         matches!(error.as_ref(), kube::Error::Api(status) if refused && names_invalid_fields(status))
+    }
+
+    /// Returns the apiserver's message if the controller lacks the permission for the call.
+    pub fn forbidden(&self) -> Option<String> {
+        match self {
+            Self::Kube(error) if is_forbidden(error) => Some(message_of(error)),
+            _ => None,
+        }
     }
 
     /// Returns the meaning of the error for the caller.
@@ -304,6 +317,35 @@ impl Apiserver {
         let created = self.limited(|| api.create(&params, &object)).await?;
         let created = serde_json::to_value(created).map_err(Error::Convert)?;
         serde_json::from_value(created).map_err(Error::Convert)
+    }
+
+    /// Requests a token of a ServiceAccount for the apiserver. `secret`: name and UID of the Secret
+    /// without which the token is not valid. Returns the token and the time at which it expires.
+    pub async fn token(
+        &self,
+        namespace: &str,
+        account: &str,
+        secret: &(String, String),
+    ) -> Result<(String, Timestamp), Error> {
+        let api: Api<ServiceAccount> = Api::namespaced(self.client(), namespace);
+        let request = TokenRequest {
+            spec: Some(TokenRequestSpec {
+                bound_object_ref: Some(BoundObjectReference {
+                    api_version: Some("v1".to_owned()),
+                    kind: Some("Secret".to_owned()),
+                    name: Some(secret.0.clone()),
+                    uid: Some(secret.1.clone()),
+                }),
+                ..TokenRequestSpec::default()
+            }),
+            ..TokenRequest::default()
+        };
+        let params = PostParams::default();
+        let made = self.limited(|| api.create_token_request(account, &params, &request));
+        let status = made.await?.status;
+        let token = status.and_then(|made| Some((made.token?, made.expiration_timestamp?.0)));
+        let incomplete = || serde::de::Error::custom("the answer has no token");
+        token.ok_or_else(|| Error::Convert(incomplete()))
     }
 
     /// Applies a merge patch to an object.

@@ -29,8 +29,10 @@ mod after;
 mod annotate;
 pub mod apply;
 pub mod binding;
+mod deliver;
 pub mod dereference;
-mod late_bind;
+pub mod files;
+pub mod late_bind;
 pub mod memory;
 pub mod metadata;
 pub mod plan;
@@ -62,6 +64,8 @@ pub enum Error {
     /// The claim's status has this message already.
     #[error("{0}")]
     Refused(String),
+    #[error("cannot renew the token among the claim's files: {0}")]
+    NotRenewed(String),
     #[error("the objects around the SandboxClaim keep changing")]
     Unsettled,
 }
@@ -74,6 +78,7 @@ impl Error {
             Self::Unknown(_) => "OutcomeUnknown",
             Self::WriteStatus(_) => "StatusWriteFailed",
             Self::Refused(_) => "Refused",
+            Self::NotRenewed(_) => "TokenNotRenewed",
             Self::Unsettled => "Unsettled",
         }
     }

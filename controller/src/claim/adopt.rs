@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use torpor_api::{Sandbox, SandboxClaim, annotations, labels, sandbox::PodMetadata};
 
 use super::{
+    late_bind::Additions,
     metadata::{self, Invalid, lists},
     sandbox_spec::created_by,
 };
@@ -31,12 +32,12 @@ const MEMBER_ANNOTATIONS: [&str; 3] = [
 
 /// Returns the one patch that assigns a member of a pool to a claim. The patch changes the spec
 /// only where the Pod's metadata changes: then only the metadata of the Pod has to follow.
-/// `late_env`: variables for the running sandbox ([`super::late_bind::env`]).
+/// `additions`: those that reach the sandbox while it runs.
 pub fn assignment(
     claim: &SandboxClaim,
     member: &Sandbox,
     pod_metadata: &PodMetadata,
-    late_env: &str,
+    additions: &Additions,
     replaces: Option<&str>,
 ) -> Value {
     let mut on_labels = Map::new();
@@ -51,8 +52,8 @@ pub fn assignment(
     let mut patch = fenced(member);
     patch["metadata"]["labels"] = on_labels.into();
     patch["metadata"]["annotations"] = annotations_of(claim, member, replaces);
-    if !late_env.is_empty() {
-        patch["metadata"]["annotations"][annotations::CLAIM_ENV] = late_env.into();
+    for (key, value) in additions.annotations() {
+        patch["metadata"]["annotations"][key] = value.into();
     }
     let mut owners: Vec<_> = member.owner_references().to_vec();
     owners.retain(|owner| owner.controller != Some(true));

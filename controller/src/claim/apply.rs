@@ -8,12 +8,15 @@ use kube::ResourceExt;
 use serde_json::Value;
 use torpor_api::{
     Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool,
+    annotations::ClaimFile,
     extensions::{ClaimShutdownPolicy, SandboxClaimStatus},
 };
 
 use super::{
     Error, annotate,
+    deliver::{self, Failure},
     dereference::Session,
+    files,
     plan::{Action, Offered, Plan, Refusal},
 };
 use crate::{
@@ -98,6 +101,9 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
             Ok(Step::Again)
         }
         Action::CreateSandbox(sandbox) => create(sandbox, session, context).await,
+        Action::WriteFiles { sandbox, sources } => {
+            write_files(sandbox, sources, session, context).await
+        }
         Action::DeleteSandbox {
             name,
             uid,
@@ -125,6 +131,42 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
                 .await,
         ),
     }
+}
+
+/// Writes the claim's files, and notes that on its Sandbox. Where they are there already, and their
+/// token cannot be renewed, the claim stays as it is and the next pass tries again.
+async fn write_files(
+    sandbox: &Sandbox,
+    sources: &[ClaimFile],
+    session: &mut Session,
+    context: &Context,
+) -> Result<Step, Error> {
+    let claim = Arc::clone(&session.observed.claim);
+    let uid = claim.uid().unwrap_or_default();
+    let written = deliver::write(sandbox, &uid, sources, &context.api).await;
+    let renew = match written {
+        Ok(renew) => renew,
+        Err(Failure::Refused(why)) if files::is_pending(sandbox) => {
+            return Ok(Step::Refused(why.into()));
+        }
+        Err(Failure::Call(error)) if files::is_pending(sandbox) => return refused(error),
+        Err(Failure::Refused(why)) => return Err(Error::NotRenewed(why.to_string())),
+        Err(Failure::Call(error)) => return Err(Error::NotRenewed(error.to_string())),
+    };
+    let (namespace, name) = (claim.namespace().unwrap_or_default(), sandbox.name_any());
+    let patch = files::written(sandbox, renew);
+    match context
+        .api
+        .patch::<Sandbox>(&namespace, &name, &patch)
+        .await
+    {
+        Ok(sandbox) => record(sandbox, session, context),
+        Err(error) => match error.answer() {
+            Answer::Conflict | Answer::NotFound => look_up(&name, session, context).await?,
+            _ => return refused(error),
+        },
+    }
+    Ok(Step::Again)
 }
 
 /// Reads the whole objects where the caches have only outlines and the plan needs more: the claim's

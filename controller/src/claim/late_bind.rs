@@ -1,5 +1,4 @@
-//! No client required. Decides whether a claim's environment variables can reach a sandbox that
-//! runs already.
+//! No client required. Additions of a claim to a sandbox that runs already.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +9,7 @@ use torpor_api::{
     conditions,
 };
 
-use super::sandbox_spec::inject_env;
+use super::{files, sandbox_spec::inject_env};
 
 /// Returns the claim's variables as the text of a file. `None`: only a cold start can give them to
 /// the sandbox, or the template does not admit them.
@@ -46,20 +45,39 @@ fn first_container(pod_spec: &Map<String, Value>) -> Option<&str> {
     pod_spec.get("containers")?.get(0)?.get("name")?.as_str()
 }
 
-/// Reports whether a claim's variables can reach a member of a pool. A member that is older than
-/// the template's setting has no volume for them.
-pub(super) fn member_takes_env(member: &Sandbox) -> bool {
-    let value = member.metadata.annotations.as_ref();
-    let value = value.and_then(|all| all.get(annotations::LATE_BIND));
-    value.is_some_and(|value| LateBind::parse(value).is_ok_and(|late| late.env))
+/// Additions of a claim to a sandbox that runs already.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Additions {
+    /// Text of a file of variables; empty: the claim has none.
+    pub env: String,
+    /// Sources of files ([`annotations::CLAIM_FILES`]).
+    pub files: Option<String>,
 }
 
-/// Reports whether the annotations of a new Sandbox let variables reach it.
-pub(super) fn takes_env(on_sandbox: &Value) -> bool {
-    let value = on_sandbox
-        .get(annotations::LATE_BIND)
-        .and_then(Value::as_str);
-    value.is_some_and(|value| LateBind::parse(value).is_ok_and(|late| late.env))
+impl Additions {
+    /// Reports whether they can reach a Sandbox with these annotations. A member of a pool that is
+    /// older than its template's setting has no volume for them.
+    pub(super) fn suit(&self, sandbox: &BTreeMap<String, String>) -> bool {
+        let late = sandbox.get(annotations::LATE_BIND);
+        let late = late.and_then(|value| LateBind::parse(value).ok());
+        let late = late.unwrap_or_default();
+        let files = self.files.as_deref().unwrap_or_default();
+        let sources = annotations::parse_claim_files(files).unwrap_or_default();
+        (self.env.is_empty() || late.env) && sources.iter().all(|source| late.admits(source))
+    }
+
+    /// Returns the annotations by which a Sandbox has them.
+    pub(super) fn annotations(&self) -> Vec<(&'static str, &str)> {
+        let env = Some((annotations::CLAIM_ENV, self.env.as_str()));
+        let env = env.filter(|(_, text)| !text.is_empty());
+        let files = self.files.iter().flat_map(|text| {
+            [
+                (annotations::CLAIM_FILES, text.as_str()),
+                (annotations::CLAIM_SECRET, files::PENDING),
+            ]
+        });
+        env.into_iter().chain(files).collect()
+    }
 }
 
 /// Reports whether the status of a claim's Sandbox is from before the claim took it: it shows the

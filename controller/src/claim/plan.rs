@@ -12,7 +12,9 @@ use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
 use torpor_api::{
-    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool, annotations, conditions,
+    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool,
+    annotations::{self, ClaimFile},
+    conditions,
     extensions::{ClaimShutdownPolicy, WarmPoolUpdateStrategyType},
     reasons::claim as reasons,
 };
@@ -20,7 +22,8 @@ use torpor_api::{
 use super::{
     adopt,
     binding::{self, Binding, ClaimSandboxes},
-    is_ready, late_bind,
+    files, is_ready,
+    late_bind::{self, Additions},
     metadata::{self, Invalid},
     sandbox_spec::{self, Rejected},
 };
@@ -86,6 +89,11 @@ pub enum Action {
     PatchSandbox { name: String, patch: Value },
     /// Create a Sandbox with the claim's name, and note it on the claim at the same time.
     CreateSandbox(Value),
+    /// Write the claim's files into the Secret of its Sandbox, and note that on the Sandbox.
+    WriteFiles {
+        sandbox: Arc<Sandbox>,
+        sources: Vec<ClaimFile>,
+    },
     DeleteSandbox {
         name: String,
         uid: String,
@@ -113,6 +121,8 @@ pub enum Refusal {
     )]
     NameTaken(String),
     #[error(transparent)]
+    Files(#[from] files::Refused),
+    #[error(transparent)]
     Unisolated(#[from] Unisolated),
     #[error("Sandbox already created; waiting for cache to converge")]
     CreatePending,
@@ -132,6 +142,7 @@ impl Refusal {
             }
             Self::Rejected(_) => reasons::VOLUME_CLAIM_TEMPLATES_ERROR,
             Self::NameTaken(_) => reasons::RECONCILER_ERROR,
+            Self::Files(_) => reasons::CLAIM_FILES_REJECTED,
             Self::Unisolated(why) if why.is_passing() => reasons::NETWORK_POLICY_PENDING,
             Self::Unisolated(_) => reasons::NETWORK_POLICY_NOT_OWNED,
             Self::CreatePending => reasons::SANDBOX_CREATE_PENDING,
@@ -148,6 +159,7 @@ impl Refusal {
                 | Self::TemplateNotFound(_)
                 | Self::Metadata(Invalid::Conflict { .. })
                 | Self::Rejected(_)
+                | Self::Files(_)
         )
     }
 
@@ -159,6 +171,7 @@ impl Refusal {
             | Self::NameTaken(_)
             | Self::Unisolated(_) => Some(MISSING_RETRY),
             Self::Metadata(_) | Self::Rejected(_) => None,
+            Self::Files(_) => Some(FILES_RETRY),
             Self::CreatePending | Self::Contention(_) => Some(CACHE_LAG_RETRY),
         }
     }
@@ -202,6 +215,8 @@ pub struct Plan {
 
 /// Delay before a missing object is looked up again; this and the following delays are upstream's.
 const MISSING_RETRY: Duration = Duration::from_secs(60);
+/// Delay before sources of files are read again. No watch shows them.
+const FILES_RETRY: Duration = Duration::from_secs(15);
 const MEMBER_RETRY: Duration = Duration::from_millis(500);
 const CACHE_LAG_RETRY: Duration = Duration::from_millis(200);
 const AT_ONCE: Duration = Duration::from_millis(1);
@@ -316,7 +331,7 @@ fn plan_active(observed: &Observed, now: Timestamp) -> Plan {
             ..Plan::default()
         },
         Binding::Bound { sandbox, surplus } => {
-            let mut plan = plan_bound(claim, allowed, sandbox);
+            let mut plan = plan_bound(claim, allowed, sandbox, now);
             plan.steps.extend(surplus.iter().map(|other| {
                 // Only in the version that was read: a pass that commits this Sandbox writes it
                 // first.
@@ -352,11 +367,22 @@ fn refused(why: Refusal, sandbox: Option<Arc<Sandbox>>) -> Plan {
 ///
 /// A forbidden edit is reported, and the Sandbox stays unchanged. Clients read the claim's
 /// annotations when the claim becomes Ready, so that the annotations are written before.
-fn plan_bound(claim: &SandboxClaim, allowed: Result<(), Invalid>, sandbox: Arc<Sandbox>) -> Plan {
+fn plan_bound(
+    claim: &SandboxClaim,
+    allowed: Result<(), Invalid>,
+    sandbox: Arc<Sandbox>,
+    now: Timestamp,
+) -> Plan {
     let noted = claim.annotations().get(annotations::SANDBOX_NAME);
     if noted != Some(&sandbox.name_any()) && !is_ready(claim) {
         return Plan {
             steps: vec![Action::Note(sandbox.name_any())],
+            ..Plan::default()
+        };
+    }
+    if let Some(sources) = files::due(&sandbox, now) {
+        return Plan {
+            steps: vec![Action::WriteFiles { sandbox, sources }],
             ..Plan::default()
         };
     }
@@ -371,6 +397,7 @@ fn plan_bound(claim: &SandboxClaim, allowed: Result<(), Invalid>, sandbox: Arc<S
                 })
                 .into_iter()
                 .collect(),
+            requeue: files::renewal_in(&sandbox, now),
             keeps_status: binding::committed_name(claim).is_none()
                 && late_bind::is_from_before(&sandbox),
             outlook: Outlook::Sandbox(sandbox),
@@ -402,9 +429,12 @@ fn plan_unbound(
         isolation(template, policy, &observed.except)
     };
     let late_env = late_bind::env(claim, template);
+    let additions = Additions {
+        env: late_env.clone().unwrap_or_default(),
+        files: files::wanted(claim, template)?.map(str::to_owned),
+    };
     let cold = || -> Result<Plan, Refusal> {
-        let mut sandbox =
-            sandbox_spec::sandbox(claim, template, &pod_metadata, late_env.as_deref())?;
+        let mut sandbox = sandbox_spec::sandbox(claim, template, &pod_metadata, &additions)?;
         isolated()?;
         if let Some(gone) = replaces {
             sandbox["metadata"]["annotations"][annotations::REPLACES] = gone.into();
@@ -424,16 +454,11 @@ fn plan_unbound(
             wants_member: true,
             ..Plan::default()
         }),
-        Offered::Sandbox(member)
-            if !claim.spec.env.is_empty() && !late_bind::member_takes_env(member) =>
-        {
-            cold()
-        }
+        Offered::Sandbox(member) if !additions.suit(member.annotations()) => cold(),
         Offered::Sandbox(member) => {
             // The policy may have been deleted since the member was made.
             isolated()?;
-            let env = late_env.as_deref().unwrap_or_default();
-            let patch = adopt::assignment(claim, member, &pod_metadata, env, replaces);
+            let patch = adopt::assignment(claim, member, &pod_metadata, &additions, replaces);
             let name = member.name_any();
             Ok(Plan {
                 steps: vec![Action::Assign { name, patch }],

@@ -10,7 +10,7 @@ use torpor_api::{
     sandbox::{PodMetadata, VolumeClaimTemplate},
 };
 
-use super::{late_bind, metadata};
+use super::{late_bind::Additions, metadata};
 use crate::{blueprint, owners::owner_reference};
 
 /// Addition of a claim that the template does not allow.
@@ -60,12 +60,12 @@ impl Rejected {
 }
 
 /// Returns the Sandbox to create. `pod_metadata` is the template's merged with the claim's.
-/// `late_env`: the claim's variables as [`late_bind::env`] returns them.
+/// `additions`: those that reach the sandbox while it runs.
 pub fn sandbox(
     claim: &SandboxClaim,
     template: &SandboxTemplate,
     pod_metadata: &PodMetadata,
-    late_env: Option<&str>,
+    additions: &Additions,
 ) -> Result<Value, Rejected> {
     let mut spec = blueprint::secured_pod_spec(template);
     inject_env(
@@ -84,8 +84,11 @@ pub fn sandbox(
             on_sandbox[key] = list.into();
         }
     }
-    if let Some(env) = late_env.filter(|env| !env.is_empty() && late_bind::takes_env(&on_sandbox)) {
-        on_sandbox[annotations::CLAIM_ENV] = env.into();
+    let late = on_sandbox.get(annotations::LATE_BIND).is_some();
+    if late && additions.suit(template.annotations()) {
+        for (key, value) in additions.annotations() {
+            on_sandbox[key] = value.into();
+        }
     }
     if let Some(trace) = claim.annotations().get(annotations::TRACE_CONTEXT) {
         on_sandbox[annotations::TRACE_CONTEXT] = trace.clone().into();

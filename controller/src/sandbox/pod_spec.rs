@@ -5,7 +5,7 @@ use kube::ResourceExt;
 use serde_json::{Map, Value, json};
 use torpor_api::{
     PodRecord, Sandbox, SandboxSnapshot,
-    annotations::{self, OnRestoreFailure},
+    annotations::{self, LateBind, OnRestoreFailure},
     conditions::POD_RESTORE_SETTLED,
 };
 
@@ -161,7 +161,11 @@ pub fn pod(
         inject::inject(&mut spec, image, !matches!(start, Start::Memory(_)))?;
     }
     if annotations::binds(sandbox.annotations()) {
-        claim_volume::mount(&mut spec)?;
+        let brings_files = |late: &LateBind| late.files || late.identity;
+        let late = sandbox.annotations().get(annotations::LATE_BIND);
+        let late = late.and_then(|value| LateBind::parse(value).ok());
+        let secret = claim_volume::secret_name(&name);
+        claim_volume::mount(&mut spec, late.filter(brings_files).map(|_| &*secret))?;
     }
     if let Start::Golden(golden) = start {
         on_pod.insert(annotations::GOLDEN_IMAGES.to_owned(), golden.ids.join(","));

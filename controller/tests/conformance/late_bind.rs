@@ -185,3 +185,194 @@ async fn a_member_from_before_the_annotation_is_left_to_other_claims() {
     let taken = cluster.held_by("plain").expect("a Sandbox");
     assert_eq!(*launch_type(&cluster.get_sandbox(&taken)), "warm");
 }
+
+/// Creates a Secret, a ConfigMap and a ServiceAccount that claims may bring.
+fn sources(cluster: &Cluster, claimable: bool) {
+    let labels = json!({"torpor.dev/claimable": claimable.to_string()});
+    for (kind, name, fields) in [
+        ("secrets", "keys", json!({"data": {"key": "a2V5"}})),
+        (
+            "configmaps",
+            "settings",
+            json!({"data": {"settings.yaml": "a: 1"}}),
+        ),
+        ("serviceaccounts", "user", json!({})),
+    ] {
+        let mut object = fields;
+        object["metadata"] = json!({"name": name, "namespace": NS, "labels": labels});
+        cluster.api.create(kind, object);
+    }
+}
+
+fn all_late() -> Value {
+    json!({"torpor.dev/late-bind": "env,files,identity"})
+}
+
+fn with_files(files: &str) -> Value {
+    json!({"metadata": {"annotations": {"torpor.dev/claim-files": files}}})
+}
+
+fn decoded(secret: &Value, file: &str) -> String {
+    let data: k8s_openapi::ByteString =
+        serde_json::from_value(secret["data"][file].clone()).expect("bytes");
+    String::from_utf8(data.0).expect("text")
+}
+
+#[tokio::test]
+async fn files_and_a_token_of_a_claim_are_in_a_secret_before_the_node_hears_of_the_claim() {
+    let cluster = cluster(all_late());
+    passes(&cluster).await;
+    sources(&cluster, true);
+    cluster.claim(
+        "c",
+        with_files("secret/keys, configmap/settings,token/user"),
+    );
+    passes(&cluster).await;
+    let taken = cluster.held_by("c").expect("a Sandbox");
+    let sandbox = cluster.get_sandbox(&taken);
+    assert_eq!(*launch_type(&sandbox), "warm");
+    let uid = claim(&cluster)["metadata"]["uid"].clone();
+    let secret = cluster.api.get("secrets", NS, &format!("{taken}-claim"));
+    let secret = secret.expect("a Secret");
+    assert_eq!(decoded(&secret, "key"), "key");
+    assert_eq!(decoded(&secret, "settings.yaml"), "a: 1");
+    assert_eq!(decoded(&secret, ".claim"), uid.as_str().expect("a UID"));
+    let token = format!("token of user for {}", secret["metadata"]["uid"]);
+    assert_eq!(decoded(&secret, "token"), token);
+    let owner = &secret["metadata"]["ownerReferences"][0];
+    assert_eq!(owner["uid"], sandbox["metadata"]["uid"]);
+    let pod = cluster.api.get("pods", NS, &taken).expect("its Pod");
+    let on_pod = &pod["metadata"]["annotations"];
+    assert_eq!(
+        (
+            &on_pod["torpor.dev/claim"],
+            &on_pod["torpor.dev/claim-secret"]
+        ),
+        (&uid, &json!("written"))
+    );
+    let projected = &pod["spec"]["volumes"][0]["projected"]["sources"][1]["secret"];
+    assert_eq!(
+        *projected,
+        json!({"name": format!("{taken}-claim"), "optional": true})
+    );
+
+    // The token is renewed in the same Secret; the claim stays Ready.
+    agent_reports(&cluster, &taken, "True", "Bound", "");
+    passes(&cluster).await;
+    let old = json!({"metadata": {"annotations": {"torpor.dev/claim-token-until": "2026-01-01T00:00:00Z"}}});
+    cluster.edit("sandboxes", &taken, &old);
+    cluster.edit(
+        "secrets",
+        &secret_name(&taken),
+        &json!({"data": {"token": "b2xk"}}),
+    );
+    passes(&cluster).await;
+    let renewed = cluster
+        .api
+        .get("secrets", NS, &secret_name(&taken))
+        .expect("a Secret");
+    assert_eq!(decoded(&renewed, "token"), token);
+    let until =
+        &cluster.get_sandbox(&taken)["metadata"]["annotations"]["torpor.dev/claim-token-until"];
+    assert!(
+        until.as_str().is_some_and(|until| until > "2026-11"),
+        "{until}"
+    );
+    assert_eq!(ready_of(&claim(&cluster))["status"], "True");
+}
+
+fn secret_name(sandbox: &str) -> String {
+    format!("{sandbox}-claim")
+}
+
+#[tokio::test]
+async fn a_file_that_its_owner_does_not_release_reaches_no_sandbox_and_the_claim_says_why() {
+    let cluster = cluster(all_late());
+    passes(&cluster).await;
+    sources(&cluster, false);
+    cluster.claim("c", with_files("secret/keys"));
+    passes(&cluster).await;
+    let ready = ready_of(&claim(&cluster));
+    assert_eq!(ready["reason"], "ClaimFilesRejected");
+    let message = ready["message"].as_str().expect("a message");
+    assert!(
+        message.contains("Secret \"keys\"") && message.contains("claimable"),
+        "{message}"
+    );
+    for secret in cluster.api.list("secrets") {
+        assert_eq!(name(&secret), "keys");
+    }
+    let released = json!({"metadata": {"labels": {"torpor.dev/claimable": "true"}}});
+    cluster.edit("secrets", "keys", &released);
+    passes(&cluster).await;
+    let taken = cluster.held_by("c").expect("a Sandbox");
+    agent_reports(&cluster, &taken, "True", "Bound", "");
+    passes(&cluster).await;
+    assert_eq!(ready_of(&claim(&cluster))["status"], "True");
+}
+
+#[tokio::test]
+async fn a_controller_without_the_rights_names_the_command_that_grants_them() {
+    let cluster = cluster(all_late());
+    passes(&cluster).await;
+    sources(&cluster, true);
+    cluster.api.fail(crate::apiserver::Fault {
+        verb: "create",
+        kind: "secrets",
+        answer: crate::apiserver::FaultAnswer::Refuse(403),
+    });
+    cluster.claim("c", with_files("secret/keys"));
+    cluster.passes().await;
+    let message = ready_of(&claim(&cluster))["message"].to_string();
+    assert!(
+        message.contains("kubectl apply -n ns -k deploy/late-binding"),
+        "{message}"
+    );
+}
+
+#[tokio::test]
+async fn a_secret_of_another_owner_stops_the_claim_and_stays() {
+    let cluster = cluster(all_late());
+    passes(&cluster).await;
+    sources(&cluster, true);
+    let member = name(&cluster.api.list("sandboxes")[0]).to_owned();
+    let foreign = json!({
+        "metadata": {"name": secret_name(&member), "namespace": NS}, "data": {"key": "eA=="},
+    });
+    cluster.api.create("secrets", foreign.clone());
+    cluster.claim("c", with_files("secret/keys"));
+    passes(&cluster).await;
+    let ready = ready_of(&claim(&cluster));
+    assert_eq!(ready["reason"], "ClaimFilesRejected");
+    let kept = cluster
+        .api
+        .get("secrets", NS, &secret_name(&member))
+        .expect("a Secret");
+    assert_eq!(kept["data"], foreign["data"]);
+}
+
+#[tokio::test]
+async fn controllers_that_die_between_the_writes_of_a_claims_files_leave_one_secret() {
+    for verb in ["create", "patch"] {
+        let cluster = cluster(all_late());
+        passes(&cluster).await;
+        sources(&cluster, true);
+        cluster.api.fail(crate::apiserver::Fault {
+            verb,
+            kind: "secrets",
+            answer: crate::apiserver::FaultAnswer::TooLate,
+        });
+        cluster.claim("c", with_files("secret/keys,token/user"));
+        for _ in 0..4 {
+            cluster.another().passes().await;
+        }
+        let taken = cluster.held_by("c");
+        let secrets = cluster.api.list("secrets");
+        assert_eq!(secrets.len(), 2, "{verb}");
+        let taken = taken.expect("a Sandbox");
+        agent_reports(&cluster, &taken, "True", "Bound", "");
+        cluster.another().passes().await;
+        cluster.another().passes().await;
+        assert_eq!(ready_of(&claim(&cluster))["status"], "True", "{verb}");
+    }
+}

@@ -13,7 +13,7 @@ use anyhow::{Context, ensure};
 use nix::libc;
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
 use serde_json::{Value, json};
-use torpor_claim_env::{DIRECTORY, ENV, MAX_ENV, UID};
+use torpor_claim_env::{DIRECTORY, ENV, FILES, FILES_OF, MAX_ENV, UID};
 use torpor_core::ids::{ClaimUid, SandboxId};
 use torpor_records::{BoundNote, ContainerRecord, Role};
 use torpor_runsc::keeper::Answer;
@@ -100,7 +100,7 @@ fn volume(spec: &Value) -> Option<PathBuf> {
 /// Waits until the kubelet has written the claim's files.
 fn wait_for(volume: &Path, claim: &ClaimUid) -> anyhow::Result<()> {
     let until = Instant::now() + DELIVERY_LIMIT;
-    while read(volume, UID, MAX_UID)?.trim_end() != claim.as_str() {
+    while !is_delivered(volume, claim)? {
         if Instant::now() >= until {
             return Err(Refusal {
                 reason: NOT_DELIVERED,
@@ -113,6 +113,14 @@ fn wait_for(volume: &Path, claim: &ClaimUid) -> anyhow::Result<()> {
         std::thread::sleep(DELIVERY_INTERVAL);
     }
     Ok(())
+}
+
+/// Reports whether the volume has all files of the claim. The kubelet takes them from two objects,
+/// whose watches may show them one after the other.
+fn is_delivered(volume: &Path, claim: &ClaimUid) -> anyhow::Result<bool> {
+    let is_of_claim = |file| anyhow::Ok(read(volume, file, MAX_UID)?.trim_end() == claim.as_str());
+    let brings_files = !read(volume, FILES, MAX_UID)?.is_empty();
+    Ok(is_of_claim(UID)? && (!brings_files || is_of_claim(FILES_OF)?))
 }
 
 /// Reads a file of a volume. The kubelet changes all files at once: `..data` is a link to their
@@ -283,6 +291,20 @@ mod tests {
             read(volume.path(), UID, MAX_UID + 1).expect("read").len(),
             65
         );
+    }
+
+    #[test]
+    fn files_of_a_secret_are_waited_for_too() {
+        let claim = ClaimUid::new("uid-1").expect("a UID");
+        let volume = written("uid-1", "");
+        let data = volume.path().join("..data");
+        assert!(is_delivered(volume.path(), &claim).expect("read"));
+        std::fs::write(data.join(FILES), "written").expect("written");
+        assert!(!is_delivered(volume.path(), &claim).expect("read"));
+        std::fs::write(data.join(FILES_OF), "uid-2").expect("written");
+        assert!(!is_delivered(volume.path(), &claim).expect("read"));
+        std::fs::write(data.join(FILES_OF), "uid-1").expect("written");
+        assert!(is_delivered(volume.path(), &claim).expect("read"));
     }
 
     #[test]

@@ -86,7 +86,10 @@ struct Call {
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 22] = [
+const KINDS: [(&str, &str, &str); 25] = [
+    ("secrets", "Secret", "v1"),
+    ("configmaps", "ConfigMap", "v1"),
+    ("serviceaccounts", "ServiceAccount", "v1"),
     ("pods", "Pod", "v1"),
     ("services", "Service", "v1"),
     ("persistentvolumeclaims", "PersistentVolumeClaim", "v1"),
@@ -450,6 +453,24 @@ impl Apiserver {
                     .iter()
                     .any(|(whose, right)| *user == **whose && asked == right);
                 Ok(json!({"spec": {}, "status": {"allowed": allowed}}))
+            }
+            // The subresource `token`, the only one that is created. As the apiserver's, the token
+            // is bound to an object that exists
+            // (pkg/registry/core/serviceaccount/storage/token.go).
+            "create" if call.kind == "serviceaccounts" && call.name.is_some() => {
+                let bound = &body["spec"]["boundObjectRef"];
+                let named = bound["name"].as_str().unwrap_or_default().to_owned();
+                let secret = ("secrets".to_owned(), call.namespace.clone(), named);
+                let account = state.objects.contains_key(&key);
+                match state.objects.get(&secret) {
+                    Some(held) if account && held["metadata"]["uid"] == bound["uid"] => {
+                        let token = format!("token of {name} for {}", bound["uid"]);
+                        let expires = jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1);
+                        let status = json!({"token": token, "expirationTimestamp": expires});
+                        Ok(json!({"spec": body["spec"], "status": status}))
+                    }
+                    _ => Err(not_found(&call.kind, name)),
+                }
             }
             "create" => state.create(&call.kind, &call.namespace, body),
             "patch" | "patch status" if call.strategic => {

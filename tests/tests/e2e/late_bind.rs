@@ -4,14 +4,18 @@
 use std::path::Path;
 
 use anyhow::{Context, ensure};
+use k8s_openapi::api::authentication::v1::TokenReview;
+use kube::api::{DeleteParams, PostParams};
 use serde_json::{Value, json};
 use torpor_api::SandboxClaim;
-use torpor_api::annotations::{GOLDEN, HEAT, INJECT_RUNTIME, LATE_BIND, ON_CLAIM_EXEC};
+use torpor_api::annotations::{
+    CLAIM_FILES, GOLDEN, HEAT, INJECT_RUNTIME, LATE_BIND, ON_CLAIM_EXEC,
+};
 use torpor_api::conditions::{POD_BOUND, find};
 use torpor_api::labels::LAUNCH_TYPE;
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::forward::Forward;
-use torpor_tests::pods::{annotated, pod_spec, shell};
+use torpor_tests::pods::{annotated, pod_spec, shell, with};
 use torpor_tests::pools::extension;
 use torpor_tests::sandboxes::LIMIT;
 use torpor_tests::sleep::restarts;
@@ -179,17 +183,7 @@ async fn a_claim_whose_command_fails_is_not_ready_and_says_why_until_it_succeeds
         let member = case.members().await?.pop().context("a member")?;
         let sandbox = member.metadata.name.context("its name")?;
         case.begin_claim("w", "c", json!({})).await?;
-        let claims = case.api::<SandboxClaim>();
-        let words = "the claim says why";
-        wait::object(claims, "c", words, LIMIT, |found| {
-            let status = found.and_then(|claim| claim.status).unwrap_or_default();
-            let ready = find(&status.conditions, "Ready");
-            match ready.is_some_and(|c| c.message.contains("ended with exit code 3")) {
-                true => Ok(()),
-                false => Err(format!("{:?}", status.conditions)),
-            }
-        })
-        .await?;
+        says(case, "c", "ended with exit code 3").await?;
         case.sh(&sandbox, "a", "touch /may").await?;
         assert_eq!(case.claimed("c").await?, sandbox);
         Ok(())
@@ -212,6 +206,129 @@ async fn a_command_of_the_sdk_has_the_variables() -> anyhow::Result<()> {
         let (_, answer) = answer.split_once("\r\n\r\n").context("a body")?;
         let answer: Value = serde_json::from_str(answer)?;
         assert_eq!(answer["stdout"], format!("{SECRET}\n"), "{answer}");
+        Ok(())
+    })
+    .await
+}
+
+/// Rights of the controller to write claims' files in a namespace.
+const RIGHTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/late-binding");
+const FILES: [(&str, &str); 2] = [(LATE_BIND, "env,files,identity"), (ON_CLAIM_EXEC, SEEN)];
+/// Command of a claim that keeps what it found.
+const SEEN: &str = r#"["sh","-c","cat /run/claim/key /run/claim/settings >/seen"]"#;
+
+/// Creates a Secret, a ConfigMap and a ServiceAccount.
+async fn sources(case: &Case, claimable: &str) -> anyhow::Result<()> {
+    let core = |kind: &str, name: &str, fields: Value| {
+        let labels = json!({ "torpor.dev/claimable": claimable });
+        let object = json!({
+            "apiVersion": "v1", "kind": kind, "metadata": { "name": name, "labels": labels },
+        });
+        with(object, fields)
+    };
+    let key = json!({ "stringData": { "key": "a key\n" } });
+    case.create(core("Secret", "keys", key)).await?;
+    let settings = json!({ "data": { "settings": "a setting\n" } });
+    case.create(core("ConfigMap", "settings", settings)).await?;
+    case.create(core("ServiceAccount", "user", json!({}))).await
+}
+
+async fn begin_with_files(case: &Case, name: &str, files: &str) -> anyhow::Result<()> {
+    let spec =
+        json!({ "warmPoolRef": { "name": "w" }, "lifecycle": { "shutdownPolicy": "Delete" } });
+    let claim = extension("SandboxClaim", name, spec);
+    case.create(annotated(claim, CLAIM_FILES, files)).await
+}
+
+/// Waits until the claim's message has the words.
+async fn says(case: &Case, claim: &str, words: &str) -> anyhow::Result<()> {
+    let claims = case.api::<SandboxClaim>();
+    wait::object(claims, claim, "the claim says why", LIMIT, |found| {
+        let status = found.and_then(|claim| claim.status).unwrap_or_default();
+        let ready = find(&status.conditions, "Ready");
+        match ready.is_some_and(|c| c.message.contains(words)) {
+            true => Ok(()),
+            false => Err(format!("{:?}", status.conditions)),
+        }
+    })
+    .await
+}
+
+/// Returns the user of a token, by the apiserver; `None` if the token is not valid.
+async fn user_of(case: &Case, token: &str) -> anyhow::Result<Option<String>> {
+    let review: TokenReview = serde_json::from_value(json!({ "spec": { "token": token } }))?;
+    let reviews: kube::Api<TokenReview> = kube::Api::all(case.client());
+    let reviewed = reviews.create(&PostParams::default(), &review).await?;
+    Ok(reviewed.status.and_then(|status| status.user?.username))
+}
+
+#[tokio::test]
+async fn files_and_a_token_of_a_claim_reach_a_member_that_sleeps_and_end_with_the_claim()
+-> anyhow::Result<()> {
+    case("latebindfiles", async |case| {
+        case.kubectl.ok(&["apply", "-k", RIGHTS]).await?;
+        sources(case, "true").await?;
+        let golden = [&FILES[..], &[(GOLDEN, "true")]].concat();
+        pool(case, &golden, "hot=0,asleep=rest").await?;
+        begin_with_files(case, "c", "secret/keys,configmap/settings,token/user").await?;
+        let sandbox = case.claimed("c").await?;
+        let sh = async |line: &str| case.sh(&sandbox, "a", line).await;
+        assert_eq!(sh("cat /seen").await?, "a key\na setting");
+        assert_eq!(
+            sh("echo x >/run/claim/key || echo refused").await?,
+            "refused"
+        );
+        let token = sh("cat /run/claim/token").await?;
+        let user = format!("system:serviceaccount:{}:user", case.namespace);
+        assert_eq!(user_of(case, &token).await?, Some(user));
+
+        // Another member of the pool has nothing of it.
+        case.pool_is_ready("w", 1).await?;
+        begin_with_files(case, "d", "configmap/settings").await?;
+        says(case, "d", "on-claim-exec").await?;
+        let claims = case.api::<SandboxClaim>();
+        let held = claims
+            .get("d")
+            .await?
+            .status
+            .and_then(|status| status.sandbox);
+        let other = held.context("a Sandbox")?.name;
+        let files = case.sh(&other, "a", "ls /run/claim").await?;
+        assert_eq!(files, "env\nfiles\nsettings\nuid");
+
+        let parameters = DeleteParams::background();
+        claims.delete("c", &parameters).await?;
+        wait::until("the token ends with the claim", LIMIT, async || {
+            let user = user_of(case, &token).await?;
+            wait::holds(user.is_none(), || format!("{user:?}"))
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn files_need_the_rights_of_the_controller_and_the_label_of_their_owner() -> anyhow::Result<()>
+{
+    case("latebindclosed", async |case| {
+        sources(case, "false").await?;
+        pool(case, &FILES, "hot=rest").await?;
+        begin_with_files(case, "c", "secret/keys,configmap/settings").await?;
+        says(case, "c", "-k deploy/late-binding").await?;
+        case.kubectl.ok(&["apply", "-k", RIGHTS]).await?;
+        says(case, "c", "torpor.dev/claimable=true").await?;
+        let release = [
+            "secret/keys",
+            "configmap/settings",
+            "torpor.dev/claimable=true",
+        ];
+        let label = [&["label", "--overwrite"], &release[..]].concat();
+        case.kubectl.ok(&label).await?;
+        let sandbox = case.claimed("c").await?;
+        assert_eq!(
+            case.sh(&sandbox, "a", "cat /seen").await?,
+            "a key\na setting"
+        );
         Ok(())
     })
     .await

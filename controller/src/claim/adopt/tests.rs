@@ -49,7 +49,13 @@ fn template() -> PodMetadata {
 
 #[test]
 fn a_member_is_assigned_in_one_write_that_leaves_the_spec_unchanged() {
-    let patch = assignment(&claim(json!({})), &member(json!({})), &template(), "", None);
+    let patch = assignment(
+        &claim(json!({})),
+        &member(json!({})),
+        &template(),
+        &Additions::default(),
+        None,
+    );
     insta::assert_json_snapshot!(patch, @r#"
     {
       "metadata": {
@@ -90,7 +96,13 @@ fn the_record_of_server_side_apply_is_kept() {
         let written = member(json!({"metadata": {"managedFields": [
             {"manager": "somebody", "operation": operation, "apiVersion": "agents.x-k8s.io/v1beta1"},
         ]}}));
-        let patch = assignment(&claim(json!({})), &written, &template(), "", None);
+        let patch = assignment(
+            &claim(json!({})),
+            &written,
+            &template(),
+            &Additions::default(),
+            None,
+        );
         let managed = patch["metadata"].get("managedFields");
         assert_eq!(managed, forgotten.then_some(&json!([{}])), "{operation}");
     }
@@ -99,7 +111,13 @@ fn the_record_of_server_side_apply_is_kept() {
 #[test]
 fn a_member_without_the_name_of_its_pod_gets_it_with_the_claim() {
     let nameless = member(json!({"metadata": {"annotations": {"agents.x-k8s.io/pod-name": null}}}));
-    let patch = assignment(&claim(json!({})), &nameless, &template(), "", None);
+    let patch = assignment(
+        &claim(json!({})),
+        &nameless,
+        &template(),
+        &Additions::default(),
+        None,
+    );
     assert_eq!(
         patch["metadata"]["annotations"]["agents.x-k8s.io/pod-name"],
         "p-x"
@@ -112,7 +130,13 @@ fn a_member_made_by_upstream_loses_the_metadata_that_upstream_put_into_its_pod_t
         "labels": {"agents.x-k8s.io/warm-pool-sandbox": "h"},
         "annotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"},
     }}}}));
-    let patch = assignment(&claim(json!({})), &theirs, &template(), "", None);
+    let patch = assignment(
+        &claim(json!({})),
+        &theirs,
+        &template(),
+        &Additions::default(),
+        None,
+    );
     assert_eq!(
         patch["spec"],
         json!({"podTemplate": {"metadata": {
@@ -128,7 +152,13 @@ fn the_trace_goes_on_in_the_sandbox() {
     traced
         .annotations_mut()
         .insert(annotations::TRACE_CONTEXT.to_owned(), carrier.to_owned());
-    let patch = assignment(&traced, &member(json!({})), &template(), "", None);
+    let patch = assignment(
+        &traced,
+        &member(json!({})),
+        &template(),
+        &Additions::default(),
+        None,
+    );
     assert_eq!(
         patch["metadata"]["annotations"]["opentelemetry.io/trace-context"],
         carrier
@@ -144,7 +174,13 @@ fn owners_that_are_no_controllers_stay() {
         .owner_references
         .get_or_insert_default()
         .insert(0, serde_json::from_value(other).unwrap());
-    let patch = assignment(&claim(json!({})), &shared, &template(), "", None);
+    let patch = assignment(
+        &claim(json!({})),
+        &shared,
+        &template(),
+        &Additions::default(),
+        None,
+    );
     let owners = patch["metadata"]["ownerReferences"].as_array().unwrap();
     let names: Vec<&str> = owners.iter().map(|o| o["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["o", "c"]);
@@ -164,7 +200,13 @@ fn edits_of_a_claim_are_added_changed_and_taken_away() {
     let wanted = metadata::merged(Some(&template()), &first).unwrap();
     let held = patched(
         &member(json!({})),
-        &assignment(&first, &member(json!({})), &wanted, "", None),
+        &assignment(
+            &first,
+            &member(json!({})),
+            &wanted,
+            &Additions::default(),
+            None,
+        ),
     );
     assert_eq!(propagation(&first, &held).unwrap(), None, "no change");
     let edited = claim(added(json!({"u.io/y": "2"})));
@@ -187,7 +229,13 @@ fn a_claimed_member_is_woken_and_starts_from_no_golden_image_any_more() {
     let asleep = json!({"metadata": {"annotations": {
         "torpor.dev/hibernate": "true", "torpor.dev/golden-sandbox": "t-golden-1",
     }}});
-    let patch = assignment(&claim(json!({})), &member(asleep), &template(), "", None);
+    let patch = assignment(
+        &claim(json!({})),
+        &member(asleep),
+        &template(),
+        &Additions::default(),
+        None,
+    );
     let mut taken = json!(member(json!({})));
     merge_patch::apply(&mut taken, &patch);
     let left = &taken["metadata"]["annotations"];

@@ -65,16 +65,35 @@ fn sandbox(annotations: Value, conditions: Value) -> Sandbox {
 }
 
 #[test]
-fn a_member_takes_variables_only_with_the_volume_for_them() {
-    for (value, takes) in [
-        (json!({"torpor.dev/late-bind": "env"}), true),
-        (json!({"torpor.dev/late-bind": "bad"}), false),
-        (json!({"torpor.dev/on-claim-exec": "[\"true\"]"}), false),
-        (json!({}), false),
+fn additions_reach_only_a_sandbox_with_the_volume_for_them() {
+    let additions = |env: &str, files: Option<&str>| Additions {
+        env: env.to_owned(),
+        files: files.map(str::to_owned),
+    };
+    let (none, env) = (additions("", None), additions("export A=1\n", None));
+    let files = additions("", Some("secret/a"));
+    let token = additions("export A=1\n", Some("configmap/a,token/b"));
+    for (late, suits) in [
+        (Some("env"), [true, true, false, false]),
+        (Some("files"), [true, false, true, false]),
+        (Some("env,files,identity"), [true, true, true, true]),
+        (Some("bad"), [true, false, false, false]),
+        (None, [true, false, false, false]),
     ] {
-        assert_eq!(takes_env(&value), takes, "{value}");
-        assert_eq!(member_takes_env(&sandbox(value, json!([]))), takes);
+        let on_sandbox = late.map(|late| (annotations::LATE_BIND.to_owned(), late.to_owned()));
+        let on_sandbox = on_sandbox.into_iter().collect();
+        let found = [&none, &env, &files, &token].map(|one| one.suit(&on_sandbox));
+        assert_eq!(found, suits, "{late:?}");
     }
+    assert_eq!(none.annotations(), []);
+    assert_eq!(
+        token.annotations(),
+        [
+            ("torpor.dev/claim-env", "export A=1\n"),
+            ("torpor.dev/claim-files", "configmap/a,token/b"),
+            ("torpor.dev/claim-secret", "pending"),
+        ]
+    );
 }
 
 #[test]

@@ -88,6 +88,7 @@ fn steps(plan: &Plan) -> Vec<String> {
             Action::Note(name) => format!("note {name}"),
             Action::Assign { name, .. } => format!("assign {name}"),
             Action::PatchSandbox { name, .. } => format!("patch {name}"),
+            Action::WriteFiles { sandbox, .. } => format!("files {}", sandbox.name_any()),
             Action::CreateSandbox(sandbox) => {
                 format!("create {}", sandbox["metadata"]["name"].as_str().unwrap())
             }

@@ -39,8 +39,13 @@ fn env(container: &str, name: &str) -> Value {
 
 fn made(policy: &str, spec: Value) -> Result<Value, String> {
     let template = template(policy, policy);
-    sandbox(&claim(spec), &template, &PodMetadata::default(), None)
-        .map_err(|error| error.to_string())
+    sandbox(
+        &claim(spec),
+        &template,
+        &PodMetadata::default(),
+        &Additions::default(),
+    )
+    .map_err(|error| error.to_string())
 }
 
 #[rstest]
@@ -90,7 +95,13 @@ fn volumes_of_the_template_have_to_be_valid(
 ) {
     let mut template = template(policy, policy);
     template.spec.volume_claim_templates = serde_json::from_value(volumes).unwrap();
-    let rejected = sandbox(&claim(spec), &template, &PodMetadata::default(), None).unwrap_err();
+    let rejected = sandbox(
+        &claim(spec),
+        &template,
+        &PodMetadata::default(),
+        &Additions::default(),
+    )
+    .unwrap_err();
     assert_eq!(rejected.to_string(), error);
     assert!(!rejected.is_about_env());
 }

@@ -4,8 +4,8 @@
 //! the annotations change. The mount is part of every saved image, as the injected runtime's.
 
 use serde_json::{Map, Value, json};
-use torpor_api::annotations::{CLAIM, CLAIM_ENV, LATE_BIND};
-use torpor_claim_env::{DIRECTORY, ENV, UID};
+use torpor_api::annotations::{CLAIM, CLAIM_ENV, CLAIM_SECRET, LATE_BIND};
+use torpor_claim_env::{DIRECTORY, ENV, FILES, UID};
 
 /// Name of the volume.
 const NAME: &str = "torpor-claim";
@@ -21,8 +21,14 @@ pub enum Error {
     Taken { what: &'static str, name: String },
 }
 
-/// Adds the volume, and mounts it in the first container.
-pub(super) fn mount(spec: &mut Map<String, Value>) -> Result<(), Error> {
+/// Returns the name of the Secret with the files that a claim brings to a Sandbox.
+pub fn secret_name(sandbox: &str) -> String {
+    format!("{sandbox}-claim")
+}
+
+/// Adds the volume, and mounts it in the first container. `secret`: the Secret with files, where
+/// claims may bring some; it does not exist before a claim has.
+pub(super) fn mount(spec: &mut Map<String, Value>, secret: Option<&str>) -> Result<(), Error> {
     let taken = |what, name: &str| Error::Taken {
         what,
         name: name.to_owned(),
@@ -46,8 +52,14 @@ pub(super) fn mount(spec: &mut Map<String, Value>) -> Result<(), Error> {
         let field = format!("metadata.annotations['{key}']");
         json!({"path": path, "fieldRef": {"fieldPath": field}})
     };
-    let files = json!([file(UID, CLAIM), file(ENV, CLAIM_ENV)]);
-    let projected = json!({"sources": [{"downwardAPI": {"items": files}}]});
+    let own = [
+        file(UID, CLAIM),
+        file(ENV, CLAIM_ENV),
+        file(FILES, CLAIM_SECRET),
+    ];
+    let mut sources = vec![json!({"downwardAPI": {"items": own}})];
+    sources.extend(secret.map(|name| json!({"secret": {"name": name, "optional": true}})));
+    let projected = json!({"sources": sources});
     push(
         spec,
         "volumes",
@@ -83,7 +95,7 @@ mod tests {
             "containers": [{"name": "a", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}, {"name": "b"}],
             "volumes": [{"name": "v", "emptyDir": {}}],
         }));
-        mount(&mut spec).unwrap();
+        mount(&mut spec, Some(&secret_name("s"))).unwrap();
         assert_eq!(
             spec["containers"],
             json!([
@@ -94,7 +106,12 @@ mod tests {
                 {"name": "b"},
             ])
         );
-        let items = &spec["volumes"][1]["projected"]["sources"][0]["downwardAPI"]["items"];
+        let sources = &spec["volumes"][1]["projected"]["sources"];
+        assert_eq!(
+            sources[1],
+            json!({"secret": {"name": "s-claim", "optional": true}})
+        );
+        let items = &sources[0]["downwardAPI"]["items"];
         assert_eq!(
             items[1],
             json!({"path": "env", "fieldRef": {"fieldPath": "metadata.annotations['torpor.dev/claim-env']"}})
@@ -118,7 +135,7 @@ mod tests {
                 "mountPath",
             ),
         ] {
-            let error = mount(&mut spec(value)).unwrap_err().to_string();
+            let error = mount(&mut spec(value), None).unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
         }
     }

@@ -29,6 +29,7 @@ use super::{
     snapshot_of_pod,
     unclaimed::{self, LeftMemory},
 };
+use crate::claim::files;
 use crate::sandbox::{
     dereference::Observed,
     pod_spec::{self, Memory, Start, inject},
@@ -339,17 +340,23 @@ fn on_restore(desired: &Desired<'_>) -> Option<[(&'static str, String); 2]> {
     ])
 }
 
-/// Returns the annotations that the kubelet writes into the volume for a claim. Without a claim the
-/// first is empty: it marks Pods that have the volume.
-fn claim_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 2] {
-    let sandbox = desired.sandbox;
-    let claim = sandbox.labels().get(labels::CLAIM_UID);
-    let env = sandbox.annotations().get(annotations::CLAIM_ENV);
-    let env = env.filter(|_| claim.is_some());
-    let claim = claim.cloned().unwrap_or_default();
+/// Returns the annotations that the kubelet writes into the volume for a claim. Without a claim,
+/// and until the Secret with the claim's files is written, the first is empty: it marks Pods that
+/// have the volume.
+fn claim_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 3] {
+    let on_sandbox = desired.sandbox.annotations();
+    let secret = on_sandbox.get(annotations::CLAIM_SECRET);
+    let is_written = secret.is_none_or(|state| state == files::WRITTEN);
+    let claim = desired.sandbox.labels().get(labels::CLAIM_UID);
+    let claim = claim.filter(|_| is_written);
+    let with_claim = |value: Option<&String>| value.filter(|_| claim.is_some()).cloned();
     [
-        (annotations::CLAIM, Some(claim)),
-        (annotations::CLAIM_ENV, env.cloned()),
+        (annotations::CLAIM, Some(claim.cloned().unwrap_or_default())),
+        (
+            annotations::CLAIM_ENV,
+            with_claim(on_sandbox.get(annotations::CLAIM_ENV)),
+        ),
+        (annotations::CLAIM_SECRET, with_claim(secret)),
     ]
 }
 

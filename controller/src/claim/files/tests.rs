@@ -1,0 +1,133 @@
+use rstest::rstest;
+
+use super::*;
+
+fn claim(files: &str) -> SandboxClaim {
+    serde_json::from_value(json!({
+        "metadata": {"name": "c", "namespace": "n", "annotations": {CLAIM_FILES: files}},
+        "spec": {"warmPoolRef": {"name": "p"}},
+    }))
+    .unwrap()
+}
+
+fn template(late: &str, class: Option<&str>) -> SandboxTemplate {
+    serde_json::from_value(json!({
+        "metadata": {"name": "t", "annotations": {annotations::LATE_BIND: late}},
+        "spec": {"podTemplate": {"spec": {"containers": [], "runtimeClassName": class}}},
+    }))
+    .unwrap()
+}
+
+#[rstest]
+#[case::all(
+    "secret/a,configmap/b,token/c",
+    "env,files,identity",
+    Some("torpor"),
+    None
+)]
+#[case::files_alone("secret/a", "files", Some("torpor"), None)]
+#[case::no_identity(
+    "secret/a,token/c",
+    "files",
+    Some("torpor"),
+    Some(r#"ServiceAccount "c""#)
+)]
+#[case::no_files("configmap/b", "env,identity", Some("torpor"), Some(r#"have "files""#))]
+#[case::no_agent("secret/a", "files", None, Some("RuntimeClass"))]
+#[case::no_setting("secret/a", "bad", Some("torpor"), Some(r#"template "t""#))]
+#[case::no_form("secret", "files", Some("torpor"), Some("claim-files"))]
+fn a_template_admits_sources(
+    #[case] files: &str,
+    #[case] late: &str,
+    #[case] class: Option<&str>,
+    #[case] refused: Option<&str>,
+) {
+    let (claim, template) = (claim(files), template(late, class));
+    let found = wanted(&claim, &template).map_err(|why| why.to_string().to_lowercase());
+    match refused {
+        None => assert_eq!(found, Ok(Some(files))),
+        Some(words) => {
+            let why = found.unwrap_err();
+            assert!(why.contains(&words.to_lowercase()), "{why}");
+        }
+    }
+}
+
+#[test]
+fn the_owner_of_a_source_decides_whether_claims_bring_it() {
+    let source = ClaimFile::Secret("a".to_owned());
+    let labels = |value: &str| BTreeMap::from([(CLAIMABLE.to_owned(), value.to_owned())]);
+    assert_eq!(check(&source, Some(&labels("true"))), Ok(()));
+    for labels in [BTreeMap::new(), labels("false")] {
+        let refused = check(&source, Some(&labels));
+        assert_eq!(refused, Err(Refused::NotClaimable(source.clone())));
+    }
+    assert_eq!(check(&source, None), Err(Refused::Missing(source.clone())));
+}
+
+#[test]
+fn no_file_stands_for_two() {
+    let of = |name: &str| Files::from([(name.to_owned(), ByteString(b"x".to_vec()))]);
+    let (secret, map) = (
+        ClaimFile::Secret("a".to_owned()),
+        ClaimFile::ConfigMap("b".to_owned()),
+    );
+    let mut all = Files::new();
+    add(&mut all, &secret, of("key")).unwrap();
+    let twice = add(&mut all, &map, of("key"));
+    assert_eq!(twice, Err(Refused::Twice(map.clone(), "key".to_owned())));
+    for own in ["uid", "env", "files", ".claim", "token"] {
+        let reserved = add(&mut all, &map, of(own));
+        assert_eq!(
+            reserved,
+            Err(Refused::Reserved(map.clone(), own.to_owned()))
+        );
+    }
+    assert_eq!(all.len(), 1);
+}
+
+fn sandbox(on_sandbox: Value) -> Sandbox {
+    serde_json::from_value(json!({
+        "metadata": {"name": "s", "uid": "u-s", "annotations": on_sandbox},
+        "spec": {"podTemplate": {"spec": {"containers": []}}},
+    }))
+    .unwrap()
+}
+
+#[test]
+fn files_are_due_until_they_are_written_and_when_a_token_grows_old() {
+    let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
+    let state = |state: &str, until: Value| {
+        let mut all = json!({CLAIM_FILES: "secret/a", CLAIM_SECRET: state});
+        if until.is_string() {
+            all[CLAIM_TOKEN_UNTIL] = until;
+        }
+        sandbox(all)
+    };
+    for (found, is_due) in [
+        (state(PENDING, Value::Null), true),
+        (state(WRITTEN, Value::Null), false),
+        (state(WRITTEN, "2026-11-27T12:00:00Z".into()), true),
+        (state(WRITTEN, "2026-11-27T12:10:00Z".into()), false),
+        (sandbox(json!({})), false),
+    ] {
+        assert_eq!(due(&found, now).is_some(), is_due, "{:?}", found.metadata);
+    }
+    let later = state(WRITTEN, "2026-11-27T12:10:00Z".into());
+    assert_eq!(renewal_in(&later, now), Some(Duration::from_secs(600)));
+    let expires = "2026-11-27T13:00:00Z".parse().unwrap();
+    assert_eq!(renew_at(expires, now).to_string(), "2026-11-27T12:48:00Z");
+}
+
+#[test]
+fn a_secret_goes_with_its_sandbox_and_is_known_again() {
+    let owner = sandbox(json!({}));
+    let made = secret(&owner, "claim-1", &Files::new());
+    assert_eq!(made["metadata"]["name"], "s-claim");
+    let made: Secret = serde_json::from_value(made).unwrap();
+    assert!(is_of(&made, &owner, "claim-1"));
+    assert!(!is_of(&made, &owner, "claim-2"));
+    let mut other = owner;
+    other.metadata.uid = Some("u-other".to_owned());
+    assert!(!is_of(&made, &other, "claim-1"));
+}
