@@ -150,6 +150,9 @@ pub struct Snapshots {
     /// List the snapshots of all namespaces
     #[arg(short = 'A', long, conflicts_with = "names")]
     pub all_namespaces: bool,
+    /// Show which Sandboxes are copies of which snapshots, as a tree
+    #[arg(long, conflicts_with_all = ["output", "all_namespaces"])]
+    pub tree: bool,
     /// Output format
     #[arg(short, long, value_enum, default_value_t)]
     pub output: Format,

@@ -40,7 +40,7 @@ pub async fn fork(
     let origin = find(cluster, &args.name).await?;
     if let Some(holder) = holder(&origin) {
         let message = format!(
-            "{holder} holds it: a copy would belong to no template, whose NetworkPolicy would not apply to it"
+            "{holder} holds it: a copy would belong to no template, whose NetworkPolicy would not apply to it. Create SandboxClaims with the annotation torpor.dev/fork-of instead (docs/how-to/warm-pools.md)"
         );
         return Err(refused(&args.name, &message));
     }

@@ -6,7 +6,7 @@
 //! - [`get`], [`top`], [`why`]: views as text and as data. Pure
 //! - [`change`], [`goal`]: `hibernate`, `wake`, `suspend`, `resume`: one patch, then a wait for
 //!   conditions. `goal` decides, and is pure
-//! - [`snapshots`], [`pools`]: the lists of snapshots and of warm pools. Pure
+//! - [`snapshots`], [`tree`], [`pools`]: the lists of snapshots and of warm pools. Pure
 //! - [`listing`]: a list as a table and as data. Pure
 //! - [`snapshot`], [`fork`], [`rollback`]: a snapshot, copies that continue from one, a Sandbox
 //!   that continues from an earlier one
@@ -37,6 +37,7 @@ pub mod snapshots;
 pub mod table;
 pub mod texts;
 pub mod top;
+pub mod tree;
 pub mod units;
 pub mod view;
 pub mod watching;

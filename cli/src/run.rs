@@ -23,7 +23,7 @@ use crate::objects::{Listed, Objects, Scope, list, readable};
 use crate::output::{Render, print, print_error, rendered};
 use crate::view::{View, pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
-use crate::{complete, fork, get, pools, rollback, snapshot, snapshots, top, units};
+use crate::{complete, fork, get, pools, rollback, snapshot, snapshots, top, tree, units};
 
 /// Result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,6 +134,11 @@ async fn run(args: Args) -> Result<Ended, Error> {
         Command::Wake(args) => changed(connection, Goal::Wake, args).await,
         Command::Suspend(args) => changed(connection, Goal::Suspend, args).await,
         Command::Resume(args) => changed(connection, Goal::Resume, args).await,
+        Command::Snapshots(args) if args.tree => {
+            let cluster = connect(connection).await?;
+            print(&Box::pin(snapshot_tree(&cluster, args)).await?)?;
+            Ok(Ended::Done)
+        }
         Command::Snapshots(args) => {
             let cluster = connect(connection).await?;
             let found = Box::pin(snapshot_listing(&cluster, args)).await?;
@@ -292,6 +297,28 @@ async fn snapshot_listing(
         args.all_namespaces,
         Timestamp::now(),
     ))
+}
+
+/// Returns the output of `snapshots --tree`.
+async fn snapshot_tree(cluster: &Cluster, args: &Snapshots) -> Result<String, Error> {
+    let (snapshots, sandboxes) = (cluster.api(), cluster.api());
+    let (snapshots, sandboxes) = tokio::join!(
+        list("SandboxSnapshots", &snapshots),
+        list("Sandboxes", &sandboxes),
+    );
+    let mut unseen = Vec::new();
+    let snapshots: Vec<SandboxSnapshot> = readable(Ok(snapshots?), &mut unseen);
+    let sandboxes: Vec<torpor_api::Sandbox> = readable(Ok(sandboxes?), &mut unseen);
+    for unseen in unseen {
+        print_error(&format!("warning: {unseen}"));
+    }
+    if snapshots.is_empty() {
+        let nothing = get::nothing_found("SandboxSnapshots", Some(&cluster.namespace));
+        print_error(&nothing);
+        return Ok(String::new());
+    }
+    let now = Timestamp::now();
+    Ok(tree::text(&snapshots, &sandboxes, &args.names, now))
 }
 
 /// Returns the output of `pools`. A user without the right to list templates or snapshots gets the

@@ -68,7 +68,8 @@ pub fn listing(
     }
 }
 
-fn view(snapshot: &SandboxSnapshot) -> View {
+/// Returns what is shown of a snapshot.
+pub(crate) fn view(snapshot: &SandboxSnapshot) -> View {
     let (state, message) = state(snapshot);
     let status = snapshot.status.as_ref();
     View {
