@@ -147,6 +147,10 @@ documented! {
     /// `token/NAME`, a token of that ServiceAccount (`late-bind` with `identity`). Each must have
     /// the label `torpor.dev/claimable: "true"`. Copied to the Sandbox.
     CLAIM_FILES = "torpor.dev/claim-files";
+    /// On a SandboxClaim: name of a SandboxSnapshot of the claim's namespace with the label
+    /// `torpor.dev/claimable: "true"`. The claim takes no member of its pool: its sandbox, of the
+    /// pool's template, continues from that memory as a copy.
+    FORK_OF = "torpor.dev/fork-of";
     /// On a SandboxTemplate: command that runs in the first container of a claim's sandbox before
     /// the claim is Ready, a JSON array of words, up to 4096 bytes. It has the claim's variables,
     /// and the claim's UID in `TORPOR_CLAIM`. Copied to the Pod.

@@ -32,7 +32,8 @@ pub const NETWORK_POLICY: &str = "torpor.dev/network-policy";
 pub const GOLDEN: &str = "torpor.dev/golden";
 
 /// `true` on a Secret, ConfigMap or ServiceAccount: claims of its namespace may bring it to a
-/// sandbox (`torpor.dev/claim-files`). Its owner writes the label. Torpor's.
+/// sandbox (`torpor.dev/claim-files`). On a SandboxSnapshot: claims may fork it
+/// (`torpor.dev/fork-of`). Its owner writes the label. Torpor's.
 pub const CLAIMABLE: &str = "torpor.dev/claimable";
 
 /// Every label of this module that a controller writes.

@@ -65,6 +65,9 @@ documented! {
         /// The claim may not bring a file of `torpor.dev/claim-files`, or it cannot be read. The
         /// message names it. Torpor's.
         CLAIM_FILES_REJECTED = "ClaimFilesRejected";
+        /// The claim may not fork the SandboxSnapshot of `torpor.dev/fork-of`, or it does not
+        /// exist. Torpor's.
+        FORK_REJECTED = "ForkRejected";
         /// The claim's Sandbox is being created.
         SANDBOX_CREATE_PENDING = "SandboxCreatePending";
         /// The claim's time has passed.

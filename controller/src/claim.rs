@@ -32,6 +32,7 @@ pub mod binding;
 mod deliver;
 pub mod dereference;
 pub mod files;
+mod fork;
 pub mod late_bind;
 pub mod memory;
 pub mod metadata;

@@ -14,6 +14,7 @@ use torpor_api::{Sandbox, SandboxClaim, SandboxTemplate};
 use super::{
     apply::Effect,
     binding::{self, ClaimSandboxes, noted_name, owns},
+    fork,
     plan::{self, Observed, Offered},
 };
 use crate::{
@@ -64,6 +65,7 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
         sandboxes,
         pool,
         template_policy: template_policy(template.as_deref(), namespace, context),
+        fork: fork::asked(&claim).and_then(|snapshot| caches.snapshots.get(namespace, snapshot)),
         except: context.settings.network.except.clone(),
         template,
         fresh: false,

@@ -12,7 +12,7 @@ use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
 use torpor_api::{
-    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool,
+    Sandbox, SandboxClaim, SandboxSnapshot, SandboxTemplate, SandboxWarmPool,
     annotations::{self, ClaimFile},
     conditions,
     extensions::{ClaimShutdownPolicy, WarmPoolUpdateStrategyType},
@@ -22,7 +22,7 @@ use torpor_api::{
 use super::{
     adopt,
     binding::{self, Binding, ClaimSandboxes},
-    files, is_ready,
+    files, fork, is_ready,
     late_bind::{self, Additions},
     metadata::{self, Invalid},
     sandbox_spec::{self, Rejected},
@@ -43,6 +43,8 @@ pub struct Observed {
     pub template: Option<Arc<SandboxTemplate>>,
     /// NetworkPolicy with the name of the template's own, whatever controls it.
     pub template_policy: Option<Arc<NetworkPolicy>>,
+    /// SandboxSnapshot that the claim asks to fork.
+    pub fork: Option<Arc<SandboxSnapshot>>,
     /// Ranges that the operator blocks in addition to the private addresses.
     pub except: Vec<Cidr>,
     /// True if pool and template were read from the apiserver and not only from the caches.
@@ -123,6 +125,8 @@ pub enum Refusal {
     #[error(transparent)]
     Files(#[from] files::Refused),
     #[error(transparent)]
+    Fork(#[from] fork::Refused),
+    #[error(transparent)]
     Unisolated(#[from] Unisolated),
     #[error("Sandbox already created; waiting for cache to converge")]
     CreatePending,
@@ -143,6 +147,7 @@ impl Refusal {
             Self::Rejected(_) => reasons::VOLUME_CLAIM_TEMPLATES_ERROR,
             Self::NameTaken(_) => reasons::RECONCILER_ERROR,
             Self::Files(_) => reasons::CLAIM_FILES_REJECTED,
+            Self::Fork(_) => reasons::FORK_REJECTED,
             Self::Unisolated(why) if why.is_passing() => reasons::NETWORK_POLICY_PENDING,
             Self::Unisolated(_) => reasons::NETWORK_POLICY_NOT_OWNED,
             Self::CreatePending => reasons::SANDBOX_CREATE_PENDING,
@@ -160,6 +165,7 @@ impl Refusal {
                 | Self::Metadata(Invalid::Conflict { .. })
                 | Self::Rejected(_)
                 | Self::Files(_)
+                | Self::Fork(_)
         )
     }
 
@@ -171,7 +177,7 @@ impl Refusal {
             | Self::NameTaken(_)
             | Self::Unisolated(_) => Some(MISSING_RETRY),
             Self::Metadata(_) | Self::Rejected(_) => None,
-            Self::Files(_) => Some(FILES_RETRY),
+            Self::Files(_) | Self::Fork(_) => Some(FILES_RETRY),
             Self::CreatePending | Self::Contention(_) => Some(CACHE_LAG_RETRY),
         }
     }
@@ -215,7 +221,8 @@ pub struct Plan {
 
 /// Delay before a missing object is looked up again; this and the following delays are upstream's.
 const MISSING_RETRY: Duration = Duration::from_secs(60);
-/// Delay before sources of files are read again. No watch shows them.
+/// Delay before sources of files, or a snapshot, are looked at again. No change of them queues the
+/// claim.
 const FILES_RETRY: Duration = Duration::from_secs(15);
 const MEMBER_RETRY: Duration = Duration::from_millis(500);
 const CACHE_LAG_RETRY: Duration = Duration::from_millis(200);
@@ -428,6 +435,7 @@ fn plan_unbound(
         let policy = observed.template_policy.as_deref();
         isolation(template, policy, &observed.except)
     };
+    let fork = fork::source(claim, observed.fork.as_deref())?;
     let late_env = late_bind::env(claim, template);
     let additions = Additions {
         env: late_env.clone().unwrap_or_default(),
@@ -436,6 +444,9 @@ fn plan_unbound(
     let cold = || -> Result<Plan, Refusal> {
         let mut sandbox = sandbox_spec::sandbox(claim, template, &pod_metadata, &additions)?;
         isolated()?;
+        if let Some(snapshot) = fork {
+            sandbox["metadata"]["annotations"][annotations::RESTORE_FROM] = snapshot.into();
+        }
         if let Some(gone) = replaces {
             sandbox["metadata"]["annotations"][annotations::REPLACES] = gone.into();
         }
@@ -445,7 +456,7 @@ fn plan_unbound(
         })
     };
     let can_be_late = late_env.is_some() && claim.spec.volume_claim_templates.is_empty();
-    if !can_be_late || replaces == Some(claim.name_any().as_str()) {
+    if fork.is_some() || !can_be_late || replaces == Some(claim.name_any().as_str()) {
         return cold();
     }
     match &observed.offer {

@@ -376,3 +376,38 @@ async fn controllers_that_die_between_the_writes_of_a_claims_files_leave_one_sec
         assert_eq!(ready_of(&claim(&cluster))["status"], "True", "{verb}");
     }
 }
+
+#[tokio::test]
+async fn a_claim_forks_a_snapshot_that_its_owner_released_and_gets_its_variables_too() {
+    let cluster = cluster(late());
+    passes(&cluster).await;
+    let snapshot = json!({
+        "metadata": {"name": "branch", "namespace": NS, "finalizers": ["torpor.dev/image"]},
+        "spec": {"sandboxName": "other", "reason": "Manual"},
+        "status": {
+            "imageID": "pod-other.1", "nodeName": NODE, "podUID": "pod-other",
+            "committedAt": "2026-01-01T00:00:00Z",
+            "conditions": [condition("Committed", "True", "Committed", "")],
+        },
+    });
+    cluster.api.create("sandboxsnapshots", snapshot);
+    let asked = json!({
+        "metadata": {"annotations": {"torpor.dev/fork-of": "branch"}},
+        "spec": {"env": [{"name": "BRANCH", "value": "2"}]},
+    });
+    cluster.claim("c", asked);
+    passes(&cluster).await;
+    let ready = ready_of(&claim(&cluster));
+    assert_eq!(ready["reason"], "ForkRejected");
+    assert!(ready["message"].to_string().contains("claimable=true"));
+    let released = json!({"metadata": {"labels": {"torpor.dev/claimable": "true"}}});
+    cluster.edit("sandboxsnapshots", "branch", &released);
+    passes(&cluster).await;
+    let taken = cluster.held_by("c").unwrap_or_else(|| "c".to_owned());
+    let sandbox = cluster.get_sandbox(&taken);
+    let on_sandbox = &sandbox["metadata"]["annotations"];
+    assert_eq!(on_sandbox["torpor.dev/restore-from"], "branch");
+    assert_eq!(on_sandbox["torpor.dev/claim-env"], "export BRANCH=2\n");
+    let members = cluster.api.list("sandboxes").len();
+    assert_eq!(members, 2, "the member of the pool is left to others");
+}

@@ -9,7 +9,7 @@ use kube::api::{DeleteParams, PostParams};
 use serde_json::{Value, json};
 use torpor_api::SandboxClaim;
 use torpor_api::annotations::{
-    CLAIM_FILES, GOLDEN, HEAT, INJECT_RUNTIME, LATE_BIND, ON_CLAIM_EXEC,
+    CLAIM_FILES, FORK_OF, GOLDEN, HEAT, INJECT_RUNTIME, LATE_BIND, ON_CLAIM_EXEC,
 };
 use torpor_api::conditions::{POD_BOUND, find};
 use torpor_api::labels::LAUNCH_TYPE;
@@ -329,6 +329,50 @@ async fn files_need_the_rights_of_the_controller_and_the_label_of_their_owner() 
             case.sh(&sandbox, "a", "cat /seen").await?,
             "a key\na setting"
         );
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn claims_fork_a_sandbox_and_each_branch_has_its_own_variables() -> anyhow::Result<()> {
+    case("latebindfork", async |case| {
+        let late = [(LATE_BIND, "env"), (ON_CLAIM_EXEC, COUNT)];
+        pool(case, &late, "hot=rest").await?;
+        let trunk = claim(case, "trunk").await?;
+        case.sh(&trunk, "a", "echo thought >/state").await?;
+        case.snapshot("branch", &trunk).await?;
+        let release = [
+            "label",
+            "sandboxsnapshot/branch",
+            "torpor.dev/claimable=true",
+        ];
+        case.kubectl.ok(&release).await?;
+        let branches = ["one", "two", "three"];
+        for name in branches {
+            let spec = json!({
+                "warmPoolRef": { "name": "w" },
+                "lifecycle": { "shutdownPolicy": "Delete" },
+                "env": [{ "name": "TASK", "value": name }],
+            });
+            let claim = extension("SandboxClaim", name, spec);
+            case.create(annotated(claim, FORK_OF, "branch")).await?;
+        }
+        for name in branches {
+            let sandbox = case.claimed(name).await?;
+            let uid = uid(&case.api::<SandboxClaim>().get(name).await?);
+            let sh = async |line: &str| case.sh(&sandbox, "a", line).await;
+            assert_eq!(
+                sh("cat /state; echo $TASK").await?,
+                format!("thought\n{name}")
+            );
+            // Its command ran once, after that of the trunk.
+            let ran = sh("cat /ran").await?;
+            assert_eq!(ran.lines().count(), 2, "{ran}");
+            assert!(ran.ends_with(&format!("{uid} {name}")), "{ran}");
+            sh(&format!("echo {name} >>/state")).await?;
+        }
+        assert_eq!(case.sh(&trunk, "a", "cat /state").await?, "thought");
         Ok(())
     })
     .await

@@ -13,4 +13,5 @@ mod programs;
 mod revoked;
 mod stock;
 mod stopped_agent;
+mod storm;
 mod tracing;
