@@ -306,10 +306,23 @@ pub struct LedgerState {
     /// Highest image number that any record named. The number never decreases, so that a number is
     /// used once.
     pub last_number: u32,
+    /// The sandbox has run since the Pod was made, or may have. False: its image is a link to a
+    /// golden image, and holds no memory of its own.
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub ran: bool,
     /// The place of the newest memory.
     pub memory: Memory,
     /// Images that were named and not discarded.
     pub images: BTreeMap<ImageId, ImageRecord>,
+}
+
+/// Value of [`LedgerState::ran`] in records that do not have it.
+fn yes() -> bool {
+    true
+}
+
+fn is_yes(value: &bool) -> bool {
+    *value
 }
 
 impl LedgerState {
@@ -329,6 +342,8 @@ impl LedgerState {
             return;
         }
         self.seq += 1;
+        // A sandbox that sleeps without having run has only Committed and Asleep.
+        self.ran |= !matches!(entry, Entry::Committed { .. } | Entry::Asleep { .. });
         match entry {
             Entry::Saving { image, snapshots } => {
                 self.last_number = self.last_number.max(image.number());

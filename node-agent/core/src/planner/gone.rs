@@ -136,14 +136,14 @@ impl Departure {
 impl View<'_> {
     /// Returns whether the image may be the memory of a Pod that is gone: the ledger names it, or
     /// there is no ledger that contradicts. If another Pod was restored from the image, that Pod
-    /// has the memory now.
+    /// has the memory now. A sandbox that never ran has no memory of its own.
     pub(super) fn is_left_memory(&self, image: &ImageId) -> bool {
         let mut images = self.observed.images.iter();
         let taken = images.any(|i| i.id == *image && i.consumed_by.is_some());
         let is_memory = self.ledger.memory.image() == Some(image);
         // A ledger that cannot be trusted counts as no ledger.
         let no_ledger = self.ledger.seq == 0;
-        !taken && (is_memory || no_ledger)
+        !taken && (is_memory && self.ledger.ran || no_ledger)
     }
 
     /// Returns the image that is the Pod's memory by the ledger and is not in the store. A save

@@ -15,7 +15,6 @@ use kube::api::{DeleteParams, ListParams};
 use serde_json::json;
 use torpor_api::annotations::{GOLDEN, HEAT, LATE_BIND, ON_CLAIM_EXEC};
 use torpor_api::conditions::find;
-use torpor_api::node::SandboxNode;
 use torpor_api::{SandboxClaim, SandboxTemplate, SandboxWarmPool};
 use torpor_records::PodRecord;
 use torpor_tests::agent::{Agent, NAMESPACE};
@@ -167,32 +166,18 @@ async fn a_storm_of_claims_with_kills_leaves_none_stuck_none_doubled_and_nothing
     .await
 }
 
-/// Waits until the node has no record of the namespace, and no image but those that it reports as
-/// memory of Pods that are gone. An agent that was dead when a Pod was deleted does not know by
-/// whom, and keeps the image for the grace time.
+/// Waits until the node has neither records nor images of the namespace.
 async fn nothing_left(case: &Case) -> anyhow::Result<()> {
-    let nodes: Api<SandboxNode> = Api::all(case.client());
     wait::until("nothing is left on the node", CLAIM_LIMIT, async || {
-        let records = case
-            .node
-            .records
-            .pods()
-            .context("cannot read the records")?;
+        let records = case.node.records.pods();
+        let records = records.context("cannot read the records")?;
         let is_own = |pod: &&PodRecord| *pod.namespace.as_str() == *case.namespace;
         let records = records.iter().filter(is_own).count();
-        let nodes = nodes.list(&ListParams::default()).await?;
-        let reports = nodes.iter().filter_map(|node| node.status.as_ref());
-        let waiting: BTreeSet<String> = reports
-            .flat_map(|status| &status.sandboxes)
-            .filter(|report| report.pod_gone_since.is_some())
-            .filter_map(|report| report.image_id.clone())
-            .collect();
         let images = std::fs::read_dir(case.node.images_dir(&case.namespace));
         let images = images.into_iter().flatten().flatten();
-        let images = images.map(|image| image.file_name().to_string_lossy().into_owned());
-        let images: Vec<String> = images.filter(|image| !waiting.contains(image)).collect();
-        let left = (records, images);
-        wait::holds(left.0 == 0 && left.1.is_empty(), || format!("{left:?}"))
+        let images: Vec<_> = images.map(|image| image.file_name()).collect();
+        let is_empty = records == 0 && images.is_empty();
+        wait::holds(is_empty, || format!("{records} records, images {images:?}"))
     })
     .await
 }

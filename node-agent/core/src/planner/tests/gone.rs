@@ -47,6 +47,29 @@ fn the_memory_of_an_evicted_pod_waits_for_a_snapshot_until_its_grace_time_is_ove
 }
 
 #[test]
+fn a_sandbox_that_never_ran_has_no_memory_to_wait_for() {
+    let since = departed(|departure| departure.since = at(999));
+    let golden = asleep()[1..].to_vec();
+    let plan = planned(&since, &left(&golden, &[1]));
+    assert_eq!(
+        kinds(&plan),
+        [StepKind::DiscardImage, StepKind::DiscardLedger]
+    );
+    assert_eq!((given_up(&plan), plan.status.left), (None, None));
+    // The apiserver confirms that no snapshot has the image.
+    let unasked = departed(|departure| {
+        departure.since = at(999);
+        departure.answer = None;
+    });
+    let plan = planned(&unasked, &left(&golden, &[1]));
+    assert!(plan.asks && kinds(&plan).is_empty(), "{:?}", plan.why);
+    // It woke, and slept again in the same image.
+    let waking = Entry::Waking { image: image(1) };
+    let woken = [golden.clone(), vec![waking], golden].concat();
+    assert!(!discards(&planned(&since, &left(&woken, &[1]))));
+}
+
+#[test]
 fn there_is_no_grace_time_where_somebody_wanted_the_memory_gone_or_the_disk_is_short() {
     let now = |change: fn(&mut Departure)| {
         let desired = departed(|departure| {
