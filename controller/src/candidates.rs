@@ -1,11 +1,13 @@
 //! Index of warm pool members that claims may take, updated by the watch, so that taking one costs
 //! neither a call nor a walk over the pool.
 //!
-//! Order, as upstream: Ready members first, those that run before those that sleep; among them from
-//! the node with the most members left, so that the load is spread; on a node the oldest first.
-//! Members without a node come last.
+//! Order: Ready members first, as upstream, those that run before those that sleep; among them by
+//! their node ([`rank`]), then from the node with the most members left, so that the load is
+//! spread; on a node the oldest first. Members without a node come last, and all members of a node
+//! whose agent is silent after those of other nodes.
 
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -21,6 +23,10 @@ use crate::{
     pace::Advance,
     pool::heat::{self, Demand, LATELY, SOON},
 };
+
+mod rank;
+
+pub use rank::Nodes;
 
 /// Window for the demand of a pool, about twice the time that a member takes from its creation
 /// until it is Ready on a busy apiserver.
@@ -60,7 +66,11 @@ pub enum Offer {
 
 /// Members of all pools. Clones share the content.
 #[derive(Clone, Debug, Default)]
-pub struct Candidates(Arc<Mutex<HashMap<String, Pool>>>);
+pub struct Candidates {
+    pools: Arc<Mutex<HashMap<String, Pool>>>,
+    /// Nodes on which a member could not continue from its image, and when that was seen last.
+    failures: Arc<Mutex<HashMap<String, Instant>>>,
+}
 
 #[derive(Debug, Default)]
 struct Pool {
@@ -97,6 +107,9 @@ impl Drop for Taken {
 impl Candidates {
     /// Applies a change of a Sandbox.
     pub fn update(&self, change: &Change<Sandbox>) {
+        if let Some(node) = rank::failed_on(change.before.as_deref(), change.after.as_deref()) {
+            self.failures().insert(node.to_owned(), Instant::now());
+        }
         let pool_before = change.before.as_deref().and_then(pool_of);
         let after = change.after.as_ref().and_then(|sandbox| {
             let entry = entry_of(sandbox)?;
@@ -120,13 +133,14 @@ impl Candidates {
         }
     }
 
-    /// Takes the first free member in order.
-    pub fn take(&self, pool_uid: &str) -> Offer {
+    /// Takes the first free member in order. `nodes`: the state of the nodes, for this claim.
+    pub fn take(&self, pool_uid: &str, nodes: &Nodes) -> Offer {
+        let nodes = &nodes.with_failures(&mut self.failures(), Instant::now());
         let mut pools = self.lock();
         let Some(pool) = pools.get_mut(pool_uid) else {
             return Offer::Nothing;
         };
-        match pool.choose() {
+        match pool.choose(nodes) {
             Some(name) => match pool.take(&name) {
                 Some(sandbox) => Offer::Sandbox(self.taken(pool_uid, sandbox)),
                 None => Offer::Nothing,
@@ -177,7 +191,11 @@ impl Candidates {
 
     // A panic elsewhere leaves the sets unchanged.
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Pool>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pools.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn failures(&self) -> MutexGuard<'_, HashMap<String, Instant>> {
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -260,19 +278,22 @@ impl Pool {
         nodes.flatten().map(|(_, members)| members.len()).sum()
     }
 
-    fn choose(&self) -> Option<String> {
-        for stage in [Stage::Ready, Stage::Asleep, Stage::Addressed] {
-            let Some(nodes) = self.free.get(&stage) else {
-                continue;
-            };
-            // Among equally full nodes the one with the oldest member wins; unscheduled members
-            // come last.
-            let fullest = nodes.iter().max_by_key(|(node, members)| {
-                let oldest = members.first().map(|(created, _)| *created);
-                (!node.is_empty(), members.len(), std::cmp::Reverse(oldest))
-            });
-            if let Some((_, name)) = fullest.and_then(|(_, members)| members.first()) {
-                return Some(name.clone());
+    fn choose(&self, ranks: &Nodes) -> Option<String> {
+        let stages = [Stage::Ready, Stage::Asleep, Stage::Addressed];
+        for is_silent in [false, true] {
+            for stage in stages {
+                let nodes = self.free.get(&stage).into_iter().flatten();
+                let nodes = nodes.filter(|(node, _)| ranks.is_silent(node) == is_silent);
+                // Among equally full nodes the one with the oldest member wins; unscheduled members
+                // come last.
+                let first = nodes.max_by_key(|(node, members)| {
+                    let oldest = members.first().map(|(created, _)| *created);
+                    let rank = Reverse(ranks.rank(node, stage));
+                    (!node.is_empty(), rank, members.len(), Reverse(oldest))
+                });
+                if let Some((_, name)) = first.and_then(|(_, members)| members.first()) {
+                    return Some(name.clone());
+                }
             }
         }
         None

@@ -52,7 +52,7 @@ fn appeared(sandbox: Sandbox) -> Change<Sandbox> {
 }
 
 fn take(candidates: &Candidates) -> Taken {
-    match candidates.take("u-pool") {
+    match candidates.take("u-pool", &Nodes::default()) {
         Offer::Sandbox(taken) => taken,
         other => panic!("{other:?}"),
     }
@@ -77,7 +77,108 @@ fn ready_members_come_first_then_the_fullest_node_then_the_oldest() {
     let taken: Vec<Taken> = (0..5).map(|_| take(&candidates)).collect();
     let order: Vec<String> = taken.iter().map(name).collect();
     assert_eq!(order, ["c", "a", "b", "e", "d"]);
-    assert!(matches!(candidates.take("u-pool"), Offer::Nothing));
+    assert!(matches!(
+        candidates.take("u-pool", &Nodes::default()),
+        Offer::Nothing
+    ));
+}
+
+fn node(name: &str, pressure: &str, heartbeat: &str) -> Arc<torpor_api::SandboxNode> {
+    let node = json!({
+        "metadata": {"name": name},
+        "spec": {},
+        "status": {
+            "heartbeatTime": heartbeat,
+            "conditions": [{
+                "type": "Pressure", "status": pressure, "reason": "R", "message": "",
+                "lastTransitionTime": EARLY,
+            }],
+        },
+    });
+    Arc::new(serde_json::from_value(node).unwrap())
+}
+
+/// Returns the state of four nodes: n2 is short of memory, n3 does not report, and the claim
+/// prefers n4.
+fn nodes() -> Nodes {
+    let now: Timestamp = "2026-01-01T00:10:00Z".parse().unwrap();
+    let claim = json!({
+        "metadata": {"name": "c", "annotations": {"torpor.dev/node-preference": "n9, n4"}},
+        "spec": {"warmPoolRef": {"name": "p"}},
+    });
+    let reports = [
+        node("n1", "False", "2026-01-01T00:09:59Z"),
+        node("n2", "True", "2026-01-01T00:09:59Z"),
+        node("n3", "False", EARLY),
+        node("n4", "False", "2026-01-01T00:09:59Z"),
+    ];
+    Nodes::of(&reports, &serde_json::from_value(claim).unwrap(), now)
+}
+
+fn order(candidates: &Candidates, nodes: &Nodes) -> Vec<String> {
+    let mut taken = Vec::new();
+    while let Offer::Sandbox(next) = candidates.take("u-pool", nodes) {
+        taken.push(next);
+    }
+    taken.iter().map(name).collect()
+}
+
+fn sleeping_on(node: &str) -> Value {
+    let mut member = asleep(Some("true"), "True");
+    member["status"]["nodeName"] = node.into();
+    member
+}
+
+#[test]
+fn members_that_sleep_wake_on_fit_nodes_first_and_silent_nodes_come_last() {
+    let candidates = pool(&[
+        ("a", sleeping_on("n1")),
+        ("b", sleeping_on("n2")),
+        ("c", sleeping_on("n3")),
+        ("d", sleeping_on("n4")),
+        // A member that runs takes no more memory: pressure does not matter.
+        ("e", on("n2", EARLY)),
+        ("f", on("n3", EARLY)),
+        ("g", on("n4", EARLY)),
+    ]);
+    assert_eq!(
+        order(&candidates, &nodes()),
+        ["g", "e", "d", "a", "b", "f", "c"]
+    );
+}
+
+#[test]
+fn a_node_on_which_a_member_started_cold_is_avoided_for_a_while() {
+    let candidates = pool(&[("a", sleeping_on("n1")), ("b", sleeping_on("n4"))]);
+    let before = Arc::new(member("other", on("n4", EARLY)));
+    let cold = json!({
+        "metadata": {"labels": {"agents.x-k8s.io/launch-type": "warm"}},
+        "status": {"nodeName": "n4", "conditions": [{
+            "type": "Restored", "status": "False", "reason": "ColdStarted", "message": "",
+            "lastTransitionTime": EARLY,
+        }]},
+    });
+    let after = Arc::new(member("other", cold));
+    assert_eq!(
+        rank::failed_on(None, Some(&after)),
+        None,
+        "it may be long ago"
+    );
+    assert_eq!(rank::failed_on(Some(&after), Some(&after)), None);
+    candidates.update(&Change {
+        before: Some(before),
+        after: Some(Arc::clone(&after)),
+    });
+    candidates.update(&Change {
+        before: Some(after),
+        after: None,
+    });
+    assert_eq!(order(&candidates, &nodes()), ["a", "b"]);
+    let now = Instant::now();
+    let mut failures = HashMap::from([("n4".to_owned(), now)]);
+    let later = now + Duration::from_secs(61);
+    assert_eq!(nodes().with_failures(&mut failures, later), nodes());
+    assert!(failures.is_empty());
 }
 
 fn asleep(hibernate: Option<&str>, hibernated: &str) -> Value {
@@ -123,7 +224,10 @@ fn the_demand_of_a_pool_is_what_claims_took_lately() {
 fn a_member_is_offered_once_and_is_free_again_when_it_was_not_used() {
     let candidates = pool(&[("a", json!({}))]);
     let taken = take(&candidates);
-    assert!(matches!(candidates.take("u-pool"), Offer::Nothing));
+    assert!(matches!(
+        candidates.take("u-pool", &Nodes::default()),
+        Offer::Nothing
+    ));
     // An update does not free the member.
     candidates.update(&appeared(member("a", on("n2", EARLY))));
     assert!(candidates.take_named("u-pool", "a").is_none());
@@ -148,15 +252,24 @@ fn a_member_claimed_or_deleted_meanwhile_is_not_offered_again() {
             after: after.map(|change| Arc::new(member("a", change))),
         });
         drop(taken);
-        assert!(matches!(candidates.take("u-pool"), Offer::Nothing));
+        assert!(matches!(
+            candidates.take("u-pool", &Nodes::default()),
+            Offer::Nothing
+        ));
     }
 }
 
 #[test]
 fn members_without_an_address_are_pending() {
     let candidates = pool(&[("a", json!({"status": null}))]);
-    assert!(matches!(candidates.take("u-pool"), Offer::Pending));
-    assert!(matches!(candidates.take("u-other"), Offer::Nothing));
+    assert!(matches!(
+        candidates.take("u-pool", &Nodes::default()),
+        Offer::Pending
+    ));
+    assert!(matches!(
+        candidates.take("u-other", &Nodes::default()),
+        Offer::Nothing
+    ));
 }
 
 /// Ready members `free`, and pairs of how many members were taken how many milliseconds ago.

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     blueprint::Blueprint,
-    candidates::{Offer, Taken, is_member, pool_of},
+    candidates::{Nodes, Offer, Taken, is_member, pool_of},
     context::Context,
     template::plan::policy_name,
     watches::extensions::controller_of,
@@ -162,9 +162,11 @@ impl Session {
         }
         // Stale members are left to the pool. They are held until a good member is found, so that
         // none is offered twice.
+        let nodes = context.caches.nodes.filtered(|_| true);
+        let nodes = Nodes::of(&nodes, &observed.claim, Timestamp::now());
         let (mut stale, blueprint) = (Vec::new(), Blueprint::of(template));
         self.observed.offer = loop {
-            match context.candidates.take(&pool_uid) {
+            match context.candidates.take(&pool_uid, &nodes) {
                 Offer::Sandbox(taken) if !plan::is_acceptable(&taken.sandbox, pool, &blueprint) => {
                     stale.push(taken);
                 }

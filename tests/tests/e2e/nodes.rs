@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Resource, ResourceExt};
 use serde_json::json;
-use torpor_api::annotations::{GOLDEN, HEAT, HIBERNATE, SNAPSHOT_CLASS};
+use torpor_api::annotations::{GOLDEN, HEAT, HIBERNATE, NODE_PREFERENCE, SNAPSHOT_CLASS};
 use torpor_api::node::SandboxNode;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
 use torpor_api::{SandboxWarmPool, conditions, labels};
@@ -488,8 +488,15 @@ async fn each_node_with_members_gets_a_golden_image_from_which_later_members_sta
             }
         }
         ensure!(nodes.len() == 2, "the new members are on {nodes:?}");
-        let name = case.claim("w", "c").await?;
+        // All members sleep, so that the claim's preference decides.
+        let preferred = nodes.last().context("a node")?;
+        let spec = json!({ "warmPoolRef": { "name": "w" } });
+        let claim = extension("SandboxClaim", "c", spec);
+        case.create(annotated(claim, NODE_PREFERENCE, preferred))
+            .await?;
+        let name = case.claimed("c").await?;
         let pod = case.ready(&name).await?;
+        ensure!(node_of(&pod) == *preferred, "it is on {}", node_of(&pod));
         witness::ask(&pod).await.map(drop)
     })
     .await
