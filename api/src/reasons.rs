@@ -62,12 +62,6 @@ documented! {
         VOLUME_CLAIM_TEMPLATES_ERROR = "VolumeClaimTemplatesError";
         /// Other claims took three members of the pool first. The controller retries.
         ADOPTION_CONFLICT = "AdoptionConflict";
-        /// The claim may not bring a file of `torpor.dev/claim-files`, or it cannot be read. The
-        /// message names it. Torpor's.
-        CLAIM_FILES_REJECTED = "ClaimFilesRejected";
-        /// The claim may not fork the SandboxSnapshot of `torpor.dev/fork-of`, or it does not
-        /// exist. Torpor's.
-        FORK_REJECTED = "ForkRejected";
         /// The claim's Sandbox is being created.
         SANDBOX_CREATE_PENDING = "SandboxCreatePending";
         /// The claim's time has passed.
@@ -85,6 +79,12 @@ documented! {
         NETWORK_POLICY_PENDING = "NetworkPolicyPending";
         /// A NetworkPolicy of another owner has the name of the template's own. Torpor's.
         NETWORK_POLICY_NOT_OWNED = "NetworkPolicyNotOwned";
+        /// The claim may not bring a file of `torpor.dev/claim-files`, or it cannot be read. The
+        /// message names it. Torpor's.
+        CLAIM_FILES_REJECTED = "ClaimFilesRejected";
+        /// The claim may not fork the SandboxSnapshot of `torpor.dev/fork-of`, or it does not
+        /// exist. Torpor's.
+        FORK_REJECTED = "ForkRejected";
     }
 }
 

@@ -65,8 +65,6 @@ pub enum Error {
     /// The claim's status has this message already.
     #[error("{0}")]
     Refused(String),
-    #[error("cannot renew the token among the claim's files: {0}")]
-    NotRenewed(String),
     #[error("the objects around the SandboxClaim keep changing")]
     Unsettled,
 }
@@ -79,7 +77,6 @@ impl Error {
             Self::Unknown(_) => "OutcomeUnknown",
             Self::WriteStatus(_) => "StatusWriteFailed",
             Self::Refused(_) => "Refused",
-            Self::NotRenewed(_) => "TokenNotRenewed",
             Self::Unsettled => "Unsettled",
         }
     }

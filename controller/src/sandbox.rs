@@ -9,7 +9,7 @@ use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use kube::ResourceExt;
-use torpor_api::{Sandbox, SandboxStatus, labels};
+use torpor_api::{Sandbox, SandboxStatus, annotations, labels};
 
 use crate::{
     calls::{self, Answer, Apiserver},
@@ -175,7 +175,7 @@ async fn full_sandbox(
 /// Returns the lane of a pass over the Sandbox.
 ///
 /// No client waits for a member of a pool, nor for the labels of a Pod whose Sandbox has just been
-/// handed to a claim.
+/// handed to a claim, unless the claim arrives there by the same write.
 pub fn lane(sandbox: &Sandbox, context: &Context) -> Lane {
     if candidates::pool_of(sandbox).is_some() {
         return Lane::InAdvance;
@@ -183,7 +183,11 @@ pub fn lane(sandbox: &Sandbox, context: &Context) -> Lane {
     let namespace = sandbox.namespace().unwrap_or_default();
     let pod = dereference::pod_name(sandbox);
     let pod = context.caches.pods.get(&namespace, &pod);
-    match pod.is_some_and(|pod| pod.labels().contains_key(labels::WARM_POOL_SANDBOX)) {
+    let binds = annotations::binds(sandbox.annotations());
+    let handed = |pod: Arc<k8s_openapi::api::core::v1::Pod>| {
+        pod.labels().contains_key(labels::WARM_POOL_SANDBOX)
+    };
+    match !binds && pod.is_some_and(handed) {
         true => Lane::Following,
         false => Lane::Awaited,
     }

@@ -78,7 +78,7 @@ pub fn parse_claim_files(value: &str) -> Result<Vec<ClaimFile>, InvalidAnnotatio
     let allowed = "up to 16 of secret/NAME, configmap/NAME and one token/NAME, each once, separated by commas";
     let refused = || invalid(CLAIM_FILES, value, allowed);
     let mut sources = Vec::new();
-    for word in value.split(',').map(str::trim) {
+    for word in value.split(',').take(MOST_SOURCES + 1).map(str::trim) {
         let (kind, name) = word.split_once('/').ok_or_else(refused)?;
         let name = Some(name).filter(|name| is_dns_subdomain(name));
         let name = name.ok_or_else(refused)?.to_owned();

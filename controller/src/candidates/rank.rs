@@ -23,6 +23,9 @@ use super::Stage;
 /// its image there.
 const AVOIDED: Duration = Duration::from_secs(60);
 
+/// Most nodes that a claim prefers; the others are left out.
+const MOST_PREFERRED: usize = 16;
+
 /// State of the nodes, for one claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Nodes {
@@ -52,6 +55,7 @@ impl Nodes {
             silent: named(&|node| node.is_silent(now)),
             preferred: preferred
                 .split(',')
+                .take(MOST_PREFERRED)
                 .map(|name| name.trim().to_owned())
                 .collect(),
         }

@@ -7,16 +7,16 @@ use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
 use torpor_api::{
-    Sandbox, SandboxClaim, SandboxTemplate, SandboxWarmPool,
-    annotations::ClaimFile,
+    Sandbox, SandboxClaim, SandboxSnapshot, SandboxTemplate, SandboxWarmPool,
+    annotations::{ClaimFile, is_dns_subdomain},
     extensions::{ClaimShutdownPolicy, SandboxClaimStatus},
 };
 
 use super::{
     Error, annotate,
-    deliver::{self, Failure},
+    deliver::{self, Failure, Kept},
     dereference::Session,
-    files,
+    files, fork,
     plan::{Action, Offered, Plan, Refusal},
 };
 use crate::{
@@ -104,6 +104,7 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
         Action::WriteFiles { sandbox, sources } => {
             write_files(sandbox, sources, session, context).await
         }
+        Action::KeepFiles(sandbox) => keep_files(sandbox, session, context).await,
         Action::DeleteSandbox {
             name,
             uid,
@@ -133,33 +134,57 @@ async fn execute(action: &Action, session: &mut Session, context: &Context) -> R
     }
 }
 
-/// Writes the claim's files, and notes that on its Sandbox. Where they are there already, and their
-/// token cannot be renewed, the claim stays as it is and the next pass tries again.
+/// Writes the claim's files, and notes that on its Sandbox.
 async fn write_files(
     sandbox: &Sandbox,
     sources: &[ClaimFile],
     session: &mut Session,
     context: &Context,
 ) -> Result<Step, Error> {
+    let uid = session.observed.claim.uid().unwrap_or_default();
+    match deliver::write(sandbox, &uid, sources, &context.api).await {
+        Ok(renew) => {
+            let patch = files::noted(sandbox, files::WRITTEN, renew);
+            note_files(sandbox, &patch, session, context).await
+        }
+        Err(Failure::Refused(why)) => Ok(Step::Refused(why.into())),
+        Err(Failure::Call(error)) => refused(error),
+    }
+}
+
+/// Looks at the claim's files. Where that fails the claim stays as it is, and a later pass looks
+/// again: the sandbox has the files, and its token lasts a while.
+async fn keep_files(
+    sandbox: &Sandbox,
+    session: &mut Session,
+    context: &Context,
+) -> Result<Step, Error> {
     let claim = Arc::clone(&session.observed.claim);
     let uid = claim.uid().unwrap_or_default();
-    let written = deliver::write(sandbox, &uid, sources, &context.api).await;
-    let renew = match written {
-        Ok(renew) => renew,
-        Err(Failure::Refused(why)) if files::is_pending(sandbox) => {
-            return Ok(Step::Refused(why.into()));
+    let account = files::account(sandbox);
+    let kept = deliver::keep(sandbox, &uid, account.as_deref(), &context.api).await;
+    let patch = match kept {
+        Ok(Kept::Whole) => return Ok(Step::Done),
+        Ok(Kept::Renewed(at)) => files::noted(sandbox, files::WRITTEN, Some(at)),
+        Ok(Kept::Missing) => files::noted(sandbox, files::PENDING, None),
+        Err(failure) => {
+            let (claim, error) = (claim.name_any(), failure.to_string());
+            tracing::warn!(claim, error, "cannot renew the token among a claim's files");
+            return Ok(Step::Done);
         }
-        Err(Failure::Call(error)) if files::is_pending(sandbox) => return refused(error),
-        Err(Failure::Refused(why)) => return Err(Error::NotRenewed(why.to_string())),
-        Err(Failure::Call(error)) => return Err(Error::NotRenewed(error.to_string())),
     };
-    let (namespace, name) = (claim.namespace().unwrap_or_default(), sandbox.name_any());
-    let patch = files::written(sandbox, renew);
-    match context
-        .api
-        .patch::<Sandbox>(&namespace, &name, &patch)
-        .await
-    {
+    note_files(sandbox, &patch, session, context).await
+}
+
+/// Notes the state of a claim's files on its Sandbox.
+async fn note_files(
+    sandbox: &Sandbox,
+    patch: &Value,
+    session: &mut Session,
+    context: &Context,
+) -> Result<Step, Error> {
+    let (namespace, name) = (sandbox.namespace().unwrap_or_default(), sandbox.name_any());
+    match context.api.patch::<Sandbox>(&namespace, &name, patch).await {
         Ok(sandbox) => record(sandbox, session, context),
         Err(error) => match error.answer() {
             Answer::Conflict | Answer::NotFound => look_up(&name, session, context).await?,
@@ -241,7 +266,7 @@ async fn look_up(name: &str, session: &mut Session, context: &Context) -> Result
     Ok(())
 }
 
-/// Reads pool, template and the template's NetworkPolicy from the apiserver.
+/// Reads pool, template, the template's NetworkPolicy and the snapshot to fork from the apiserver.
 async fn refresh(session: &mut Session, context: &Context) -> Result<(), Error> {
     let observed = &mut session.observed;
     let namespace = observed.claim.namespace().unwrap_or_default();
@@ -254,6 +279,11 @@ async fn refresh(session: &mut Session, context: &Context) -> Result<(), Error> 
         let name = &pool.spec.sandbox_template_ref.name;
         let template = api.get::<SandboxTemplate>(&namespace, name).await;
         observed.template = template.map_err(Error::Observe)?.map(Arc::new);
+    }
+    observed.fork = None;
+    if let Some(name) = fork::asked(&observed.claim).filter(|name| is_dns_subdomain(name)) {
+        let snapshot = api.get::<SandboxSnapshot>(&namespace, name).await;
+        observed.fork = snapshot.map_err(Error::Observe)?.map(Arc::new);
     }
     observed.template_policy = None;
     if let Some(template) = &observed.template {

@@ -19,16 +19,12 @@ use crate::{
 };
 
 /// Failure to write a claim's files.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
-    Refused(Refused),
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    #[error(transparent)]
     Call(calls::Error),
-}
-
-impl From<Refused> for Failure {
-    fn from(refused: Refused) -> Self {
-        Self::Refused(refused)
-    }
 }
 
 /// Writes the files of these sources for a claim's Sandbox. Returns the time at which they are to
@@ -42,13 +38,7 @@ pub(super) async fn write(
     api: &Apiserver,
 ) -> Result<Option<Timestamp>, Failure> {
     let namespace = sandbox.namespace().unwrap_or_default();
-    let call = |error: calls::Error| match error.forbidden() {
-        Some(message) => Failure::Refused(Refused::Forbidden {
-            namespace: namespace.clone(),
-            message,
-        }),
-        None => Failure::Call(error),
-    };
+    let call = |error| failed(error, &namespace);
     let (mut all, mut account) = (Files::new(), None);
     for source in sources {
         match source {
@@ -74,12 +64,9 @@ pub(super) async fn write(
     let secret = begin(sandbox, claim, api).await?.map_err(call)?;
     let renew = match account {
         Some(account) => {
-            let uid = secret.uid().unwrap_or_default();
-            let bound = (secret.name_any(), uid);
-            let made = api.token(&namespace, account, &bound).await;
-            let (token, expires) = made.map_err(call)?;
-            all.insert(TOKEN.to_owned(), ByteString(token.into_bytes()));
-            Some(files::renew_at(expires, Timestamp::now()))
+            let (token, renew) = token(&secret, account, api).await?;
+            all.insert(TOKEN.to_owned(), token);
+            Some(renew)
         }
         None => None,
     };
@@ -94,6 +81,73 @@ pub(super) async fn write(
     Ok(renew)
 }
 
+/// Result of a look at written files.
+#[derive(Debug)]
+pub(super) enum Kept {
+    /// They are there.
+    Whole,
+    /// Their token is new, until this time.
+    Renewed(Timestamp),
+    /// The Secret is gone.
+    Missing,
+}
+
+/// Looks at the written files of a claim's Sandbox, and renews their token. `account`: its
+/// ServiceAccount, if it is to be renewed.
+pub(super) async fn keep(
+    sandbox: &Sandbox,
+    claim: &str,
+    account: Option<&str>,
+    api: &Apiserver,
+) -> Result<Kept, Failure> {
+    let namespace = sandbox.namespace().unwrap_or_default();
+    let call = |error| failed(error, &namespace);
+    let name = secret_name(&sandbox.uid().unwrap_or_default());
+    let found = api.get::<Secret>(&namespace, &name).await.map_err(call)?;
+    let Some(secret) = found.filter(|found| files::is_of(found, sandbox, claim)) else {
+        return Ok(Kept::Missing);
+    };
+    let Some(account) = account else {
+        return Ok(Kept::Whole);
+    };
+    let source = ClaimFile::Token(account.to_owned());
+    let found = api.get::<ServiceAccount>(&namespace, account).await;
+    let found = found.map_err(call)?;
+    files::check(&source, found.as_ref().map(ServiceAccount::labels))?;
+    let (token, renew) = token(&secret, account, api).await?;
+    let patch = json!({"metadata": {"uid": secret.uid()}, "data": {TOKEN: token}});
+    let patched = api.patch::<Secret>(&namespace, &name, &patch).await;
+    patched.map_err(call)?;
+    Ok(Kept::Renewed(renew))
+}
+
+/// Returns a token of a ServiceAccount that is bound to a Secret, and the time at which it is to be
+/// renewed.
+async fn token(
+    secret: &Secret,
+    account: &str,
+    api: &Apiserver,
+) -> Result<(ByteString, Timestamp), Failure> {
+    let namespace = secret.namespace().unwrap_or_default();
+    let bound = (secret.name_any(), secret.uid().unwrap_or_default());
+    let made = api.token(&namespace, account, &bound).await;
+    let (token, expires) = made.map_err(|error| failed(error, &namespace))?;
+    let renew = files::renew_at(expires, Timestamp::now());
+    Ok((ByteString(token.into_bytes()), renew))
+}
+
+/// Returns the failure of a call. A quota refuses with the code of a missing right, and is none.
+fn failed(error: calls::Error, namespace: &str) -> Failure {
+    let right = error.forbidden();
+    match right.filter(|message| !message.contains("exceeded quota")) {
+        Some(message) => Failure::Refused(Refused::Forbidden {
+            namespace: namespace.to_owned(),
+            message,
+        }),
+        None => Failure::Call(error),
+    }
+}
+
 /// Returns the Secret of the Sandbox, made without files if there is none.
 async fn begin(
     sandbox: &Sandbox,
@@ -106,7 +160,7 @@ async fn begin(
         Err(error) if error.answer() == Answer::AlreadyExists => {}
         created => return Ok(created),
     }
-    let name = secret_name(&sandbox.name_any());
+    let name = secret_name(&sandbox.uid().unwrap_or_default());
     match api.get::<Secret>(&namespace, &name).await {
         Ok(Some(found)) if files::is_of(&found, sandbox, claim) => Ok(Ok(found)),
         Ok(_) => Err(Refused::Taken(name).into()),

@@ -160,6 +160,8 @@ impl Session {
             self.taken = Some(taken);
             return;
         }
+        // Members without a volume for what the claim brings are left to others.
+        let additions = plan::additions(&observed.claim, template).unwrap_or_default();
         // Stale members are left to the pool. They are held until a good member is found, so that
         // none is offered twice.
         let nodes = context.caches.nodes.filtered(|_| true);
@@ -167,7 +169,10 @@ impl Session {
         let (mut stale, blueprint) = (Vec::new(), Blueprint::of(template));
         self.observed.offer = loop {
             match context.candidates.take(&pool_uid, &nodes) {
-                Offer::Sandbox(taken) if !plan::is_acceptable(&taken.sandbox, pool, &blueprint) => {
+                Offer::Sandbox(taken)
+                    if !plan::is_acceptable(&taken.sandbox, pool, &blueprint)
+                        || !additions.suit(taken.sandbox.annotations()) =>
+                {
                     stale.push(taken);
                 }
                 Offer::Sandbox(taken) => {

@@ -13,16 +13,22 @@ use torpor_api::{
         self, CLAIM_FILES, CLAIM_SECRET, CLAIM_TOKEN_UNTIL, ClaimFile, InvalidAnnotation, LateBind,
         parse_claim_files,
     },
+    conditions,
     labels::CLAIMABLE,
+    reasons::bound::CLAIM_NOT_DELIVERED,
 };
 use torpor_claim_env::{ENV, FILES, FILES_OF, TOKEN, UID};
 
+use super::late_bind;
 use crate::{owners::owner_reference, sandbox::pod_spec::claim_volume::secret_name};
 
 /// Value of [`CLAIM_SECRET`] until the Secret has the claim's files.
 pub const PENDING: &str = "pending";
 /// Value of [`CLAIM_SECRET`] from then on.
 pub const WRITTEN: &str = "written";
+
+/// Delay before the renewal of a token is tried again.
+const RENEWAL_RETRY: Duration = Duration::from_secs(60);
 
 /// Files by name.
 pub type Files = BTreeMap<String, ByteString>;
@@ -36,10 +42,10 @@ pub enum Refused {
     #[error(transparent)]
     Annotation(#[from] InvalidAnnotation),
     #[error(
-        "claims may not bring {source_} to sandboxes of SandboxTemplate {template:?}: its annotation torpor.dev/late-bind does not have {word:?}, or it has no RuntimeClass"
+        "claims may not bring {file} to sandboxes of SandboxTemplate {template:?}: its annotation torpor.dev/late-bind does not have {word:?}, or it has no RuntimeClass"
     )]
     NotAdmitted {
-        source_: ClaimFile,
+        file: ClaimFile,
         template: String,
         word: &'static str,
     },
@@ -68,11 +74,7 @@ pub(super) fn wanted<'a>(
     let Some(text) = claim.annotations().get(CLAIM_FILES) else {
         return Ok(None);
     };
-    let late = template.annotations().get(annotations::LATE_BIND);
-    let late = late.and_then(|value| LateBind::parse(value).ok());
-    let pod_spec = &template.spec.pod_template.spec;
-    let late = late.filter(|_| pod_spec.runtime_class_name().is_some());
-    let late = late.unwrap_or_default();
+    let late = late_bind::of_template(template);
     for source in parse_claim_files(text)? {
         if !late.admits(&source) {
             return Err(Refused::NotAdmitted {
@@ -80,7 +82,7 @@ pub(super) fn wanted<'a>(
                     ClaimFile::Secret(_) | ClaimFile::ConfigMap(_) => "files",
                     ClaimFile::Token(_) => "identity",
                 },
-                source_: source,
+                file: source,
                 template: template.name_any(),
             });
         }
@@ -88,12 +90,52 @@ pub(super) fn wanted<'a>(
     Ok(Some(text))
 }
 
-/// Returns the sources of files that are to be written for a Sandbox now: they have not been yet,
-/// or their token is to be renewed.
-pub(super) fn due(sandbox: &Sandbox, now: Timestamp) -> Option<Vec<ClaimFile>> {
-    let is_due = is_pending(sandbox) || renewal(sandbox).is_some_and(|at| at <= now);
-    let text = sandbox.annotations().get(CLAIM_FILES).filter(|_| is_due)?;
-    parse_claim_files(text).ok()
+/// Returns the sources of files that are to be written for a Sandbox.
+pub(super) fn due(sandbox: &Sandbox) -> Option<Vec<ClaimFile>> {
+    let text = sandbox.annotations().get(CLAIM_FILES);
+    parse_claim_files(text.filter(|_| is_pending(sandbox))?).ok()
+}
+
+/// Returns the patch that corrects the sources of a Sandbox whose files are not written, after an
+/// edit of the claim. Sources that the Sandbox does not admit are left to the claim's author.
+pub(super) fn correction(claim: &SandboxClaim, sandbox: &Sandbox) -> Option<Value> {
+    let asked = claim.annotations().get(CLAIM_FILES);
+    if !is_pending(sandbox) || asked == sandbox.annotations().get(CLAIM_FILES) {
+        return None;
+    }
+    let late = sandbox.annotations().get(annotations::LATE_BIND);
+    let late = late.and_then(|value| LateBind::parse(value).ok());
+    let sources = asked.map(|text| parse_claim_files(text)).transpose().ok()?;
+    let is_admitted = |source: &ClaimFile| late.is_some_and(|late| late.admits(source));
+    let mut sources = sources.iter().flatten();
+    sources.all(is_admitted).then(|| {
+        let state = asked.map(|_| PENDING);
+        json!({"metadata": {
+            "uid": sandbox.uid(),
+            "resourceVersion": sandbox.resource_version(),
+            "annotations": {CLAIM_FILES: asked, CLAIM_SECRET: state},
+        }})
+    })
+}
+
+/// Reports whether written files need a look: their token is to be renewed, or the node does not
+/// find them.
+pub(super) fn need_upkeep(sandbox: &Sandbox, now: Timestamp) -> bool {
+    let shown = sandbox.status.as_ref().map(|status| &status.conditions[..]);
+    let bound = conditions::find(shown.unwrap_or_default(), conditions::BOUND);
+    let state = sandbox.annotations().get(CLAIM_SECRET);
+    state.is_some_and(|state| state == WRITTEN)
+        && (renewal(sandbox).is_some_and(|at| at <= now)
+            || bound.is_some_and(|bound| bound.reason == CLAIM_NOT_DELIVERED))
+}
+
+/// Returns the ServiceAccount whose token is among a Sandbox' files.
+pub(super) fn account(sandbox: &Sandbox) -> Option<String> {
+    let sources = parse_claim_files(sandbox.annotations().get(CLAIM_FILES)?).ok()?;
+    sources.into_iter().find_map(|source| match source {
+        ClaimFile::Token(name) => Some(name),
+        ClaimFile::Secret(_) | ClaimFile::ConfigMap(_) => None,
+    })
 }
 
 /// Reports whether no file of the claim has been written yet.
@@ -102,10 +144,12 @@ pub(super) fn is_pending(sandbox: &Sandbox) -> bool {
     state.is_some_and(|state| state == PENDING)
 }
 
-/// Returns the time until the token of a Sandbox' files is to be renewed.
+/// Returns the time until the token of a Sandbox' files is to be renewed, or its renewal tried
+/// again.
 pub(super) fn renewal_in(sandbox: &Sandbox, now: Timestamp) -> Option<Duration> {
     let left = renewal(sandbox)?.duration_since(now);
-    Some(Duration::try_from(left).unwrap_or_default())
+    let left = Duration::try_from(left).unwrap_or_default();
+    Some(if left.is_zero() { RENEWAL_RETRY } else { left })
 }
 
 fn renewal(sandbox: &Sandbox) -> Option<Timestamp> {
@@ -157,7 +201,7 @@ pub(super) fn secret(sandbox: &Sandbox, claim: &str, files: &Files) -> Value {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
-            "name": secret_name(&sandbox.name_any()),
+            "name": secret_name(&sandbox.uid().unwrap_or_default()),
             "namespace": sandbox.namespace(),
             "annotations": {annotations::CLAIM: claim},
             "ownerReferences": [owner],
@@ -180,14 +224,14 @@ pub(super) fn is_of(secret: &Secret, sandbox: &Sandbox, claim: &str) -> bool {
             == Some(claim)
 }
 
-/// Returns the patch of a Sandbox, in the version that was read, whose files are written. `renew`:
-/// time at which the token is renewed.
-pub(super) fn written(sandbox: &Sandbox, renew: Option<Timestamp>) -> Value {
+/// Returns the patch of a Sandbox, in the version that was read, whose files are in this state.
+/// `renew`: time at which the token is renewed.
+pub(super) fn noted(sandbox: &Sandbox, state: &str, renew: Option<Timestamp>) -> Value {
     json!({"metadata": {
         "uid": sandbox.uid(),
         "resourceVersion": sandbox.resource_version(),
         "annotations": {
-            CLAIM_SECRET: WRITTEN,
+            CLAIM_SECRET: state,
             CLAIM_TOKEN_UNTIL: renew.map(|at| at.to_string()),
         },
     }})

@@ -18,6 +18,10 @@ pub enum Refused {
         "claims may not fork SandboxSnapshot {0:?}: it does not have the label {CLAIMABLE}=true"
     )]
     NotClaimable(String),
+    #[error(
+        "the claim's environment variables cannot reach a sandbox that continues from memory: the template needs torpor.dev/late-bind with env; variables of the first container alone, without $("
+    )]
+    Variables,
 }
 
 /// Returns the name of the snapshot that a claim asks to fork.
@@ -37,6 +41,8 @@ pub(super) fn source<'a>(
     if !is_dns_subdomain(name) {
         return Err(Refused::Name(name.to_owned()));
     }
+    // The claim may have been edited since the snapshot was found.
+    let found = found.filter(|found| found.name_any() == name);
     let found = found.filter(|found| found.metadata.deletion_timestamp.is_none());
     let found = found.ok_or_else(|| Refused::Missing(name.to_owned()))?;
     let released = found.labels().get(CLAIMABLE);
@@ -81,6 +87,9 @@ mod tests {
         let kept = snapshot("false", None);
         let refused = Err(Refused::NotClaimable("s".to_owned()));
         assert_eq!(source(&asks, Some(&kept)), refused);
+        let other = claim(json!({FORK_OF: "t"}));
+        let missing = Err(Refused::Missing("t".to_owned()));
+        assert_eq!(source(&other, Some(&released)), missing);
         let elsewhere = claim(json!({FORK_OF: "other/s"}));
         let named = source(&elsewhere, Some(&released)).unwrap_err();
         assert!(named.to_string().contains("other/s"));

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use kube::ResourceExt;
 use serde_json::{Map, Value};
 use torpor_api::{
     Sandbox, SandboxClaim, SandboxTemplate,
@@ -21,6 +22,9 @@ pub(super) fn env(claim: &SandboxClaim, template: &SandboxTemplate) -> Option<St
     if wanted.is_empty() {
         return Some(String::new());
     }
+    if !of_template(template).env {
+        return None;
+    }
     let pod_spec = template.spec.pod_template.spec.json();
     let first = first_container(pod_spec);
     let is_late = |container: &str| container.is_empty() || Some(container) == first;
@@ -39,6 +43,15 @@ pub(super) fn env(claim: &SandboxClaim, template: &SandboxTemplate) -> Option<St
         .map(|one| (one.name.as_str(), one.value.as_str()))
         .collect();
     torpor_claim_env::write(last).ok()
+}
+
+/// Returns the additions that claims of a template may bring. A template without a RuntimeClass has
+/// no agent that delivers them.
+pub(super) fn of_template(template: &SandboxTemplate) -> LateBind {
+    let late = template.annotations().get(annotations::LATE_BIND);
+    let late = late.and_then(|value| LateBind::parse(value).ok());
+    let class = template.spec.pod_template.spec.runtime_class_name();
+    late.filter(|_| class.is_some()).unwrap_or_default()
 }
 
 fn first_container(pod_spec: &Map<String, Value>) -> Option<&str> {

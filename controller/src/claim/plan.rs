@@ -96,6 +96,9 @@ pub enum Action {
         sandbox: Arc<Sandbox>,
         sources: Vec<ClaimFile>,
     },
+    /// Look at the written files of the claim's Sandbox, and renew their token. A failure changes
+    /// nothing else.
+    KeepFiles(Arc<Sandbox>),
     DeleteSandbox {
         name: String,
         uid: String,
@@ -387,15 +390,23 @@ fn plan_bound(
             ..Plan::default()
         };
     }
-    if let Some(sources) = files::due(&sandbox, now) {
+    let corrected = files::correction(claim, &sandbox);
+    if let Some(patch) = corrected {
+        let name = sandbox.name_any();
+        return Plan {
+            steps: vec![Action::PatchSandbox { name, patch }],
+            ..Plan::default()
+        };
+    }
+    if let Some(sources) = files::due(&sandbox) {
         return Plan {
             steps: vec![Action::WriteFiles { sandbox, sources }],
             ..Plan::default()
         };
     }
     let patch = allowed.and_then(|()| adopt::propagation(claim, &sandbox));
-    match patch {
-        Err(why) => refused(why.into(), Some(sandbox)),
+    let mut plan = match patch {
+        Err(why) => refused(why.into(), Some(Arc::clone(&sandbox))),
         Ok(patch) => Plan {
             steps: patch
                 .map(|patch| Action::PatchSandbox {
@@ -404,13 +415,18 @@ fn plan_bound(
                 })
                 .into_iter()
                 .collect(),
-            requeue: files::renewal_in(&sandbox, now),
             keeps_status: binding::committed_name(claim).is_none()
                 && late_bind::is_from_before(&sandbox),
-            outlook: Outlook::Sandbox(sandbox),
+            outlook: Outlook::Sandbox(Arc::clone(&sandbox)),
             ..Plan::default()
         },
+    };
+    let renewal = files::renewal_in(&sandbox, now);
+    plan.requeue = plan.requeue.into_iter().chain(renewal).min();
+    if files::need_upkeep(&sandbox, now) {
+        plan.steps.push(Action::KeepFiles(sandbox));
     }
+    plan
 }
 
 fn plan_unbound(
@@ -437,10 +453,10 @@ fn plan_unbound(
     };
     let fork = fork::source(claim, observed.fork.as_deref())?;
     let late_env = late_bind::env(claim, template);
-    let additions = Additions {
-        env: late_env.clone().unwrap_or_default(),
-        files: files::wanted(claim, template)?.map(str::to_owned),
-    };
+    if fork.is_some() && late_env.is_none() {
+        return Err(fork::Refused::Variables.into());
+    }
+    let additions = additions(claim, template)?;
     let cold = || -> Result<Plan, Refusal> {
         let mut sandbox = sandbox_spec::sandbox(claim, template, &pod_metadata, &additions)?;
         isolated()?;
@@ -482,6 +498,17 @@ fn plan_unbound(
         }),
         Offered::Pending | Offered::Nothing => cold(),
     }
+}
+
+/// Returns the claim's additions to a sandbox that runs already.
+pub fn additions(
+    claim: &SandboxClaim,
+    template: &SandboxTemplate,
+) -> Result<Additions, files::Refused> {
+    Ok(Additions {
+        env: late_bind::env(claim, template).unwrap_or_default(),
+        files: files::wanted(claim, template)?.map(str::to_owned),
+    })
 }
 
 fn is_young(claim: &SandboxClaim, grace: Duration, now: Timestamp) -> bool {

@@ -164,7 +164,7 @@ pub fn pod(
         let brings_files = |late: &LateBind| late.files || late.identity;
         let late = sandbox.annotations().get(annotations::LATE_BIND);
         let late = late.and_then(|value| LateBind::parse(value).ok());
-        let secret = claim_volume::secret_name(&name);
+        let secret = claim_volume::secret_name(&sandbox.uid().unwrap_or_default());
         claim_volume::mount(&mut spec, late.filter(brings_files).map(|_| &*secret))?;
     }
     if let Start::Golden(golden) = start {

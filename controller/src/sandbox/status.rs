@@ -364,7 +364,8 @@ fn ready(state: &EndState<'_>, suspended: &Draft) -> Draft {
             None => "; Service does not exist",
         });
     }
-    if let Some(message) = state.own_pod().filter(|_| ready).and_then(unbound) {
+    let own = state.own_pod().filter(|_| ready);
+    if let Some(message) = own.and_then(|pod| unbound(state.sandbox, pod)) {
         return not_ready(reasons::BINDING, message);
     }
     if ready {
@@ -374,12 +375,19 @@ fn ready(state: &EndState<'_>, suspended: &Draft) -> Draft {
     not_ready(reasons::DEPENDENCIES_NOT_READY, message)
 }
 
-/// Returns what keeps the claim of a Pod from its sandbox, for the message; `None` if the Pod
-/// serves no claim, or the claim has arrived.
-fn unbound(pod: &Pod) -> Option<String> {
-    let claim = pod.annotations().get(annotations::CLAIM)?;
-    if claim.is_empty() {
-        return None;
+/// Returns what keeps the claim of a Sandbox from its Pod's sandbox, for the message; `None` if the
+/// Sandbox serves no claim that has to arrive there, or the claim has arrived.
+fn unbound(sandbox: &Sandbox, pod: &Pod) -> Option<String> {
+    let claim = sandbox.labels().get(labels::CLAIM_UID);
+    let claim = claim.filter(|_| annotations::binds(sandbox.annotations()))?;
+    let on_pod = pod.annotations().get(annotations::CLAIM);
+    let Some(on_pod) = on_pod else {
+        return Some(format!(
+            "Claim {claim} cannot arrive: the Pod was made without the volume for it. Delete the Pod"
+        ));
+    };
+    if on_pod != claim {
+        return Some(format!("Claim {claim} waits for its files"));
     }
     let conditions = pod
         .status

@@ -232,7 +232,7 @@ async fn files_and_a_token_of_a_claim_are_in_a_secret_before_the_node_hears_of_t
     let sandbox = cluster.get_sandbox(&taken);
     assert_eq!(*launch_type(&sandbox), "warm");
     let uid = claim(&cluster)["metadata"]["uid"].clone();
-    let secret = cluster.api.get("secrets", NS, &format!("{taken}-claim"));
+    let secret = cluster.api.get("secrets", NS, &secret_name(&sandbox));
     let secret = secret.expect("a Secret");
     assert_eq!(decoded(&secret, "key"), "key");
     assert_eq!(decoded(&secret, "settings.yaml"), "a: 1");
@@ -253,7 +253,7 @@ async fn files_and_a_token_of_a_claim_are_in_a_secret_before_the_node_hears_of_t
     let projected = &pod["spec"]["volumes"][0]["projected"]["sources"][1]["secret"];
     assert_eq!(
         *projected,
-        json!({"name": format!("{taken}-claim"), "optional": true})
+        json!({"name": secret_name(&sandbox), "optional": true})
     );
 
     // The token is renewed in the same Secret; the claim stays Ready.
@@ -263,13 +263,13 @@ async fn files_and_a_token_of_a_claim_are_in_a_secret_before_the_node_hears_of_t
     cluster.edit("sandboxes", &taken, &old);
     cluster.edit(
         "secrets",
-        &secret_name(&taken),
+        &secret_name(&sandbox),
         &json!({"data": {"token": "b2xk"}}),
     );
     passes(&cluster).await;
     let renewed = cluster
         .api
-        .get("secrets", NS, &secret_name(&taken))
+        .get("secrets", NS, &secret_name(&sandbox))
         .expect("a Secret");
     assert_eq!(decoded(&renewed, "token"), token);
     let until =
@@ -281,8 +281,9 @@ async fn files_and_a_token_of_a_claim_are_in_a_secret_before_the_node_hears_of_t
     assert_eq!(ready_of(&claim(&cluster))["status"], "True");
 }
 
-fn secret_name(sandbox: &str) -> String {
-    format!("{sandbox}-claim")
+fn secret_name(sandbox: &Value) -> String {
+    let uid = sandbox["metadata"]["uid"].as_str().expect("a UID");
+    format!("torpor-claim-{uid}")
 }
 
 #[tokio::test]
@@ -335,7 +336,7 @@ async fn a_secret_of_another_owner_stops_the_claim_and_stays() {
     let cluster = cluster(all_late());
     passes(&cluster).await;
     sources(&cluster, true);
-    let member = name(&cluster.api.list("sandboxes")[0]).to_owned();
+    let member = cluster.api.list("sandboxes")[0].clone();
     let foreign = json!({
         "metadata": {"name": secret_name(&member), "namespace": NS}, "data": {"key": "eA=="},
     });
@@ -410,4 +411,87 @@ async fn a_claim_forks_a_snapshot_that_its_owner_released_and_gets_its_variables
     assert_eq!(on_sandbox["torpor.dev/claim-env"], "export BRANCH=2\n");
     let members = cluster.api.list("sandboxes").len();
     assert_eq!(members, 2, "the member of the pool is left to others");
+}
+
+#[tokio::test]
+async fn files_of_a_claim_that_starts_cold_for_its_variables_are_delivered_too() {
+    let cluster = cluster(json!({"torpor.dev/late-bind": "files"}));
+    passes(&cluster).await;
+    sources(&cluster, true);
+    let mut asked = with_files("secret/keys");
+    asked["spec"] = json!({"env": [{"name": "A", "value": "1"}]});
+    cluster.claim("c", asked);
+    passes(&cluster).await;
+    let taken = cluster.held_by("c").expect("a Sandbox");
+    let sandbox = cluster.get_sandbox(&taken);
+    assert_eq!(*launch_type(&sandbox), "cold");
+    let secret = cluster.api.get("secrets", NS, &secret_name(&sandbox));
+    assert_eq!(decoded(&secret.expect("a Secret"), "key"), "key");
+}
+
+#[tokio::test]
+async fn a_claim_passes_over_members_without_the_volume_for_what_it_brings() {
+    let cluster = cluster(json!({}));
+    passes(&cluster).await;
+    let allowed = json!({"metadata": {"annotations": late()}});
+    cluster.edit("sandboxtemplates", "t", &allowed);
+    cluster.edit("sandboxwarmpools", "p", &json!({"spec": {"replicas": 3}}));
+    passes(&cluster).await;
+    for claim in ["a", "b"] {
+        cluster.claim(
+            claim,
+            json!({"spec": {"env": [{"name": "A", "value": "1"}]}}),
+        );
+        cluster.passes().await;
+        let held = cluster
+            .api
+            .list("sandboxes")
+            .into_iter()
+            .find(|one| one["metadata"]["annotations"]["torpor.dev/claim-env"].is_string());
+        assert_eq!(*launch_type(&held.expect("a Sandbox")), "warm", "{claim}");
+    }
+}
+
+#[tokio::test]
+async fn a_token_that_cannot_be_renewed_and_files_that_are_gone_leave_the_claim_as_it_is() {
+    let cluster = cluster(all_late());
+    passes(&cluster).await;
+    sources(&cluster, true);
+    cluster.claim("c", with_files("secret/keys,token/user"));
+    passes(&cluster).await;
+    let taken = cluster.held_by("c").expect("a Sandbox");
+    agent_reports(&cluster, &taken, "True", "Bound", "");
+    passes(&cluster).await;
+    // The Secret that was copied is not needed any more, and the account is not released any more.
+    cluster.api.remove("secrets", NS, "keys");
+    let kept = json!({"metadata": {"labels": {"torpor.dev/claimable": "false"}}});
+    cluster.edit("serviceaccounts", "user", &kept);
+    let old = json!({"metadata": {"annotations": {"torpor.dev/claim-token-until": "2026-01-01T00:00:00Z"}}});
+    cluster.edit("sandboxes", &taken, &old);
+    passes(&cluster).await;
+    assert_eq!(ready_of(&claim(&cluster))["status"], "True");
+    let ended = json!({"status": {"phase": "Failed"}});
+    cluster.api.edit("pods", NS, &taken, &ended);
+    passes(&cluster).await;
+    assert_eq!(
+        ready_of(&claim(&cluster))["status"],
+        "False",
+        "its state is mirrored"
+    );
+}
+
+#[tokio::test]
+async fn a_secret_of_written_files_that_is_gone_is_written_again() {
+    let cluster = cluster(all_late());
+    passes(&cluster).await;
+    sources(&cluster, true);
+    cluster.claim("c", with_files("secret/keys"));
+    passes(&cluster).await;
+    let taken = cluster.held_by("c").expect("a Sandbox");
+    let secret = secret_name(&cluster.get_sandbox(&taken));
+    cluster.api.remove("secrets", NS, &secret);
+    agent_reports(&cluster, &taken, "False", "ClaimNotDelivered", "");
+    passes(&cluster).await;
+    let again = cluster.api.get("secrets", NS, &secret).expect("a Secret");
+    assert_eq!(decoded(&again, "key"), "key");
 }

@@ -177,8 +177,8 @@ impl<'a> Planning<'a> {
             if self.has_waited(view.observed.failures.bind.as_ref(), min, max) {
                 let claim = claim.clone();
                 self.step(Action::Bind { claim }, None, None);
+                return;
             }
-            return;
         }
         self.look_when_idle();
         if view.dozes_unsaved() {

@@ -76,9 +76,8 @@ pub enum Action {
     /// runs), the executor appends [`Entry::WakeFailed`] with the reason.
     Wake { image: ImageId },
     /// Waits until the kubelet has written the claim's files into the volume of the running
-    /// sandbox, runs the user's command there, and notes in /run that the claim has arrived. The
-    /// outcome is `Already` if the sandbox has a mark of the same claim: then the command ran
-    /// before.
+    /// sandbox, runs the user's command there, and notes in /run that the claim has arrived. Where
+    /// the sandbox has a mark of the same claim, the command ran before and does not run again.
     Bind { claim: ClaimUid },
     /// Changes nothing but the ledger.
     Record,

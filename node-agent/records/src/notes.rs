@@ -326,9 +326,14 @@ impl Records {
     /// Returns the claim that has arrived in the sandbox, if the container that has it is still
     /// there.
     pub fn bound(&self, sandbox: &SandboxId) -> Result<Option<ClaimUid>, Error> {
-        let noted: Option<BoundNote> = read_if_there(&self.pod_dir(sandbox).join(BOUND))?;
+        let noted = self.bound_note(sandbox)?;
         let is_there = |note: &BoundNote| self.container_dir(&note.container).exists();
         Ok(noted.filter(is_there).map(|note| note.claim))
+    }
+
+    /// Reads the note of the claim that arrived last in the sandbox.
+    pub fn bound_note(&self, sandbox: &SandboxId) -> Result<Option<BoundNote>, Error> {
+        read_if_there(&self.pod_dir(sandbox).join(BOUND))
     }
 
     /// Records the last wake with the durations of its stages.

@@ -25,6 +25,8 @@ use crate::restore::Refusal;
 
 /// The user's command for the arrival of a claim: a JSON array of words.
 const ON_CLAIM_EXEC: &str = "torpor.dev/on-claim-exec";
+/// End of the volume's path on the host: its kind and the name that the controller gives it.
+const VOLUME: &str = "kubernetes.io~projected/torpor-claim";
 /// Path in the container: the folder and the file.
 const FOLDER: &str = "/run/torpor";
 const FILE: &str = "claim";
@@ -46,11 +48,15 @@ const EXEC_FAILED: &str = "OnClaimExecFailed";
 pub fn bind(node: &Node, sandbox: &SandboxId, claim: &ClaimUid) -> anyhow::Result<Answer> {
     let (part, volume) = receiver(node, sandbox)?;
     wait_for(&volume, claim)?;
-    if hook::run_helper(node, &part, &["has-claim", claim.as_str()]).is_err() {
+    // A mark on a volume outlives its container. The command has not run in a container that took
+    // the place of the one that was noted.
+    let noted = node.records.bound_note(sandbox)?;
+    let is_replaced = noted.is_some_and(|note| note.claim == *claim && note.container != part.id);
+    let has_mark = || hook::run_helper(node, &part, &["has-claim", claim.as_str()]).is_ok();
+    if is_replaced || !has_mark() {
         let spec = Spec(node.records.spec(&sandbox.clone().into())?);
         if let Some(command) = spec.annotation(ON_CLAIM_EXEC) {
-            let mut variables = variables_in(&volume);
-            variables.push(("TORPOR_CLAIM".to_owned(), claim.to_string()));
+            let variables = [("TORPOR_CLAIM".to_owned(), claim.to_string())];
             hook::run(node, &part, command, &variables).map_err(|error| Refusal {
                 reason: EXEC_FAILED,
                 message: format!("the command of {ON_CLAIM_EXEC} failed: {error:#}"),
@@ -88,13 +94,14 @@ fn receiver(node: &Node, sandbox: &SandboxId) -> anyhow::Result<(ContainerRecord
 }
 
 /// Returns the path on the host of the volume for a claim, if the container with this OCI spec
-/// mounts it.
+/// mounts it. Another volume at its path is not taken for it.
 fn volume(spec: &Value) -> Option<PathBuf> {
     let mounts = spec.get("mounts")?.as_array()?;
     let mount = mounts
         .iter()
         .find(|mount| mount["destination"] == DIRECTORY)?;
-    Some(PathBuf::from(mount.get("source")?.as_str()?))
+    let source = PathBuf::from(mount.get("source")?.as_str()?);
+    source.ends_with(VOLUME).then_some(source)
 }
 
 /// Waits until the kubelet has written the claim's files.
@@ -224,9 +231,25 @@ mod tests {
 
     use super::*;
 
+    /// A directory with the end of a volume's path.
+    struct Volume(tempfile::TempDir, PathBuf);
+
+    impl Volume {
+        fn new() -> Self {
+            let pod = tempfile::tempdir().expect("a directory");
+            let path = pod.path().join(VOLUME);
+            std::fs::create_dir_all(&path).expect("made");
+            Self(pod, path)
+        }
+
+        fn path(&self) -> &Path {
+            &self.1
+        }
+    }
+
     /// A volume as the kubelet writes it (pkg/volume/util/atomic_writer.go).
-    fn written(uid: &str, env: &str) -> tempfile::TempDir {
-        let volume = tempfile::tempdir().expect("a directory");
+    fn written(uid: &str, env: &str) -> Volume {
+        let volume = Volume::new();
         let data = volume.path().join("..2026_11_27_12_00_00.1");
         std::fs::create_dir(&data).expect("made");
         std::fs::write(data.join(UID), uid).expect("written");
@@ -260,10 +283,14 @@ mod tests {
     #[test]
     fn a_container_without_a_claim_keeps_its_variables() {
         let empty = written("", "");
-        let nothing = tempfile::tempdir().expect("a directory");
+        let nothing = Volume::new();
+        let other = written("uid-1", "export A=1\n");
+        let renamed = other.0.path().join("kubernetes.io~projected/other");
+        std::fs::rename(other.path(), &renamed).expect("moved");
         for spec in [
             spec(empty.path()),
             spec(nothing.path()),
+            spec(&renamed),
             json!({"mounts": []}),
         ] {
             let mut process = json!({"env": ["A=old"]});
@@ -317,7 +344,6 @@ mod tests {
         let kubelet = std::thread::spawn(move || {
             let made = written("uid-1", "");
             std::fs::rename(made.path(), path.join("v")).expect("moved");
-            std::mem::forget(made);
         });
         wait_for(&late.path().join("v"), &claim).expect("they come");
         kubelet.join().expect("it ended");

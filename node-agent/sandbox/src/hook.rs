@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use torpor_records::ContainerRecord;
 use torpor_runsc::exec::exec_args;
 
-use crate::claim::set_variables;
+use crate::claim::{add_variables, set_variables};
 use crate::node::Node;
 use crate::process::{Process, nothing, own_program};
 
@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 const HELPER_LIMIT: Duration = Duration::from_secs(5);
 
 /// Runs a user's command as a process of the container, with these variables besides the
-/// container's own. `command`: a JSON array of words. Errors: it does not end within
+/// container's and the claim's. `command`: a JSON array of words. Errors: it does not end within
 /// [`LIMIT`], or with an exit code other than 0.
 pub(crate) fn run(
     node: &Node,
@@ -34,6 +34,7 @@ pub(crate) fn run(
     let mut process = spec["process"].clone();
     process["args"] = json!(words);
     process["terminal"] = json!(false);
+    add_variables(&mut process, &spec);
     set_variables(&mut process, variables);
     let args = exec_args(&process, &spec, part.id.as_str())?;
     let code = end_of(node, part, &args, None, LIMIT)?;

@@ -94,36 +94,90 @@ fn sandbox(on_sandbox: Value) -> Sandbox {
     .unwrap()
 }
 
-#[test]
-fn files_are_due_until_they_are_written_and_when_a_token_grows_old() {
-    let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
-    let state = |state: &str, until: Value| {
-        let mut all = json!({CLAIM_FILES: "secret/a", CLAIM_SECRET: state});
-        if until.is_string() {
-            all[CLAIM_TOKEN_UNTIL] = until;
-        }
-        sandbox(all)
-    };
-    for (found, is_due) in [
-        (state(PENDING, Value::Null), true),
-        (state(WRITTEN, Value::Null), false),
-        (state(WRITTEN, "2026-11-27T12:00:00Z".into()), true),
-        (state(WRITTEN, "2026-11-27T12:10:00Z".into()), false),
-        (sandbox(json!({})), false),
-    ] {
-        assert_eq!(due(&found, now).is_some(), is_due, "{:?}", found.metadata);
+fn state(state: &str, until: Value, reason: &str) -> Sandbox {
+    let mut all = json!({CLAIM_FILES: "secret/a,token/b", CLAIM_SECRET: state});
+    if until.is_string() {
+        all[CLAIM_TOKEN_UNTIL] = until;
     }
-    let later = state(WRITTEN, "2026-11-27T12:10:00Z".into());
+    let mut sandbox = sandbox(all);
+    sandbox.status = serde_json::from_value(json!({"conditions": [{
+        "type": "Bound", "status": "False", "reason": reason, "message": "",
+        "lastTransitionTime": "2026-11-27T12:00:00Z",
+    }]}))
+    .unwrap();
+    sandbox
+}
+
+#[test]
+fn files_are_due_until_they_are_written_and_looked_at_when_a_token_grows_old() {
+    let now: Timestamp = "2026-11-27T12:00:00Z".parse().unwrap();
+    for (found, is_due, needs_upkeep) in [
+        (state(PENDING, Value::Null, "Binding"), true, false),
+        (state(WRITTEN, Value::Null, "Binding"), false, false),
+        (
+            state(WRITTEN, Value::Null, "ClaimNotDelivered"),
+            false,
+            true,
+        ),
+        (
+            state(PENDING, Value::Null, "ClaimNotDelivered"),
+            true,
+            false,
+        ),
+        (
+            state(WRITTEN, "2026-11-27T12:00:00Z".into(), "Bound"),
+            false,
+            true,
+        ),
+        (
+            state(WRITTEN, "2026-11-27T12:10:00Z".into(), "Bound"),
+            false,
+            false,
+        ),
+        (sandbox(json!({})), false, false),
+    ] {
+        let found = (due(&found).is_some(), need_upkeep(&found, now));
+        assert_eq!(found, (is_due, needs_upkeep));
+    }
+    let later = state(WRITTEN, "2026-11-27T12:10:00Z".into(), "Bound");
     assert_eq!(renewal_in(&later, now), Some(Duration::from_secs(600)));
+    let over = state(WRITTEN, "2026-11-27T11:00:00Z".into(), "Bound");
+    assert_eq!(renewal_in(&over, now), Some(Duration::from_secs(60)));
+    assert_eq!(account(&later).as_deref(), Some("b"));
     let expires = "2026-11-27T13:00:00Z".parse().unwrap();
     assert_eq!(renew_at(expires, now).to_string(), "2026-11-27T12:48:00Z");
+}
+
+#[test]
+fn an_edit_of_the_claim_corrects_sources_that_are_not_written() {
+    let mut pending = state(PENDING, Value::Null, "Binding");
+    let late = (annotations::LATE_BIND.to_owned(), "files".to_owned());
+    pending.annotations_mut().extend([late.clone()]);
+    let patched = |files: &str| {
+        let patch = correction(&claim(files), &pending)?;
+        patch["metadata"]["annotations"][CLAIM_FILES]
+            .as_str()
+            .map(str::to_owned)
+    };
+    assert_eq!(patched("secret/b").as_deref(), Some("secret/b"));
+    // The same; no form; not admitted.
+    for same in ["secret/a,token/b", "secret", "secret/b,token/b"] {
+        assert_eq!(patched(same), None, "{same}");
+    }
+    let mut none = claim("");
+    none.annotations_mut().clear();
+    let removed = correction(&none, &pending).unwrap();
+    assert!(removed["metadata"]["annotations"][CLAIM_SECRET].is_null());
+    let mut written = state(WRITTEN, Value::Null, "Binding");
+    written.annotations_mut().extend([late]);
+    assert_eq!(correction(&claim("secret/b"), &written), None);
 }
 
 #[test]
 fn a_secret_goes_with_its_sandbox_and_is_known_again() {
     let owner = sandbox(json!({}));
     let made = secret(&owner, "claim-1", &Files::new());
-    assert_eq!(made["metadata"]["name"], "s-claim");
+    assert_eq!(made["metadata"]["name"], "torpor-claim-u-s");
     let made: Secret = serde_json::from_value(made).unwrap();
     assert!(is_of(&made, &owner, "claim-1"));
     assert!(!is_of(&made, &owner, "claim-2"));

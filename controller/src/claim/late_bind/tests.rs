@@ -13,10 +13,13 @@ fn claim(env: Value) -> SandboxClaim {
 
 fn template(policy: &str) -> SandboxTemplate {
     serde_json::from_value(json!({
-        "metadata": {"name": "t", "namespace": "n"},
+        "metadata": {
+            "name": "t", "namespace": "n", "annotations": {annotations::LATE_BIND: "env"},
+        },
         "spec": {
             "envVarsInjectionPolicy": policy,
             "podTemplate": {"spec": {
+                "runtimeClassName": "torpor",
                 "containers": [
                     {"name": "main", "image": "i", "env": [{"name": "HAS", "value": "1"}]},
                     {"name": "other", "image": "i"},
@@ -35,6 +38,17 @@ fn variables_of_the_first_container_are_late() {
     let late = env(&both, &template("Allowed"));
     assert_eq!(late.unwrap(), "export A=\"it's\"\nexport B=2\n");
     assert_eq!(env(&claim(json!([])), &template("Disallowed")).unwrap(), "");
+}
+
+#[test]
+fn variables_are_late_only_where_the_template_says_so() {
+    let asks = claim(json!([{"name": "A", "value": "1"}]));
+    for late in ["files", "bad"] {
+        let mut template = template("Allowed");
+        let key = annotations::LATE_BIND.to_owned();
+        template.annotations_mut().insert(key, late.to_owned());
+        assert_eq!(env(&asks, &template), None, "{late}");
+    }
 }
 
 #[test]

@@ -92,6 +92,7 @@ fn steps(plan: &Plan) -> Vec<String> {
             Action::CreateSandbox(sandbox) => {
                 format!("create {}", sandbox["metadata"]["name"].as_str().unwrap())
             }
+            Action::KeepFiles(sandbox) => format!("keep files of {}", sandbox.name_any()),
             Action::DeleteSandbox {
                 name,
                 resource_version,

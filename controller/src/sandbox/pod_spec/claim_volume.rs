@@ -7,6 +7,8 @@ use serde_json::{Map, Value, json};
 use torpor_api::annotations::{CLAIM, CLAIM_ENV, CLAIM_SECRET, LATE_BIND};
 use torpor_claim_env::{DIRECTORY, ENV, FILES, UID};
 
+use super::inject::{first_container, push};
+
 /// Name of the volume.
 const NAME: &str = "torpor-claim";
 
@@ -21,9 +23,10 @@ pub enum Error {
     Taken { what: &'static str, name: String },
 }
 
-/// Returns the name of the Secret with the files that a claim brings to a Sandbox.
-pub fn secret_name(sandbox: &str) -> String {
-    format!("{sandbox}-claim")
+/// Returns the name of the Secret with the files that a claim brings to the Sandbox of this UID.
+/// The Pod mounts it by name, so that no other Secret may have the name, before or after.
+pub fn secret_name(sandbox_uid: &str) -> String {
+    format!("torpor-claim-{sandbox_uid}")
 }
 
 /// Adds the volume, and mounts it in the first container. `secret`: the Secret with files, where
@@ -36,16 +39,21 @@ pub(super) fn mount(spec: &mut Map<String, Value>, secret: Option<&str>) -> Resu
     if is_named(spec.get("volumes"), "name", NAME) {
         return Err(taken("volume", NAME));
     }
-    let container = spec
-        .get_mut("containers")
-        .and_then(|all| all.get_mut(0))
-        .and_then(Value::as_object_mut)
-        .ok_or(Error::NoContainer)?;
-    for path in [DIRECTORY, &format!("{DIRECTORY}/")] {
-        if is_named(container.get("volumeMounts"), "mountPath", path) {
-            return Err(taken("mountPath", path));
+    for list in ["containers", "initContainers"] {
+        let containers = spec.get(list).and_then(Value::as_array);
+        for container in containers.into_iter().flatten() {
+            let mounts = container.get("volumeMounts");
+            if is_named(mounts, "name", NAME) {
+                return Err(taken("volumeMount", NAME));
+            }
+            for path in [DIRECTORY, &format!("{DIRECTORY}/")] {
+                if is_named(mounts, "mountPath", path) {
+                    return Err(taken("mountPath", path));
+                }
+            }
         }
     }
+    let container = first_container(spec).ok_or(Error::NoContainer)?;
     let mount = json!({"name": NAME, "mountPath": DIRECTORY, "readOnly": true});
     push(container, "volumeMounts", mount);
     let file = |path: &str, key: &str| {
@@ -73,14 +81,6 @@ fn is_named(list: Option<&Value>, field: &str, name: &str) -> bool {
     all.into_iter().any(|one| one[field] == name)
 }
 
-fn push(map: &mut Map<String, Value>, key: &str, item: Value) {
-    let list = map.entry(key).or_insert_with(|| json!([]));
-    match list {
-        Value::Array(all) => all.push(item),
-        other => *other = json!([item]),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -95,7 +95,7 @@ mod tests {
             "containers": [{"name": "a", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}, {"name": "b"}],
             "volumes": [{"name": "v", "emptyDir": {}}],
         }));
-        mount(&mut spec, Some(&secret_name("s"))).unwrap();
+        mount(&mut spec, Some(&secret_name("u-s"))).unwrap();
         assert_eq!(
             spec["containers"],
             json!([
@@ -109,7 +109,7 @@ mod tests {
         let sources = &spec["volumes"][1]["projected"]["sources"];
         assert_eq!(
             sources[1],
-            json!({"secret": {"name": "s-claim", "optional": true}})
+            json!({"secret": {"name": "torpor-claim-u-s", "optional": true}})
         );
         let items = &sources[0]["downwardAPI"]["items"];
         assert_eq!(
@@ -127,7 +127,11 @@ mod tests {
                 "volume",
             ),
             (
-                json!({"containers": [{"volumeMounts": [{"mountPath": "/run/claim"}]}]}),
+                json!({"containers": [{}, {"volumeMounts": [{"name": "torpor-claim"}]}]}),
+                "volumeMount",
+            ),
+            (
+                json!({"containers": [{}, {"volumeMounts": [{"mountPath": "/run/claim"}]}]}),
                 "mountPath",
             ),
             (

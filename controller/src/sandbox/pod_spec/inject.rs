@@ -106,7 +106,7 @@ pub(super) fn inject(
     Ok(())
 }
 
-fn first_container(spec: &mut Map<String, Value>) -> Option<&mut Map<String, Value>> {
+pub(super) fn first_container(spec: &mut Map<String, Value>) -> Option<&mut Map<String, Value>> {
     spec.get_mut("containers")?.get_mut(0)?.as_object_mut()
 }
 
@@ -237,7 +237,7 @@ fn installer(image: &str, resources: Value) -> Value {
     })
 }
 
-fn push(map: &mut Map<String, Value>, key: &str, item: Value) {
+pub(super) fn push(map: &mut Map<String, Value>, key: &str, item: Value) {
     list(map, key).push(item);
 }
 

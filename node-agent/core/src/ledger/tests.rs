@@ -48,8 +48,6 @@ fn a_life() -> Vec<Entry> {
     ]
 }
 
-/// Fixes the bytes of version 1. If this test fails, ledgers on disk cannot be read any more: make
-/// a new version instead.
 #[test]
 fn a_sum_without_word_of_a_run_is_of_a_sandbox_that_ran() {
     let written = serde_json::json!({"entry": "Folded", "state": {
@@ -65,6 +63,8 @@ fn a_sum_without_word_of_a_run_is_of_a_sandbox_that_ran() {
     assert!(!serde_json::to_string(&state).unwrap().contains("ran"));
 }
 
+/// Fixes the bytes of version 1. If this test fails, ledgers on disk cannot be read any more: make
+/// a new version instead.
 #[test]
 fn the_bytes_of_version_1_stay_as_they_are() {
     let golden = concat!(

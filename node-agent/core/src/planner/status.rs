@@ -415,6 +415,10 @@ impl Describer<'_> {
             let message = format!("Claim {claim} has arrived in the sandbox.");
             return Some(draft(Truth::True, reasons::BOUND, message));
         }
+        // A sandbox that sleeps receives its claim once it runs; the Pod's condition stays.
+        if observed.live == Live::None && self.view.ledger.memory.image().is_some() {
+            return None;
+        }
         Some(match &observed.failures.bind {
             Some(Failure {
                 reason,

@@ -86,14 +86,14 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Returns the claim that is to arrive in the sandbox now: the sandbox runs, is ready, and is
-    /// not about to be saved.
+    /// Returns the claim that is to arrive in the sandbox now: the sandbox is ready, and is neither
+    /// frozen nor about to end. A request to sleep, or for an image, waits for that.
     pub(super) fn claim_to_bind(&self) -> Option<&'a ClaimUid> {
-        let may = self.target == Power::Awake
+        let may = self.target != Power::Frozen
+            && !self.desired.suspending()
             && self.is_present()
             && self.desired.ready
-            && self.awaited_container().is_none()
-            && self.needing_image().next().is_none();
+            && self.awaited_container().is_none();
         unbound(self.desired, self.observed).filter(|_| may)
     }
 

@@ -36,6 +36,8 @@ fn a_claim_is_bound_once_its_sandbox_runs() {
 fn a_sleeping_member_wakes_first_and_a_pod_that_ends_binds_nothing() {
     assert_steps(&claimed(Power::Awake), &hibernated(), &[StepKind::Wake]);
     assert_steps(&claimed(Power::Asleep), &hibernated(), &[]);
+    let asleep = planned(&claimed(Power::Asleep), &hibernated());
+    assert_eq!(asleep.status.bound, None, "the Pod's condition stays");
     let running = observed(Live::Running, &[], &[]);
     for pod in [PodPresence::Terminating, PodPresence::Gone] {
         let ending = Desired {
@@ -110,6 +112,27 @@ fn a_failed_bind_waits_and_shows_why() {
     running.failures.note(&bind, &Outcome::Done, at(1002));
     let plan = planned(&claimed(Power::Awake), &running);
     assert_eq!(plan.status.bound.unwrap().reason, "Binding");
+}
+
+#[test]
+fn a_request_to_sleep_or_for_an_image_waits_for_the_claim_but_not_for_its_failures() {
+    let mut running = observed(Live::Running, &[], &[]);
+    let mut imaged = claimed(Power::Awake);
+    imaged.snapshots = vec![snapshot("s", SnapshotReason::Manual)];
+    for wanted in [claimed(Power::Asleep), imaged] {
+        running.failures = Failures::default();
+        assert_steps(&wanted, &running, &[StepKind::Bind]);
+        let bind = Action::Bind {
+            claim: ClaimUid::new("claim-1").unwrap(),
+        };
+        let failed = Outcome::Unknown {
+            message: "no answer".into(),
+        };
+        running.failures.note(&bind, &failed, at(1000));
+        let kinds = kinds(&planned(&wanted, &running));
+        assert!(kinds.contains(&StepKind::Checkpoint), "{kinds:?}");
+    }
+    assert!(!kinds(&planned(&claimed(Power::Frozen), &running)).contains(&StepKind::Bind));
 }
 
 #[test]
