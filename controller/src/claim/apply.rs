@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use jiff::Timestamp;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
 use serde_json::Value;
@@ -161,7 +162,7 @@ async fn keep_files(
 ) -> Result<Step, Error> {
     let claim = Arc::clone(&session.observed.claim);
     let uid = claim.uid().unwrap_or_default();
-    let account = files::account(sandbox);
+    let account = files::account_to_renew(sandbox, Timestamp::now());
     let kept = deliver::keep(sandbox, &uid, account.as_deref(), &context.api).await;
     let patch = match kept {
         Ok(Kept::Whole) => return Ok(Step::Done),

@@ -129,8 +129,9 @@ pub(super) fn need_upkeep(sandbox: &Sandbox, now: Timestamp) -> bool {
             || bound.is_some_and(|bound| bound.reason == CLAIM_NOT_DELIVERED))
 }
 
-/// Returns the ServiceAccount whose token is among a Sandbox' files.
-pub(super) fn account(sandbox: &Sandbox) -> Option<String> {
+/// Returns the ServiceAccount whose token among a Sandbox' files is to be renewed now.
+pub(super) fn account_to_renew(sandbox: &Sandbox, now: Timestamp) -> Option<String> {
+    renewal(sandbox).filter(|at| *at <= now)?;
     let sources = parse_claim_files(sandbox.annotations().get(CLAIM_FILES)?).ok()?;
     sources.into_iter().find_map(|source| match source {
         ClaimFile::Token(name) => Some(name),

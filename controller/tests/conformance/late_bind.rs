@@ -485,10 +485,16 @@ async fn a_secret_of_written_files_that_is_gone_is_written_again() {
     let cluster = cluster(all_late());
     passes(&cluster).await;
     sources(&cluster, true);
-    cluster.claim("c", with_files("secret/keys"));
+    cluster.claim("c", with_files("secret/keys,token/user"));
     passes(&cluster).await;
     let taken = cluster.held_by("c").expect("a Sandbox");
     let secret = secret_name(&cluster.get_sandbox(&taken));
+    // The node may not have seen files that are there.
+    agent_reports(&cluster, &taken, "False", "ClaimNotDelivered", "1");
+    cluster.api.take_all_writes();
+    passes(&cluster).await;
+    let tokens = cluster.api.take_all_writes();
+    assert!(tokens.iter().all(|write| write.kind != "serviceaccounts"));
     cluster.api.remove("secrets", NS, &secret);
     agent_reports(&cluster, &taken, "False", "ClaimNotDelivered", "");
     passes(&cluster).await;

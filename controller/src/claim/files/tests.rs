@@ -143,7 +143,8 @@ fn files_are_due_until_they_are_written_and_looked_at_when_a_token_grows_old() {
     assert_eq!(renewal_in(&later, now), Some(Duration::from_secs(600)));
     let over = state(WRITTEN, "2026-11-27T11:00:00Z".into(), "Bound");
     assert_eq!(renewal_in(&over, now), Some(Duration::from_secs(60)));
-    assert_eq!(account(&later).as_deref(), Some("b"));
+    assert_eq!(account_to_renew(&over, now).as_deref(), Some("b"));
+    assert_eq!(account_to_renew(&later, now), None);
     let expires = "2026-11-27T13:00:00Z".parse().unwrap();
     assert_eq!(renew_at(expires, now).to_string(), "2026-11-27T12:48:00Z");
 }
