@@ -1,5 +1,7 @@
 //! Tests of a Pod's task with an apiserver and a store: a Pod that is gone and has left its memory.
 
+use std::collections::BTreeSet;
+
 use serde_json::{Value, json};
 use torpor_core::Entry;
 use torpor_core::ids::ImageId;
@@ -39,6 +41,10 @@ impl Bench {
         let pod = image.pod().clone();
         let ledger = node.store.ledger(&pod).expect("a ledger");
         for entry in [
+            Entry::Saving {
+                image: image.clone(),
+                snapshots: BTreeSet::new(),
+            },
             Entry::Committed {
                 image: image.clone(),
             },
