@@ -10,7 +10,7 @@
 use crate::documented::documented;
 
 pub use heat::Heat;
-pub use late_bind::{ClaimFile, LateBind, binds, parse_claim_files};
+pub use late_bind::{BINDING, ClaimFile, LateBind, binds, parse_claim_files};
 pub use settings::Settings;
 pub use sleep_after::{SleepAfter, doze_after, hibernate_after};
 pub use values::{

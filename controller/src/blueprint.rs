@@ -41,10 +41,6 @@ const TEMPLATE_SETTINGS: [&[&str]; 7] = [
     &[annotations::ON_CLAIM_EXEC],
 ];
 
-/// Settings of [`TEMPLATE_SETTINGS`] that a node agent carries out in a sandbox that runs. A
-/// template without a RuntimeClass has none: no agent acts on its Pods.
-const BINDING_SETTINGS: [&str; 2] = [annotations::LATE_BIND, annotations::ON_CLAIM_EXEC];
-
 /// Returns the template's pod spec with the secure defaults.
 ///
 /// They are: no service account token unless the template asks for one, and public name servers
@@ -106,6 +102,7 @@ pub fn sandbox_annotations(template: &SandboxTemplate) -> Value {
         pod_template
             .is_some_and(|annotations| names.iter().any(|key| annotations.contains_key(*key)))
     };
+    // No agent acts on the Pods of a template without a RuntimeClass.
     let has_agent = template
         .spec
         .pod_template
@@ -113,7 +110,7 @@ pub fn sandbox_annotations(template: &SandboxTemplate) -> Value {
         .runtime_class_name()
         .is_some();
     let names = TEMPLATE_SETTINGS.into_iter().filter(|names| !hides(names));
-    let applies = |key: &&&str| has_agent || !BINDING_SETTINGS.contains(*key);
+    let applies = |key: &&&str| has_agent || !annotations::BINDING.contains(*key);
     for key in names.flatten().filter(applies) {
         if let Some(value) = template.annotations().get(*key) {
             all[*key] = value.clone().into();

@@ -31,15 +31,23 @@ pub enum ClaimFile {
     Token(String),
 }
 
+/// Settings that the node agent carries out in a sandbox that runs.
+pub const BINDING: [&str; 2] = [LATE_BIND, ON_CLAIM_EXEC];
+
 /// Reports whether a claim arrives in a Sandbox with these annotations by the node agent: the claim
 /// waits for that.
 pub fn binds(sandbox: &BTreeMap<String, String>) -> bool {
-    [LATE_BIND, ON_CLAIM_EXEC]
-        .iter()
-        .any(|key| sandbox.contains_key(*key))
+    BINDING.iter().any(|key| sandbox.contains_key(*key))
 }
 
 impl LateBind {
+    /// Reads the annotation of a Sandbox or a template. A missing or wrong value admits nothing.
+    pub fn of(annotations: &BTreeMap<String, String>) -> Self {
+        let value = annotations.get(LATE_BIND);
+        let parsed = value.and_then(|value| Self::parse(value).ok());
+        parsed.unwrap_or_default()
+    }
+
     /// Parses the annotation's value.
     pub fn parse(value: &str) -> Result<Self, InvalidAnnotation> {
         let mut parsed = Self::default();

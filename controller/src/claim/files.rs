@@ -103,10 +103,9 @@ pub(super) fn correction(claim: &SandboxClaim, sandbox: &Sandbox) -> Option<Valu
     if !is_pending(sandbox) || asked == sandbox.annotations().get(CLAIM_FILES) {
         return None;
     }
-    let late = sandbox.annotations().get(annotations::LATE_BIND);
-    let late = late.and_then(|value| LateBind::parse(value).ok());
+    let late = LateBind::of(sandbox.annotations());
     let sources = asked.map(|text| parse_claim_files(text)).transpose().ok()?;
-    let is_admitted = |source: &ClaimFile| late.is_some_and(|late| late.admits(source));
+    let is_admitted = |source: &ClaimFile| late.admits(source);
     let mut sources = sources.iter().flatten();
     sources.all(is_admitted).then(|| {
         let state = asked.map(|_| PENDING);

@@ -48,10 +48,10 @@ pub(super) fn env(claim: &SandboxClaim, template: &SandboxTemplate) -> Option<St
 /// Returns the additions that claims of a template may bring. A template without a RuntimeClass has
 /// no agent that delivers them.
 pub(super) fn of_template(template: &SandboxTemplate) -> LateBind {
-    let late = template.annotations().get(annotations::LATE_BIND);
-    let late = late.and_then(|value| LateBind::parse(value).ok());
-    let class = template.spec.pod_template.spec.runtime_class_name();
-    late.filter(|_| class.is_some()).unwrap_or_default()
+    match template.spec.pod_template.spec.runtime_class_name() {
+        Some(_) => LateBind::of(template.annotations()),
+        None => LateBind::default(),
+    }
 }
 
 fn first_container(pod_spec: &Map<String, Value>) -> Option<&str> {
@@ -71,9 +71,7 @@ impl Additions {
     /// Reports whether they can reach a Sandbox with these annotations. A member of a pool that is
     /// older than its template's setting has no volume for them.
     pub(super) fn suit(&self, sandbox: &BTreeMap<String, String>) -> bool {
-        let late = sandbox.get(annotations::LATE_BIND);
-        let late = late.and_then(|value| LateBind::parse(value).ok());
-        let late = late.unwrap_or_default();
+        let late = LateBind::of(sandbox);
         let files = self.files.as_deref().unwrap_or_default();
         let sources = annotations::parse_claim_files(files).unwrap_or_default();
         (self.env.is_empty() || late.env) && sources.iter().all(|source| late.admits(source))

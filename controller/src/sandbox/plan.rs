@@ -406,18 +406,7 @@ pub fn must_confirm_snapshots(observed: &Observed) -> bool {
     let may_have_slept = condition(conditions::SUSPENDED)
         .is_some_and(|condition| condition.status == "True")
         || condition(conditions::HIBERNATED).is_some();
-    may_have_slept
-        && !observed.snapshots_are_certain
-        && sandbox.metadata.deletion_timestamp.is_none()
-        && sandbox.spec.operating_mode == torpor_api::OperatingMode::Running
-        && sandbox
-            .spec
-            .pod_template
-            .spec
-            .runtime_class_name()
-            .is_some()
-        && !has_pod(observed)
-        && !memory::has_image(&validate(observed), observed)
+    may_have_slept && !observed.snapshots_are_certain && starts_without_memory(observed)
 }
 
 /// Reports whether the Sandbox must be read from the apiserver before it starts without memory.
@@ -428,16 +417,16 @@ pub fn must_confirm_sandbox(observed: &Observed) -> bool {
     // A new Sandbox had no Pod.
     let had_a_pod =
         sandbox.status.is_some() && sandbox.annotations().contains_key(annotations::POD_NAME);
-    had_a_pod
-        && !observed.sandbox_is_certain
-        && sandbox.metadata.deletion_timestamp.is_none()
+    had_a_pod && !observed.sandbox_is_certain && starts_without_memory(observed)
+}
+
+/// Reports whether the next Pod of a Sandbox that an agent could have saved would have no memory.
+fn starts_without_memory(observed: &Observed) -> bool {
+    let sandbox = &*observed.sandbox;
+    let class = sandbox.spec.pod_template.spec.runtime_class_name();
+    sandbox.metadata.deletion_timestamp.is_none()
         && sandbox.spec.operating_mode == torpor_api::OperatingMode::Running
-        && sandbox
-            .spec
-            .pod_template
-            .spec
-            .runtime_class_name()
-            .is_some()
+        && class.is_some()
         && !has_pod(observed)
         && !memory::has_image(&validate(observed), observed)
 }

@@ -161,11 +161,10 @@ pub fn pod(
         inject::inject(&mut spec, image, !matches!(start, Start::Memory(_)))?;
     }
     if annotations::binds(sandbox.annotations()) {
-        let brings_files = |late: &LateBind| late.files || late.identity;
-        let late = sandbox.annotations().get(annotations::LATE_BIND);
-        let late = late.and_then(|value| LateBind::parse(value).ok());
+        let late = LateBind::of(sandbox.annotations());
         let secret = claim_volume::secret_name(&sandbox.uid().unwrap_or_default());
-        claim_volume::mount(&mut spec, late.filter(brings_files).map(|_| &*secret))?;
+        let brings_files = late.files || late.identity;
+        claim_volume::mount(&mut spec, brings_files.then_some(&*secret))?;
     }
     if let Start::Golden(golden) = start {
         on_pod.insert(annotations::GOLDEN_IMAGES.to_owned(), golden.ids.join(","));

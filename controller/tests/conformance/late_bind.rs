@@ -53,6 +53,13 @@ fn agent_reports(cluster: &Cluster, pod: &str, status: &str, reason: &str, messa
         .edit("pods", NS, pod, &json!({"status": {"conditions": all}}));
 }
 
+/// Has the agent report that the claim has arrived, and checks that the claim is Ready then.
+async fn arrives(cluster: &Cluster, pod: &str) {
+    agent_reports(cluster, pod, "True", "Bound", "");
+    passes(cluster).await;
+    assert_eq!(ready_of(&claim(cluster))["status"], "True");
+}
+
 fn ready_of(object: &Value) -> Value {
     let all = object["status"]["conditions"].as_array();
     let ready = all.into_iter().flatten().find(|one| one["type"] == "Ready");
@@ -101,9 +108,7 @@ async fn a_claim_with_variables_takes_a_member_and_is_ready_once_they_have_arriv
     passes(&cluster).await;
     assert_eq!(ready_of(&claim(&cluster))["message"], why);
 
-    agent_reports(&cluster, &taken, "True", "Bound", "");
-    passes(&cluster).await;
-    assert_eq!(ready_of(&claim(&cluster))["status"], "True");
+    arrives(&cluster, &taken).await;
 }
 
 #[tokio::test]
@@ -120,9 +125,7 @@ async fn no_client_finds_the_sandbox_of_a_claim_ready_before_the_claim_has_arriv
         }
     }
     let taken = cluster.held_by("c").expect("a Sandbox");
-    agent_reports(&cluster, &taken, "True", "Bound", "");
-    passes(&cluster).await;
-    assert_eq!(ready_of(&claim(&cluster))["status"], "True");
+    arrives(&cluster, &taken).await;
 }
 
 #[tokio::test]
@@ -307,9 +310,7 @@ async fn a_file_that_its_owner_does_not_release_reaches_no_sandbox_and_the_claim
     cluster.edit("secrets", "keys", &released);
     passes(&cluster).await;
     let taken = cluster.held_by("c").expect("a Sandbox");
-    agent_reports(&cluster, &taken, "True", "Bound", "");
-    passes(&cluster).await;
-    assert_eq!(ready_of(&claim(&cluster))["status"], "True");
+    arrives(&cluster, &taken).await;
 }
 
 #[tokio::test]
