@@ -68,7 +68,7 @@ pub fn plan_text(reason: &str) -> Option<&'static str> {
             "the Pod is gone; its memory is kept for a while for a SandboxSnapshot that names the Pod"
         }
         plan::ASKING => {
-            "the Pod is gone; before its memory is removed, the agent asks the apiserver whether a SandboxSnapshot names the Pod"
+            "before the memory of a Pod that is gone is removed, or a sandbox whose snapshot was deleted is woken, the agent asks the apiserver for the Pod and its SandboxSnapshots"
         }
         plan::GIVEN_UP => {
             "the Pod is gone, no SandboxSnapshot names it, and its memory is being removed"

@@ -437,6 +437,9 @@ impl<'a> Planning<'a> {
             self.push_requested_sleep(image);
             return;
         }
+        if (is_to_delete || view.had_snapshot(image)) && !self.is_certain_to_be_here(image) {
+            return;
+        }
         self.why.push(if is_to_delete {
             Reason::DeletionWanted
         } else {
@@ -455,6 +458,25 @@ impl<'a> Planning<'a> {
                 Some(Entry::Awake),
             );
         }
+    }
+
+    /// Returns whether the apiserver itself has the Pod, whose image serves or served a snapshot.
+    /// If not, `why`, `asks` and `wake_at` describe what the plan waits for.
+    ///
+    /// A node that was cut off may learn that a snapshot is deleted before it learns that the Pod
+    /// is. The sandbox may have continued from the image elsewhere and must not run here again.
+    fn is_certain_to_be_here(&mut self, image: &ImageId) -> bool {
+        let answer = self.view.desired.answer.as_ref();
+        if answer.is_some_and(|answer| answer.has_pod) {
+            return true;
+        }
+        let image = image.clone();
+        self.why.push(Reason::Asking { image });
+        match answer {
+            None => self.asks = true,
+            Some(_) => self.look_at(later(self.now, self.policy.ask_again)),
+        }
+        false
     }
 
     /// Records that a sandbox that fell asleep by itself is now requested to sleep. Once the

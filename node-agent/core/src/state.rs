@@ -99,12 +99,9 @@ pub struct Departure {
     /// The images' disk is short of room, and these images are the oldest that no snapshot claims.
     /// This ends the grace time.
     pub disk_short: bool,
-    /// The apiserver's own answer, requested for this plan ([`crate::Plan::asks`]). The watches may
-    /// be behind it.
-    pub answer: Option<Answer>,
 }
 
-/// The apiserver's own answer about a Pod that the watch does not show any more.
+/// The apiserver's own answer about a Pod. The watches may be behind it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
     /// The apiserver has the Pod.
@@ -123,6 +120,8 @@ pub struct Desired {
     /// The end of the Pod, if the Pod is [`PodPresence::Gone`]. Without it the memory of the Pod is
     /// never removed.
     pub departure: Option<Departure>,
+    /// The apiserver's own answer about the Pod, requested for this plan ([`crate::Plan::asks`]).
+    pub answer: Option<Answer>,
     /// The request of the Pod's annotations. A Suspend snapshot of a present Pod overrides it with
     /// [`Power::Asleep`].
     pub power: Power,

@@ -127,6 +127,7 @@ mod tests {
             pod_uid: PodUid::new("pod-a").expect("a uid"),
             pod: PodPresence::Present,
             departure: None,
+            answer: None,
             power,
             sleep: SleepAfter::default(),
             pressure: Default::default(),

@@ -93,6 +93,7 @@ fn wishes() -> Vec<(&'static str, Desired)> {
         pod_uid: uid.clone(),
         pod,
         departure: None,
+        answer: None,
         power,
         sleep: SleepAfter::default(),
         pressure: Default::default(),
@@ -160,9 +161,9 @@ fn gone(wish: Desired, by_user: bool) -> Desired {
         since: Timestamp::UNIX_EPOCH,
         by_user,
         disk_short: false,
-        answer: Some(Answer::default()),
     };
     Desired {
+        answer: Some(Answer::default()),
         departure: Some(departure),
         ..wish
     }

@@ -71,8 +71,9 @@ pub(crate) fn desired(
     Desired {
         pod_uid: pod_uid.clone(),
         pod: presence(pod),
-        // The Pod's task adds it: see `crate::reconcile::driver`.
+        // The Pod's task adds both: see `crate::reconcile::driver`.
         departure: None,
+        answer: None,
         power,
         sleep: settings.after(),
         // The Pod's task adds the node's part.

@@ -172,6 +172,8 @@ impl Driver {
         }
         let desired = Desired {
             departure,
+            // An answer is for one plan.
+            answer: remembered.going.answer.take(),
             ..self.desired(pod_uid, pod.as_deref(), &snapshots)
         };
         let kubelet = KubeletRules::of(pod.as_deref(), &desired);

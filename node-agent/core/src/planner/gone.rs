@@ -84,14 +84,14 @@ impl Planning<'_> {
             }
             let until = later(departure.since, self.policy.unclaimed_grace);
             let is_waited_for = until > self.now && !departure.has_no_grace();
-            if is_waited_for && !view.may_be_deleted(image, departure.answer.as_ref()) {
+            if is_waited_for && !view.may_be_deleted(image, view.desired.answer.as_ref()) {
                 let image = image.clone();
                 self.why.push(Reason::Unclaimed { image, until });
                 self.look_at(until);
                 return false;
             }
         }
-        match &departure.answer {
+        match &view.desired.answer {
             None => {
                 self.asks = true;
                 let image = image.clone();
@@ -112,7 +112,7 @@ impl Planning<'_> {
         let view = self.view;
         let departure = view.desired.departure.as_ref();
         let by_user = departure.is_some_and(|departure| departure.by_user);
-        let answer = departure.and_then(|departure| departure.answer.as_ref());
+        let answer = view.desired.answer.as_ref();
         let is_deleted = view.may_be_deleted(image, answer);
         if view.is_left_memory(image) && !by_user && !is_deleted {
             let over = |departure: &Departure| {

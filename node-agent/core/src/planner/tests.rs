@@ -37,6 +37,7 @@ fn desired(power: Power) -> Desired {
         pod_uid: uid(),
         pod: PodPresence::Present,
         departure: None,
+        answer: None,
         power,
         sleep: SleepAfter::default(),
         pressure: Pressure::default(),
@@ -57,9 +58,9 @@ fn gone() -> Desired {
         since: at(0),
         by_user: false,
         disk_short: false,
-        answer: Some(Answer::default()),
     };
     Desired {
+        answer: Some(Answer::default()),
         pod: PodPresence::Gone,
         departure: Some(departure),
         ..desired(Power::Awake)

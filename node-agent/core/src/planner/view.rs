@@ -219,6 +219,12 @@ impl<'a> View<'a> {
                 .any(|snapshot| self.images_of_deleted(snapshot).contains(image))
     }
 
+    /// Returns whether the image serves or served a snapshot.
+    pub(super) fn had_snapshot(&self, image: &ImageId) -> bool {
+        let record = self.ledger.images.get(image);
+        record.is_some_and(|record| !record.snapshots.is_empty())
+    }
+
     /// Returns whether the sandbox is to doze and no image will be made of it.
     pub(super) fn dozes_unsaved(&self) -> bool {
         dozes_unsaved(self.observed) && self.target == Power::Dozing

@@ -63,9 +63,7 @@ impl Agent {
         let mut made = plan(&desired, &observed, &policy, world.time());
         if made.asks && made.steps.is_empty() && !random.chance(faults.tell) {
             world.say("asked", String::new);
-            if let Some(departure) = &mut desired.departure {
-                departure.answer = Some(world.answer());
-            }
+            desired.answer = Some(world.answer());
             made = plan(&desired, &observed, &policy, world.time());
         }
         let given_up = |reason: &Reason| matches!(reason, Reason::GivenUp { .. });
@@ -128,7 +126,6 @@ impl Agent {
                     since,
                     by_user: self.by_user,
                     disk_short: false,
-                    answer: None,
                 });
             }
         }

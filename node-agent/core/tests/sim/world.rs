@@ -286,6 +286,7 @@ impl World {
             pod_uid: self.uid.clone(),
             pod: self.seen.presence,
             departure,
+            answer: None,
             power: self.power,
             sleep: self.sleep,
             pressure: Pressure {

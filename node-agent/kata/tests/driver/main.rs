@@ -342,6 +342,7 @@ fn desired(power: Power, doze: bool) -> Desired {
         pod_uid: pod(),
         pod: PodPresence::Present,
         departure: None,
+        answer: None,
         power,
         sleep: SleepAfter {
             doze: doze.then_some(Duration::from_secs(30)),

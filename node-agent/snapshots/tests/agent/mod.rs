@@ -164,6 +164,7 @@ fn desired(power: Power, snapshots: &[SnapshotIntent]) -> Desired {
         pod_uid: pod(),
         pod: PodPresence::Present,
         departure: None,
+        answer: None,
         power,
         sleep: SleepAfter::default(),
         pressure: Pressure::default(),

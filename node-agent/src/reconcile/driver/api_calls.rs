@@ -170,7 +170,7 @@ impl Driver {
             }
             Err(error) => {
                 let error = crate::reconcile::observe::words(&error);
-                tracing::warn!(%pod, error, "cannot determine whether the images of a deleted Pod are still needed: they are kept");
+                tracing::warn!(%pod, error, "cannot ask the apiserver for a Pod and its snapshots: its images are kept as they are");
                 Turn::Wait(RETRY)
             }
         }

@@ -39,7 +39,6 @@ pub(super) struct Going {
 impl Going {
     /// Records the Pod, or returns how it went if it is gone.
     pub(super) fn departure(&mut self, pod: Option<&Pod>, now: Timestamp) -> Option<Departure> {
-        let answer = self.answer.take();
         if let Some(pod) = pod {
             self.by_user = is_deleted_by_user(pod);
             self.since = None;
@@ -51,7 +50,6 @@ impl Going {
             by_user: self.by_user,
             // `with_disk` sets it.
             disk_short: false,
-            answer,
         })
     }
 
@@ -275,11 +273,8 @@ mod tests {
         assert_eq!(seen.departure(Some(&going(disrupted("x"))), at(1)), None);
         let gone = seen.departure(None, at(2)).expect("it is gone");
         assert_eq!((gone.since, gone.by_user), (at(2), false));
-        seen.answer = Some(Answer::default());
         let later = seen.departure(None, at(3)).expect("it is gone");
-        assert_eq!((later.since, later.answer.is_some()), (at(2), true));
-        let after = seen.departure(None, at(4)).expect("it is gone");
-        assert_eq!(after.answer, None, "an answer is for one plan");
+        assert_eq!(later.since, at(2));
         // The watch was behind: the Pod is still there.
         seen.departure(Some(&going(deleted())), at(5));
         let again = seen.departure(None, at(6)).expect("it is gone");

@@ -57,10 +57,7 @@ fn a_sandbox_that_never_ran_has_no_memory_to_wait_for() {
     );
     assert_eq!((given_up(&plan), plan.status.left), (None, None));
     // The apiserver confirms that no snapshot has the image.
-    let unasked = departed(|departure| {
-        departure.since = at(999);
-        departure.answer = None;
-    });
+    let unasked = departed_with(&since, None);
     let plan = planned(&unasked, &left(&golden, &[1]));
     assert!(plan.asks && kinds(&plan).is_empty(), "{:?}", plan.why);
     // It woke, and slept again in the same image.
@@ -103,7 +100,7 @@ fn there_is_no_grace_time_where_somebody_wanted_the_memory_gone_or_the_disk_is_s
 
 #[test]
 fn the_apiserver_itself_is_asked_before_an_image_of_a_pod_goes_that_the_watch_shows_no_more() {
-    let with = |answer| departed(|departure| departure.answer = answer);
+    let with = |answer| departed_with(&gone(), answer);
     let awake = [
         asleep(),
         vec![Entry::Waking { image: image(1) }, Entry::Awake],
@@ -143,7 +140,7 @@ fn nothing_whole_goes_before_the_nodes_own_records_of_the_sandbox() {
 
 #[test]
 fn a_snapshot_that_comes_after_its_pod_has_gone_claims_the_memory() {
-    let mut late = departed(|departure| departure.answer = None);
+    let mut late = departed_with(&gone(), None);
     late.snapshots = vec![snapshot("s", SnapshotReason::Suspend)];
     for there in [left(&asleep(), &[1]), hibernated()] {
         let plan = planned(&late, &there);
@@ -191,7 +188,7 @@ fn a_snapshot_that_comes_after_its_pod_has_gone_claims_the_memory() {
 
 fn departed_with(desired: &Desired, answer: Option<Answer>) -> Desired {
     let mut desired = desired.clone();
-    desired.departure.as_mut().unwrap().answer = answer;
+    desired.answer = answer;
     desired
 }
 

@@ -91,6 +91,7 @@ fn a_deleted_snapshot_wakes_its_sandbox_before_its_image_goes() {
         .push(snapshot("s-1", SnapshotReason::Suspend));
     desired.snapshots[0].wish = SnapshotWish::Delete;
     desired.snapshots[0].image = Some(image(1));
+    desired.answer = answered(true);
     let plan = planned(&desired, &hibernated());
     assert_eq!(kinds(&plan), [StepKind::Wake]);
     assert_eq!(plan.status.snapshots[0].state, SnapshotState::Releasing);
@@ -113,6 +114,51 @@ fn a_deleted_snapshot_wakes_its_sandbox_before_its_image_goes() {
         (kinds(&plan), &plan.status.snapshots[0].state),
         (vec![], &SnapshotState::Released)
     );
+}
+
+fn answered(has_pod: bool) -> Option<Answer> {
+    Some(Answer {
+        has_pod,
+        ..Answer::default()
+    })
+}
+
+/// A node that was cut off sees the end of a snapshot first, and then that of its Pod.
+#[test]
+fn a_sandbox_that_may_have_continued_elsewhere_is_not_woken_before_the_apiserver_has_its_pod() {
+    let saved = Entry::Saving {
+        image: image(1),
+        snapshots: [SnapshotUid::new("s-1").unwrap()].into(),
+    };
+    let served = [vec![saved], asleep()[1..].to_vec()].concat();
+    let mut hibernated = hibernated();
+    hibernated.ledger = observed(Live::None, &served, &[1]).ledger;
+    let mut deleted = desired(Power::Awake);
+    deleted.snapshots = vec![snapshot("s-1", SnapshotReason::Suspend)];
+    deleted.snapshots[0].wish = SnapshotWish::Delete;
+    for seen in [deleted, desired(Power::Awake)] {
+        let with = |answer| {
+            let desired = Desired {
+                answer,
+                ..seen.clone()
+            };
+            planned(&desired, &hibernated)
+        };
+        let unasked = with(None);
+        assert!(
+            unasked.asks && kinds(&unasked).is_empty(),
+            "{:?}",
+            unasked.why
+        );
+        let behind = with(answered(false));
+        assert!(
+            !behind.asks && kinds(&behind).is_empty(),
+            "{:?}",
+            behind.why
+        );
+        assert!(behind.wake_at.is_some(), "it has to look again");
+        assert_eq!(kinds(&with(answered(true))), [StepKind::Wake]);
+    }
 }
 
 #[test]
