@@ -4,7 +4,9 @@ use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use serde_json::{Value, json};
-use torpor_api::annotations::{self, HIBERNATE, NEXT_WAKEUP, Settings, WAKE_AT};
+use torpor_api::annotations::{
+    self, ARCHIVE_AFTER, ArchiveAfter, HIBERNATE, NEXT_WAKEUP, Settings, WAKE_AT,
+};
 use torpor_api::conditions::{self, FINISHED, HIBERNATED, READY, RESTORED, SUSPENDED};
 use torpor_api::reasons::{hibernated, restored};
 use torpor_api::{OperatingMode, Sandbox};
@@ -85,7 +87,16 @@ impl Goal {
                 }
                 Ok(patch)
             }
-            Self::Resume => Ok(json!({"spec": {"operatingMode": "Running"}})),
+            Self::Resume => {
+                let mut patch = json!({"spec": {"operatingMode": "Running"}});
+                // A request to archive the Sandbox is one to this suspension.
+                let own = sandbox.metadata.annotations.as_ref();
+                let after = own.and_then(|all| all.get(ARCHIVE_AFTER));
+                if after.is_some_and(|after| after == ArchiveAfter::NOW) {
+                    patch["metadata"]["annotations"] = json!({ARCHIVE_AFTER: null});
+                }
+                Ok(patch)
+            }
         }
     }
 
@@ -213,9 +224,17 @@ impl Goal {
                     | restored::FINGERPRINT_MISMATCH
                     | restored::RUNSC_REVOKED
             ),
-            // The node answers a request for the memory within seconds.
             Self::Resume => {
-                let goes_on = [restored::COLD_STARTED, restored::ASKING_NODE];
+                let goes_on = [
+                    restored::COLD_STARTED,
+                    // The node answers a request for the memory within seconds.
+                    restored::ASKING_NODE,
+                    restored::FETCHING,
+                    restored::UPLOADING,
+                    restored::IMAGE_CLAIMED,
+                    // The fetch is retried.
+                    restored::REPOSITORY_UNAVAILABLE,
+                ];
                 restored::ALL.contains(&reason) && !goes_on.contains(&reason)
             }
         }
@@ -347,6 +366,8 @@ mod tests {
     #[case(Goal::Resume, &[("Ready", "False", "DependenciesNotReady")])]
     #[case(Goal::Resume, &[("Restored", "False", "ColdStarted"), ("Ready", "False", "X")])]
     #[case(Goal::Resume, &[("Restored", "False", "AskingNode"), ("Ready", "False", "X")])]
+    #[case(Goal::Resume, &[("Restored", "False", "Fetching"), ("Ready", "False", "X")])]
+    #[case(Goal::Resume, &[("Restored", "False", "RepositoryUnavailable"), ("Ready", "False", "X")])]
     fn a_condition_that_is_not_final_is_waited_for(
         #[case] goal: Goal,
         #[case] conditions: &[(&str, &str, &str)],
