@@ -271,9 +271,9 @@ end_to_end_nodes() {
 	"$cluster" store up
 	"$cluster" kubectl apply -f hack/repository.yaml
 	# A running Pod would see new Secrets after a minute.
-	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-agent
+	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-agent deployment/agent-sandbox-controller
 	local part
-	for part in daemonset/torpor-installer daemonset/torpor-agent; do
+	for part in daemonset/torpor-installer daemonset/torpor-agent deployment/agent-sandbox-controller; do
 		"$cluster" kubectl -n agent-sandbox-system rollout status "$part" --timeout=120s
 	done
 	e2e nodes:: --test-threads=1 || status=$?

@@ -9,6 +9,7 @@
 
 use crate::documented::documented;
 
+pub use archive_after::ArchiveAfter;
 pub use heat::Heat;
 pub use late_bind::{BINDING, ClaimFile, LateBind, binds, parse_claim_files};
 pub use settings::Settings;
@@ -20,6 +21,7 @@ pub use values::{
 };
 pub use wake_on::{Ports, WakeOn, wake_on};
 
+mod archive_after;
 mod heat;
 mod late_bind;
 mod settings;
@@ -87,6 +89,10 @@ documented! {
     RESTORE_FROM = "torpor.dev/restore-from";
     /// Name of a SnapshotClass.
     SNAPSHOT_CLASS = "torpor.dev/snapshot-class";
+    /// Time after which a suspended Sandbox is archived: a duration from 1s to 8760h such as `12h`
+    /// or `7d`, `now`, or `off`. Its image stays in the repository of its SnapshotClass, a
+    /// SandboxSnapshot of reason Archive keeps its manifest, and the Sandbox is deleted.
+    ARCHIVE_AFTER = "torpor.dev/archive-after";
     /// `"true"` lets a request to the router resume a suspended sandbox.
     RESUME_ON_REQUEST = "torpor.dev/resume-on-request";
     /// Idle time after which a sandbox hibernates in place: a duration from 1s to 8760h such as
@@ -175,6 +181,8 @@ documented! {
     RESTORE_DIGEST = "torpor.dev/restore-digest";
     /// SnapshotClass whose repository has the image of `torpor.dev/restore-image`.
     RESTORE_CLASS = "torpor.dev/restore-class";
+    /// Cluster that archived `torpor.dev/restore-image`: the UID of its namespace `kube-system`.
+    RESTORE_CLUSTER = "torpor.dev/restore-cluster";
     /// Comma-separated golden images, one for each node that has one. The Pod starts from the one
     /// of its node: asleep, if it also has `torpor.dev/hibernate`. It starts cold on a node without
     /// one, and where the image cannot be restored.
@@ -239,6 +247,8 @@ documented! {
     /// fetch it: `pending` before the Pod is created, then UID and node of the Pod as JSON. Only a
     /// node that is named here, or may be, can claim the image. Agents cannot write it.
     TAKEN_BY = "torpor.dev/taken-by";
+    /// Manifest of the archived Sandbox, as JSON. Agents cannot write it.
+    ARCHIVED_SANDBOX = "torpor.dev/archived-sandbox";
 }
 
 /// Returns the keys of [`OF_USERS`] that are Torpor's own.
@@ -260,7 +270,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// All annotations of Torpor on a Pod. The controller alone writes them.
-pub const ON_POD: [&str; 23] = [
+pub const ON_POD: [&str; 24] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -272,6 +282,7 @@ pub const ON_POD: [&str; 23] = [
     RESTORE_COPY,
     RESTORE_DIGEST,
     RESTORE_CLASS,
+    RESTORE_CLUSTER,
     GOLDEN_IMAGES,
     POD_SNAPSHOT,
     ON_RESTORE_FAILURE,

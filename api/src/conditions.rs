@@ -33,6 +33,8 @@ documented! {
     RESTORED = "Restored";
     /// On a Sandbox that serves a claim: the claim has arrived in the sandbox. Torpor's.
     BOUND = "Bound";
+    /// On a suspended Sandbox with `torpor.dev/archive-after`: why it is not archived yet.
+    ARCHIVED = "Archived";
     /// On a SandboxWarmPool: as many members are Ready as `spec.replicas` asks for.
     AVAILABLE = "Available";
     /// On a SandboxWarmPool: no error keeps the pool from making members or its members from

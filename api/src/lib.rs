@@ -12,6 +12,7 @@
 
 pub mod annotations;
 pub mod answers;
+pub mod archive;
 pub mod conditions;
 pub mod crds;
 pub mod documented;

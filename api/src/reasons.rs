@@ -217,6 +217,31 @@ documented! {
 }
 
 documented! {
+    /// Reasons of the condition `Archived` of a Sandbox.
+    pub mod archived {
+        /// The time of `torpor.dev/archive-after` has not passed.
+        WAITING = "Waiting";
+        /// The memory is being saved, or is not in the repository yet.
+        UPLOADING = "Uploading";
+        /// The archive is being written. The Sandbox is deleted afterwards.
+        ARCHIVING = "Archiving";
+        /// The archive could not be written. The message has the cause. The controller retries.
+        ARCHIVE_FAILED = "ArchiveFailed";
+        /// There is no memory to archive: the message says why.
+        NO_IMAGE = "NoImage";
+        /// The Sandbox was suspended without a SnapshotClass of provisioner
+        /// `repository.torpor.dev`.
+        NO_REPOSITORY = "NoRepository";
+        /// The Sandbox has PersistentVolumeClaims of its own, which an archive does not keep.
+        HAS_VOLUMES = "HasVolumes";
+        /// A SandboxClaim or a SandboxWarmPool holds the Sandbox.
+        HELD = "Held";
+        /// The manifest of the Sandbox is too large for an archive.
+        TOO_LARGE = "TooLarge";
+    }
+}
+
+documented! {
     /// Reasons of the conditions `Committed`, `Uploaded` and `Consumed` of a SandboxSnapshot.
     pub mod snapshot {
         /// Committed: the image is complete and durable on the node of `status.nodeName`.
@@ -253,6 +278,14 @@ documented! {
         /// Consumed: the sandbox ran on or started cold, so the image is older than the sandbox.
         /// From then on only `torpor.dev/restore-from` uses the image.
         SUPERSEDED = "Superseded";
+        /// Not Committed: the archive is encrypted with a key that the controller does not have.
+        KEY_MISSING = "KeyMissing";
+        /// Not Committed: the repository has no such archive.
+        ARCHIVE_MISSING = "ArchiveMissing";
+        /// Not Committed: the archive was changed, or is not one.
+        ARCHIVE_CORRUPT = "ArchiveCorrupt";
+        /// Not Committed: the SnapshotClass does not name the archive's cluster in `archivesOf`.
+        CLUSTER_NOT_ALLOWED = "ClusterNotAllowed";
     }
 }
 
@@ -324,8 +357,8 @@ documented! {
         GARBAGE = "Garbage";
         /// The Pod is gone, and its image waits for a SandboxSnapshot that claims it.
         UNCLAIMED = "Unclaimed";
-        /// The agent asks the apiserver whether a SandboxSnapshot claims the image of a deleted
-        /// Pod.
+        /// The agent asks the apiserver for the Pod and for SandboxSnapshots that name it, before
+        /// it removes an image or wakes a sandbox whose snapshot was deleted.
         ASKING = "Asking";
         /// No SandboxSnapshot claimed the image of a deleted Pod; the agent removes the image.
         GIVEN_UP = "GivenUp";
@@ -402,6 +435,10 @@ documented! {
         NODE_PRESSURE = "NodePressure";
         /// Sandbox: a rule of its SnapshotClass deleted a snapshot.
         SNAPSHOT_EXPIRED = "SnapshotExpired";
+        /// SandboxSnapshot: memory and manifest of a Sandbox are in the repository.
+        SANDBOX_ARCHIVED = "SandboxArchived";
+        /// Sandbox: it cannot be archived. The message has the cause.
+        NOT_ARCHIVED = "NotArchived";
         /// Sandbox, by the agent: the memory of its deleted Pod was removed from its node, because
         /// no SandboxSnapshot named that Pod.
         MEMORY_GIVEN_UP = "MemoryGivenUp";
@@ -421,6 +458,8 @@ mod tests {
             freeze::ALL,
             hibernated::ALL,
             restored::ALL,
+            bound::ALL,
+            archived::ALL,
             snapshot::ALL,
             plan::ALL,
             event::ALL,

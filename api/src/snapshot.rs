@@ -48,8 +48,19 @@ use crate::{annotations, conditions, reasons};
     )
 )]
 #[x_kube(validation = Rule::new("self == oldSelf").message("spec is immutable"))]
+#[x_kube(
+    validation = Rule::new("(has(self.reason) && self.reason == 'Archive') == has(self.archive)")
+        .message("reason Archive needs archive, and no other reason has it")
+)]
+#[x_kube(
+    validation = Rule::new("!has(self.archive) || has(self.snapshotClassName)")
+        .message("an archive needs snapshotClassName, whose repository has it")
+)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxSnapshotSpec {
+    /// Archive of a repository that the snapshot names. Required for reason Archive.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub archive: Option<ArchiveSource>,
     /// Node of the Pod. Set if only one particular Pod may be saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "object_name_schema")]
@@ -58,7 +69,8 @@ pub struct SandboxSnapshotSpec {
     #[serde(default, rename = "podUID", skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 64))]
     pub pod_uid: Option<String>,
-    /// Reason for the snapshot: Suspend (the controller, for operatingMode Suspended) or Manual.
+    /// Reason for the snapshot: Suspend (the controller, for operatingMode Suspended), Manual, or
+    /// Archive (an archived Sandbox).
     #[serde(default)]
     #[schemars(schema_with = "snapshot_reason_schema")]
     pub reason: SnapshotReason,
@@ -77,9 +89,24 @@ pub enum SnapshotReason {
     Suspend,
     #[default]
     Manual,
+    Archive,
 }
 
-/// Observed state of a SandboxSnapshot, written by the agent of the node.
+/// Archive in a repository.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ArchiveSource {
+    /// Cluster that made the archive: the UID of its namespace kube-system.
+    #[schemars(schema_with = "object_name_schema")]
+    pub cluster: String,
+    /// Name of the archived image, `<pod UID>.<n>`.
+    #[serde(rename = "imageID")]
+    #[schemars(schema_with = "object_name_schema")]
+    pub image_id: String,
+}
+
+/// Observed state of a SandboxSnapshot, written by the agent of the node; that of an archive, by
+/// the controller.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct SandboxSnapshotStatus {
@@ -226,6 +253,11 @@ impl Fingerprint {
 }
 
 impl SandboxSnapshot {
+    /// Reports whether the snapshot is an archive. Agents have no part in those.
+    pub fn is_archive(&self) -> bool {
+        self.spec.reason == SnapshotReason::Archive
+    }
+
     /// Returns the conditions; empty before the first status.
     pub fn conditions(&self) -> &[Condition] {
         self.status
@@ -362,8 +394,14 @@ pub const REPOSITORY_PROVISIONER: &str = "repository.torpor.dev";
 pub const PROVISIONERS: [&str; 2] = [NODE_PROVISIONER, REPOSITORY_PROVISIONER];
 
 /// Parameters of a SnapshotClass of [`REPOSITORY_PROVISIONER`].
-pub const REPOSITORY_PARAMETERS: [&str; 5] =
-    ["url", "endpoint", "region", "allowHTTP", "encryption"];
+pub const REPOSITORY_PARAMETERS: [&str; 6] = [
+    "url",
+    "endpoint",
+    "region",
+    "allowHTTP",
+    "encryption",
+    "archivesOf",
+];
 
 fn node_provisioner() -> String {
     NODE_PROVISIONER.to_owned()
@@ -379,7 +417,7 @@ fn object_name_schema(_: &mut SchemaGenerator) -> Schema {
 }
 
 fn snapshot_reason_schema(_: &mut SchemaGenerator) -> Schema {
-    json_schema!({"type": "string", "enum": ["Suspend", "Manual"], "default": "Manual"})
+    json_schema!({"type": "string", "enum": ["Suspend", "Manual", "Archive"], "default": "Manual"})
 }
 
 fn deletion_policy_schema(_: &mut SchemaGenerator) -> Schema {

@@ -80,6 +80,7 @@ fn reference_of_conditions_is_current() -> std::fmt::Result {
         ("Sandbox: Hibernated", reasons::hibernated::DOCUMENTED),
         ("Sandbox: Restored", reasons::restored::DOCUMENTED),
         ("Sandbox: Bound", reasons::bound::DOCUMENTED),
+        ("Sandbox: Archived", reasons::archived::DOCUMENTED),
         ("SandboxClaim: Ready", reasons::claim::DOCUMENTED),
         (
             "SandboxWarmPool: Available, Progressing",

@@ -80,6 +80,22 @@ pub enum Command {
     /// from the named snapshot. A later Pod without newer memory starts from that snapshot again.
     /// Volumes keep their content. The sandbox is awake afterwards.
     Rollback(Rollback),
+    /// Suspend a sandbox and keep it in the repository of its SnapshotClass alone
+    ///
+    /// Suspends the Sandbox, waits until its memory is in the repository, writes its manifest
+    /// beside the memory, and deletes the Sandbox. The image on the node's disk goes too. A
+    /// SandboxSnapshot of reason Archive remains: restore-archive continues from it, its deletion
+    /// deletes the archive. Sandboxes with PersistentVolumeClaims of their own, and those of
+    /// SandboxClaims and pools, are not archived.
+    Archive(Archive),
+    /// Have a sandbox continue from its archive
+    ///
+    /// Creates the Sandbox from the archived manifest. It continues from the archived memory as a
+    /// copy, on any node that fits. The archive stays. With --image the archive is one that another
+    /// cluster made in the same repository.
+    RestoreArchive(RestoreArchive),
+    /// List archived sandboxes: Sandbox, state, image size, class
+    ListArchives(ListArchives),
     /// Prepare a node for kubectl drain: cordon it and save the memory of its sandboxes
     ///
     /// Cordons the node, suspends its sandboxes and resumes them at once. Their new Pods wait for
@@ -219,6 +235,54 @@ pub struct Rollback {
 }
 
 #[derive(Debug, clap::Args)]
+pub struct Archive {
+    /// Name of the Sandbox
+    #[arg(value_parser = sandbox)]
+    pub name: String,
+    /// SnapshotClass with the repository; by default that of the Sandbox
+    #[arg(long, value_name = "NAME", value_parser = part)]
+    pub class: Option<String>,
+    /// Maximum time to wait for the archive, such as 90s or 10m; 0 does not wait
+    #[arg(long, default_value = DRAIN_TIMEOUT, value_parser = duration)]
+    pub timeout: Duration,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct RestoreArchive {
+    /// Name of the archive, or of the archived Sandbox for its newest one
+    #[arg(value_parser = part)]
+    pub name: String,
+    /// Name of the new Sandbox; by default that of the archived one
+    #[arg(long = "as", value_name = "NAME", value_parser = sandbox)]
+    pub name_as: Option<String>,
+    /// Image of an archive that this cluster does not know
+    #[arg(long, value_name = "ID", requires_all = ["from_cluster", "class"], value_parser = part)]
+    pub image: Option<String>,
+    /// Cluster that made the archive: the UID of its namespace kube-system
+    #[arg(long, value_name = "UID", requires = "image", value_parser = part)]
+    pub from_cluster: Option<String>,
+    /// SnapshotClass with the repository of the archive
+    #[arg(long, value_name = "NAME", requires = "image", value_parser = part)]
+    pub class: Option<String>,
+    /// Maximum time to wait for each step
+    #[arg(long, default_value = TIMEOUT, value_parser = step)]
+    pub timeout: Duration,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct ListArchives {
+    /// Names of archived Sandboxes; by default all of the namespace
+    #[arg(value_parser = sandbox)]
+    pub names: Vec<String>,
+    /// List the archives of all namespaces
+    #[arg(short = 'A', long, conflicts_with = "names")]
+    pub all_namespaces: bool,
+    /// Output format
+    #[arg(short, long, value_enum, default_value_t)]
+    pub output: Format,
+}
+
+#[derive(Debug, clap::Args)]
 pub struct Drain {
     /// Name of the node
     #[arg(value_parser = node)]
@@ -318,6 +382,14 @@ pub fn snapshot(text: &str) -> Result<String, String> {
     match ["sandboxsnapshot", "sandboxsnapshots"].contains(&kind) && is_dns_subdomain(name) {
         true => Ok(name.to_owned()),
         false => Err(format!("{text:?} is not the name of a SandboxSnapshot")),
+    }
+}
+
+/// Parses a name that is one part of an object's name.
+fn part(text: &str) -> Result<String, String> {
+    match is_dns_subdomain(text) {
+        true => Ok(text.to_owned()),
+        false => Err(format!("{text:?} is not a name")),
     }
 }
 

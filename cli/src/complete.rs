@@ -26,7 +26,7 @@ const NO_FILES: u8 = 4;
 /// Time limit of the lookup of names in the cluster.
 const LIMIT: Duration = Duration::from_secs(2);
 /// Commands that take names, the argument, and the kind that is named.
-const WITH_NAMES: [(&str, &str, Named); 11] = [
+const WITH_NAMES: [(&str, &str, Named); 12] = [
     ("get", "names", Named::Sandbox),
     ("hibernate", "names", Named::Sandbox),
     ("wake", "names", Named::Sandbox),
@@ -37,6 +37,7 @@ const WITH_NAMES: [(&str, &str, Named); 11] = [
     ("snapshot", "name", Named::Sandbox),
     ("fork", "name", Named::Sandbox),
     ("rollback", "name", Named::Sandbox),
+    ("archive", "name", Named::Sandbox),
     ("drain", "node", Named::Node),
 ];
 

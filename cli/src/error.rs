@@ -80,7 +80,7 @@ impl Error {
             Self::Client(_) => "log in to the cluster again",
             Self::Api { source, .. } => return remedy_of(source),
             Self::Unwatched { .. } => {
-                "waiting needs the rights to list and watch Sandboxes (rollback: also Pods; snapshot, fork, rollback: also SandboxSnapshots)"
+                "waiting needs the rights to list and watch Sandboxes (rollback: also Pods; snapshot, fork, rollback, restore-archive: also SandboxSnapshots)"
             }
             Self::NoAnswer { .. } => "check that the cluster is up: kubectl cluster-info",
             Self::NoNode { .. } => "list the nodes: kubectl get nodes",

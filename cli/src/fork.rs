@@ -1,14 +1,15 @@
 //! `fork`: copies of a Sandbox that continue from its memory.
 
+use std::time::Duration;
+
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use kube::ResourceExt;
-use kube::api::{ObjectMeta, PostParams};
+use kube::api::PostParams;
 use tokio::time::Instant;
-use torpor_api::annotations::{HIBERNATE, NEXT_WAKEUP, OF_USERS, RESTORE_FROM, WAKE_AT};
 use torpor_api::conditions::{self, RESTORED};
 use torpor_api::reasons::restored;
-use torpor_api::{OperatingMode, Sandbox, SandboxSnapshot, extensions, labels};
+use torpor_api::{Sandbox, SandboxSnapshot, archive, extensions};
 
 use crate::args::Fork;
 use crate::change::{Changed, find};
@@ -18,9 +19,6 @@ use crate::goal::{Goal, Progress, described};
 use crate::snapshot::{take, usable};
 use crate::view::conditions_of;
 use crate::watching::{Wait, refused};
-
-/// Annotations about the present state of one Sandbox, which its copies do not have.
-const OF_STATE: [&str; 2] = [NEXT_WAKEUP, WAKE_AT];
 
 /// Snapshot, and the result of each copy.
 #[derive(Debug)]
@@ -50,7 +48,7 @@ pub async fn fork(
     };
     let manifest = copy_of(&origin, &snapshot.name_any());
     let copies: FuturesUnordered<_> = (0..args.count)
-        .map(|_| start(cluster, &manifest, args, began, say))
+        .map(|_| start(cluster, &manifest, &args.name, args.timeout, began, say))
         .collect();
     let copies = copies.collect().await;
     Ok(Started { snapshot, copies })
@@ -66,48 +64,32 @@ fn holder(sandbox: &Sandbox) -> Option<String> {
     Some(format!("{} {}", holder.kind, holder.name))
 }
 
-/// Returns the manifest of a copy: the Sandbox' spec, running, with its settings and its own
-/// labels. Pure.
+/// Returns the manifest of a copy, whose name the apiserver completes. Pure.
 fn copy_of(origin: &Sandbox, snapshot: &str) -> Sandbox {
-    let is_setting = |key: &str, value: &str| {
-        let is_users = OF_USERS.iter().any(|entry| entry.value == key);
-        // A request to sleep is one to the original. The word "false" overrides the pod template.
-        let is_sleep = key == HIBERNATE && value == "true";
-        is_users && !is_sleep && !OF_STATE.contains(&key)
-    };
-    let mut annotations = origin.annotations().clone();
-    annotations.retain(|key, value| is_setting(key, value));
-    annotations.insert(RESTORE_FROM.to_owned(), snapshot.to_owned());
-    let mut labels = origin.labels().clone();
-    labels.retain(|key, _| !labels::is_system(key));
-    let mut copy = Sandbox::new("", origin.spec.clone());
-    copy.metadata = ObjectMeta {
-        generate_name: Some(format!("{}-", origin.name_any())),
-        annotations: Some(annotations),
-        labels: Some(labels),
-        ..ObjectMeta::default()
-    };
-    copy.spec.operating_mode = OperatingMode::Running;
+    let mut copy = archive::copy(origin, snapshot);
+    copy.metadata.name = None;
+    copy.metadata.generate_name = Some(format!("{}-", origin.name_any()));
     copy
 }
 
-/// Creates one copy and waits until it is Ready.
-async fn start(
+/// Creates one copy of the Sandbox `of`, and waits until it is Ready.
+pub(crate) async fn start(
     cluster: &Cluster,
     manifest: &Sandbox,
-    args: &Fork,
+    of: &str,
+    limit: Duration,
     began: Instant,
     say: &(dyn Fn(&str) + Sync),
 ) -> Result<Changed, Error> {
     let api = cluster.api();
-    let doing = format!("create a copy of Sandbox {}", args.name);
+    let doing = format!("create a copy of Sandbox {of}");
     let created = call(&doing, api.create(&PostParams::default(), manifest)).await?;
     let name = created.name_any();
     let wait = Wait {
         cluster,
         sandbox: &name,
         goal: "started",
-        limit: args.timeout,
+        limit,
         say,
     };
     let progress = |now: &Sandbox| progress(&created, now);

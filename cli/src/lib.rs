@@ -10,12 +10,15 @@
 //! - [`listing`]: a list as a table and as data. Pure
 //! - [`snapshot`], [`fork`], [`rollback`]: a snapshot, copies that continue from one, a Sandbox
 //!   that continues from an earlier one
+//! - [`archive`], [`archives`]: a Sandbox moves into a repository and back; the list of archives
 //! - [`watching`]: the wait for an object
 //! - [`drain`]: suspension of all sandboxes of a node before `kubectl drain`
 //! - [`doctor`]: facts of a cluster, and checks of the facts. The checks are pure
 //! - [`complete`]: completion for kubectl and shells
 //! - [`run`]: from arguments to an exit code
 
+pub mod archive;
+pub mod archives;
 pub mod args;
 pub mod change;
 pub mod complete;

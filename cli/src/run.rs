@@ -9,8 +9,8 @@ use kube::ResourceExt;
 use torpor_api::SandboxSnapshot;
 
 use crate::args::{
-    Args, Change, Command, Connection, Drain, Fork, Format, Pools, Rollback, Snapshot, Snapshots,
-    Top, Why,
+    Archive, Args, Change, Command, Connection, Drain, Fork, Format, ListArchives, Pools, Rollback,
+    Snapshot, Snapshots, Top, Why,
 };
 use crate::change::{Changed, change};
 use crate::connect::{Cluster, call, connect};
@@ -23,7 +23,9 @@ use crate::objects::{Listed, Objects, Scope, list, readable};
 use crate::output::{Render, print, print_error, rendered};
 use crate::view::{View, pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
-use crate::{complete, fork, get, pools, rollback, snapshot, snapshots, top, tree, units};
+use crate::{
+    archive, archives, complete, fork, get, pools, rollback, snapshot, snapshots, top, tree, units,
+};
 
 /// Result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -163,6 +165,26 @@ async fn run(args: Args) -> Result<Ended, Error> {
             let cluster = connect(connection).await?;
             Box::pin(rolled_back(&cluster, args)).await
         }
+        Command::Archive(args) => {
+            let cluster = connect(connection).await?;
+            Box::pin(archived(&cluster, args)).await
+        }
+        Command::RestoreArchive(args) => {
+            let cluster = connect(connection).await?;
+            let done = Box::pin(archive::restore(&cluster, args, &print_error)).await?;
+            let took = done.took.map(units::span).unwrap_or_default();
+            let name = done.name;
+            print(&format!(
+                "sandbox.agents.x-k8s.io/{name} continues from its archive ({took})\n"
+            ))?;
+            Ok(Ended::Done)
+        }
+        Command::ListArchives(args) => {
+            let cluster = connect(connection).await?;
+            let found = Box::pin(archive_listing(&cluster, args)).await?;
+            let nothing = found.items.is_empty().then_some("archives");
+            print_list(&cluster, args.all_namespaces, &found, nothing, args.output)
+        }
         Command::Drain(args) => {
             let cluster = connect(connection).await?;
             Box::pin(drained(&cluster, args)).await
@@ -286,17 +308,36 @@ async fn snapshot_listing(
     cluster: &Cluster,
     args: &Snapshots,
 ) -> Result<Listing<snapshots::View>, Error> {
-    let api = scope(cluster, args.all_namespaces).api(&cluster.client);
-    let found: Listed<SandboxSnapshot> = list("SandboxSnapshots", &api).await?;
-    for unread in &found.unread {
-        print_error(&format!("warning: {unread}"));
-    }
+    let found = all_snapshots(cluster, args.all_namespaces).await?;
     Ok(snapshots::listing(
-        &found.items,
+        &found,
         &args.names,
         args.all_namespaces,
         Timestamp::now(),
     ))
+}
+
+/// Returns the output of `list-archives`.
+async fn archive_listing(
+    cluster: &Cluster,
+    args: &ListArchives,
+) -> Result<Listing<archives::View>, Error> {
+    let found = all_snapshots(cluster, args.all_namespaces).await?;
+    Ok(archives::listing(
+        &found,
+        &args.names,
+        args.all_namespaces,
+        Timestamp::now(),
+    ))
+}
+
+async fn all_snapshots(cluster: &Cluster, everywhere: bool) -> Result<Vec<SandboxSnapshot>, Error> {
+    let api = scope(cluster, everywhere).api(&cluster.client);
+    let found: Listed<SandboxSnapshot> = list("SandboxSnapshots", &api).await?;
+    for unread in &found.unread {
+        print_error(&format!("warning: {unread}"));
+    }
+    Ok(found.items)
 }
 
 /// Returns the output of `snapshots --tree`.
@@ -397,6 +438,27 @@ async fn rolled_back(cluster: &Cluster, args: &Rollback) -> Result<Ended, Error>
     if let Some(kept_in) = done.kept_in {
         print_error(&format!(
             "To undo: kubectl torpor rollback {name} {kept_in}"
+        ));
+    }
+    Ok(Ended::Done)
+}
+
+async fn archived(cluster: &Cluster, args: &Archive) -> Result<Ended, Error> {
+    let done = archive::archive(cluster, args, &print_error).await?;
+    let name = &args.name;
+    let Some(archive) = done.archive else {
+        print(&format!("sandbox.agents.x-k8s.io/{name} patched\n"))?;
+        return Ok(Ended::Done);
+    };
+    let (snapshot, took) = (archive.name_any(), units::span(done.took));
+    print(&format!(
+        "sandbox.agents.x-k8s.io/{name} archived in {snapshot} ({took})\n"
+    ))?;
+    if let Some(source) = archive.spec.archive {
+        let class = archive.spec.snapshot_class_name.unwrap_or_default();
+        let (cluster, image) = (source.cluster, source.image_id);
+        print_error(&format!(
+            "To restore: kubectl torpor restore-archive {name}. In another cluster with this repository: kubectl torpor restore-archive {name} --image {image} --from-cluster {cluster} --class {class}"
         ));
     }
     Ok(Ended::Done)

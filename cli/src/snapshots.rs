@@ -103,7 +103,7 @@ fn upload(snapshot: &SandboxSnapshot) -> Option<String> {
 }
 
 /// Returns the state, and the message of the condition that decides it.
-fn state(snapshot: &SandboxSnapshot) -> (String, String) {
+pub(crate) fn state(snapshot: &SandboxSnapshot) -> (String, String) {
     let find = |type_| conditions::find(snapshot.conditions(), type_);
     let consumed = find(CONSUMED).filter(|condition| condition.status == "True");
     let committed = find(COMMITTED);

@@ -2,6 +2,8 @@
 
 use std::{collections::HashMap, sync::Mutex, time::Duration};
 
+use tokio::sync::OnceCell;
+
 use crate::{
     calls::Apiserver,
     candidates::Candidates,
@@ -21,6 +23,8 @@ pub struct Context {
     pub queues: Queues,
     pub settings: Settings,
     pub cluster_domain: String,
+    /// UID that identifies this cluster in repositories, once it was read.
+    pub cluster_uid: OnceCell<String>,
     pub metrics: Metrics,
     pub failures: Failures,
     /// Members of pools that claims may take.
@@ -49,6 +53,7 @@ impl Context {
             queues: Queues::default(),
             settings,
             cluster_domain,
+            cluster_uid: OnceCell::new(),
             metrics,
             failures: Failures::default(),
             candidates: Candidates::default(),

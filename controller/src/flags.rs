@@ -139,6 +139,10 @@ pub struct Flags {
     /// torpor-repository. Torpor's.
     #[arg(long, default_value = "/etc/torpor/repository")]
     pub repository_credentials: PathBuf,
+    /// File with the encryption keys of repositories, for archives: the Secret
+    /// torpor-repository-keys. Torpor's.
+    #[arg(long, default_value = "/etc/torpor/repository-keys/keys")]
+    pub repository_keys: PathBuf,
     /// Interval at which images that no SandboxSnapshot names are removed from repositories; 0
     /// removes none. Torpor's.
     #[arg(long, default_value = "10m", value_parser = duration)]
@@ -200,6 +204,7 @@ impl Flags {
             },
             repositories: RepositorySettings {
                 credentials: self.repository_credentials.clone(),
+                keys: self.repository_keys.clone(),
                 sweep_interval: Some(self.repository_sweep_interval)
                     .filter(|interval| !interval.is_zero()),
             },

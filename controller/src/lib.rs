@@ -14,6 +14,7 @@
 //! `plan` and `status` are pure; `apply` executes and makes no choices. Every call to the apiserver
 //! has a timeout. After a call without an answer the controller observes again.
 
+pub mod archive;
 pub mod background;
 pub mod blueprint;
 pub mod cache;
@@ -34,6 +35,7 @@ pub mod pace;
 pub mod pod_snapshot;
 pub mod pool;
 pub mod queue;
+pub mod repository;
 pub mod retention;
 pub mod run;
 pub mod sandbox;

@@ -20,7 +20,7 @@ use crate::{
     outline,
     pace::{Advance, Awaited},
     queue::Lane,
-    saved_pod, watches,
+    repository, saved_pod, watches,
 };
 
 pub mod apply;
@@ -54,6 +54,8 @@ pub enum Error {
     Observe(#[source] calls::Error),
     #[error("cannot tell whether a step took effect")]
     Unknown(#[source] calls::Error),
+    #[error(transparent)]
+    Cluster(repository::Error),
     #[error("cannot write the status")]
     WriteStatus(#[source] calls::Error),
     #[error("cannot record the Sandbox's Pod")]
@@ -69,7 +71,7 @@ impl Error {
     /// Stable name, for metrics and logs.
     pub fn reason(&self) -> &'static str {
         match self {
-            Self::Observe(_) => "ObserveFailed",
+            Self::Observe(_) | Self::Cluster(_) => "ObserveFailed",
             Self::Unknown(_) => "OutcomeUnknown",
             Self::WriteStatus(_) => "StatusWriteFailed",
             Self::RecordPod(_) => "RecordFailed",
@@ -102,7 +104,7 @@ async fn pass(sandbox: Arc<Sandbox>, context: &Context) -> Result<Option<Duratio
     };
     let before = sandbox.status.clone().unwrap_or_default();
     let (api, _awaited) = paced_client(&sandbox, context);
-    let (plan, applied, sandbox) = settle(sandbox, &api, context).await?;
+    let (plan, applied, sandbox) = Box::pin(settle(sandbox, &api, context)).await?;
     if applied.sandbox_deleted {
         return Ok(None);
     }
@@ -223,6 +225,10 @@ async fn settle(
     observed
         .runtime_image
         .clone_from(&context.settings.runtime_image);
+    if plan::needs_cluster(&observed) {
+        let own = Box::pin(repository::own_cluster(context)).await;
+        observed.cluster_uid = Some(own.map_err(Error::Cluster)?.to_owned());
+    }
     for _ in 0..ROUNDS {
         let mut plan = plan::plan(&observed, Timestamp::now());
         isolate(&mut plan, &observed.sandbox, context).await?;

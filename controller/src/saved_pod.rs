@@ -73,6 +73,8 @@ pub fn pod_node<'a>(
     snapshot: &'a SandboxSnapshot,
     record: Option<&'a PodRecord>,
 ) -> Option<&'a String> {
+    // The node of an archive's Pod may be one of another cluster.
+    let record = record.filter(|_| !snapshot.is_archive());
     record
         .map(|record| &record.node_name)
         .or(snapshot.spec.node_name.as_ref())

@@ -41,6 +41,8 @@ impl Settings {
 pub struct RepositorySettings {
     /// Directory with one file for each credential.
     pub credentials: PathBuf,
+    /// File with the encryption keys.
+    pub keys: PathBuf,
     /// Interval between sweeps; none without sweeps.
     pub sweep_interval: Option<Duration>,
 }

@@ -18,6 +18,7 @@ use torpor_api::{
 };
 
 use crate::{
+    archive,
     calls::{self, Answer},
     context::Context,
     events::{self, Note, Severity},
@@ -143,6 +144,9 @@ pub async fn reconcile(
     snapshot: Arc<SandboxSnapshot>,
     context: Arc<Context>,
 ) -> Result<Option<Duration>, Error> {
+    if snapshot.is_archive() {
+        return archive::reconcile(&snapshot, &context).await;
+    }
     let namespace = snapshot.namespace().unwrap_or_default();
     record_pod(&snapshot, &context).await?;
     let observed = observe(&snapshot, &namespace, &context).await?;

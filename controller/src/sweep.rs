@@ -7,29 +7,26 @@
 //! no SandboxSnapshot that names it, and neither has the apiserver when it is asked. A
 //! SnapshotClass with `deletionPolicy: Retain` is not swept.
 
-use std::{collections::BTreeSet, path::Path, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
-use k8s_openapi::api::core::v1::Namespace;
 use kube::ResourceExt;
 use tokio_util::sync::CancellationToken;
 use torpor_api::{
     SandboxSnapshot, SnapshotClass,
     snapshot::{DeletionPolicy, REPOSITORY_PROVISIONER},
 };
-use torpor_repository::{ImageLeft, InvalidSettings, Repository, Settings};
+use torpor_repository::{ImageLeft, Repository};
 
-use crate::{calls, context::Context};
+use crate::{calls, context::Context, repository};
 
 /// Time from the start of the controller until the first sweep.
 const FIRST: Duration = Duration::from_secs(60);
-/// Namespace whose UID identifies the cluster in a repository.
-const CLUSTER_NAMESPACE: &str = "kube-system";
 
 /// Error of a sweep of one repository.
 #[derive(Debug, thiserror::Error)]
 enum Error {
-    #[error("{0}")]
-    Settings(#[from] InvalidSettings),
+    #[error(transparent)]
+    Open(#[from] repository::Error),
     #[error("{}", .0.words())]
     Repository(#[from] torpor_repository::Error),
     #[error("cannot read {what}")]
@@ -38,8 +35,6 @@ enum Error {
         #[source]
         source: calls::Error,
     },
-    #[error("namespace {CLUSTER_NAMESPACE} cannot be read, whose UID identifies the cluster")]
-    NoCluster,
 }
 
 /// Sweeps until `shutdown`.
@@ -85,10 +80,7 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
 }
 
 async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
-    let settings = Settings::parse(&class.spec.parameters)?;
-    let credentials: &Path = &context.settings.repositories.credentials;
-    let cluster = cluster(context).await?;
-    let repository = Repository::open(&settings, credentials, None, &cluster)?;
+    let repository = repository::without_keys(context, class).await?;
     let scope = &context.settings.namespaces;
     for namespace in repository.namespaces().await? {
         // A confined controller does not see the SandboxSnapshots of other namespaces.
@@ -147,8 +139,12 @@ fn unnamed<'a>(images: &'a [ImageLeft], named: &BTreeSet<String>) -> Vec<&'a Ima
         .collect()
 }
 
+/// Returns the image that a snapshot names. An archive names it before its status is written.
 fn image_of(snapshot: &SandboxSnapshot) -> Option<String> {
-    snapshot.status.as_ref()?.image_id.clone()
+    match &snapshot.spec.archive {
+        Some(archive) => Some(archive.image_id.clone()),
+        None => snapshot.status.as_ref()?.image_id.clone(),
+    }
 }
 
 fn cached(context: &Context, namespace: &str) -> BTreeSet<String> {
@@ -170,41 +166,31 @@ async fn asked(context: &Context, namespace: &str) -> Result<BTreeSet<String>, E
     Ok(listed.iter().filter_map(image_of).collect())
 }
 
-async fn cluster(context: &Context) -> Result<String, Error> {
-    let found = context
-        .api
-        .get_cluster::<Namespace>(CLUSTER_NAMESPACE)
-        .await;
-    let found = found.map_err(|source| Error::Observe {
-        what: "the UID of the cluster",
-        source,
-    })?;
-    found.and_then(|found| found.uid()).ok_or(Error::NoCluster)
-}
-
 #[cfg(test)]
 mod tests {
     use jiff::SignedDuration;
-    use torpor_repository::ImageName;
+    use torpor_repository::{ImageName, Part};
 
     use super::*;
 
     #[test]
     fn an_image_goes_when_it_is_old_and_no_snapshot_names_it() {
-        let image = |id: &str, hours, whole| ImageLeft {
+        let image = |id: &str, hours, part| ImageLeft {
             name: ImageName::new("n", id).unwrap(),
-            whole,
+            part,
             age: SignedDuration::from_hours(hours),
         };
         let images = [
-            image("named.1", 2, true),
-            image("old.1", 2, true),
-            image("young.1", 0, true),
-            image("cut-off.1", 2, false),
+            image("named.1", 2, Part::Image),
+            image("named.1", 2, Part::Archive),
+            image("old.1", 2, Part::Image),
+            image("young.1", 0, Part::Image),
+            image("cut-off.1", 2, Part::Pending),
+            image("archived.1", 2, Part::Archive),
         ];
         let named = BTreeSet::from(["named.1".to_owned()]);
         let gone = unnamed(&images, &named);
         let gone: Vec<&str> = gone.iter().map(|image| image.name.image()).collect();
-        assert_eq!(gone, ["old.1", "cut-off.1"]);
+        assert_eq!(gone, ["old.1", "cut-off.1", "archived.1"]);
     }
 }

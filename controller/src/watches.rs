@@ -254,7 +254,7 @@ fn start_sandboxes(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     tasks.spawn(follow_guarded(
         WatchSource::of(context),
         in_pages(),
-        trim,
+        trim_snapshot,
         move |event| {
             for change in shared.caches.snapshots.apply_seen(event) {
                 let Some(snapshot) = change.after.as_ref().or(change.before.as_ref()) else {
@@ -550,6 +550,14 @@ fn trim_sandbox(sandbox: &mut Sandbox) {
     }
     if sandbox.managed_fields().is_empty() {
         trim(sandbox);
+    }
+}
+
+/// Trims a SandboxSnapshot. The manifest of an archive may be large, and only clients read it.
+fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
+    trim(snapshot);
+    if let Some(all) = &mut snapshot.metadata.annotations {
+        all.remove(annotations::ARCHIVED_SANDBOX);
     }
 }
 

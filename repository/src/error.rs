@@ -15,6 +15,8 @@ pub enum Error {
     },
     #[error("{repository} has no image {image}")]
     Missing { image: String, repository: String },
+    #[error("{repository} has no archive {object}")]
+    NoArchive { object: String, repository: String },
     #[error("{object} in {repository} is damaged: {why}")]
     Damaged {
         object: String,
@@ -46,7 +48,10 @@ impl Error {
     /// keys.
     pub fn is_final(&self) -> bool {
         match self {
-            Self::Missing { .. } | Self::Damaged { .. } | Self::KeyMissing { .. } => true,
+            Self::Missing { .. }
+            | Self::NoArchive { .. }
+            | Self::Damaged { .. }
+            | Self::KeyMissing { .. } => true,
             Self::Request { .. } | Self::Local { .. } | Self::Changed { .. } => false,
         }
     }
@@ -59,7 +64,7 @@ impl Error {
                 | object_store::Error::PermissionDenied { .. } => "RepositoryDenied",
                 _ => "RepositoryUnavailable",
             },
-            Self::Missing { .. } => "ImageMissing",
+            Self::Missing { .. } | Self::NoArchive { .. } => "ImageMissing",
             Self::Damaged { .. } => "ImageCorrupt",
             Self::KeyMissing { .. } => "KeyMissing",
             Self::Local { .. } | Self::Changed { .. } => "ImageUnreadable",

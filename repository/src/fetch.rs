@@ -11,8 +11,9 @@ use object_store::ObjectStoreExt;
 use object_store::path::Path;
 
 use crate::chunk::{self, Piece};
-use crate::index::{self, Index, Unreadable};
+use crate::index::Index;
 use crate::names::ImageName;
+use crate::object::{self, Unreadable};
 use crate::progress::Progress;
 use crate::seal::Sealer;
 use crate::upload::blocking;
@@ -62,18 +63,11 @@ impl Repository {
             repository: self.shown.clone(),
         };
         let bytes = self
-            .read(&path, index::LARGEST)
+            .read(&path, object::IMAGE.largest)
             .await?
             .ok_or_else(missing)?;
         let decoded = Index::decode(&bytes, self.names.cluster(), name, &self.keys);
-        let (index, sealer) = decoded.map_err(|unreadable| match unreadable {
-            Unreadable::Damaged(why) => self.damaged(&path, why),
-            Unreadable::KeyMissing(key) => Error::KeyMissing {
-                object: path.to_string(),
-                repository: self.shown.clone(),
-                key,
-            },
-        })?;
+        let (index, sealer) = decoded.map_err(|why| self.unreadable(&path, why))?;
         Ok(StoredImage {
             name: name.clone(),
             index,
@@ -140,6 +134,17 @@ impl Repository {
             })?;
         progress.add(u64::from(piece.len), sent);
         Ok(())
+    }
+
+    pub(crate) fn unreadable(&self, path: &Path, why: Unreadable) -> Error {
+        match why {
+            Unreadable::Damaged(why) => self.damaged(path, why),
+            Unreadable::KeyMissing(key) => Error::KeyMissing {
+                object: path.to_string(),
+                repository: self.shown.clone(),
+                key,
+            },
+        }
     }
 
     /// Reads an object of at most `limit` bytes; none if it does not exist.

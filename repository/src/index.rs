@@ -1,53 +1,12 @@
-//! Index of an image: which chunks make its files, and its manifest.
-//!
-//! ```text
-//! header   one line of JSON, in clear: format, image, chunks' names, the wrapped key
-//! body     zstd of JSON, sealed where the header has a key: manifest, files
-//! ```
-//!
-//! The header is enough to find the chunks that an image needs. So the controller, which has no
-//! keys, can delete the others.
+//! Index of an image: which chunks make its files, and its manifest. An object of kind
+//! [`object::IMAGE`], whose body has the manifest and the files.
 
-use std::io::Read;
-
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
 use serde::{Deserialize, Serialize};
 
 use crate::chunk::{self, Piece};
 use crate::names::{ChunkName, ImageName};
-use crate::seal::{self, Keys, Sealer};
-
-/// Largest index, in bytes: that of an image of about 150 GiB.
-pub(crate) const LARGEST: u64 = 64 << 20;
-/// Largest body, unpacked, in bytes.
-const LARGEST_BODY: u64 = 256 << 20;
-const MAGIC: &str = "torpor-repository-image";
-/// Version of manifests of images in a repository. Version 1 is that of images on a node's disk.
-const VERSION: u32 = 2;
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct Header {
-    magic: String,
-    version: u32,
-    cluster: String,
-    namespace: String,
-    image: String,
-    /// Key that seals the body; null in clear.
-    key: Option<WrappedKey>,
-    /// Names of the chunks, each once.
-    chunks: Vec<String>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct WrappedKey {
-    /// Id of the key in the Secret.
-    id: String,
-    /// The image's key, sealed, in base64.
-    wrapped: String,
-}
+use crate::object::{self, Unreadable};
+use crate::seal::{Keys, Sealer};
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -80,25 +39,6 @@ struct PieceBody {
 pub(crate) struct Index {
     pub(crate) manifest: Vec<u8>,
     pub(crate) files: Vec<(String, Vec<Piece>)>,
-}
-
-/// Reason why an index cannot be read.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Unreadable {
-    Damaged(String),
-    /// The keys lack the one with this id.
-    KeyMissing(String),
-}
-
-impl From<String> for Unreadable {
-    fn from(why: String) -> Self {
-        Self::Damaged(why)
-    }
-}
-
-/// Returns the text that binds sealed bytes to one image.
-fn about(cluster: &str, name: &ImageName) -> Vec<u8> {
-    format!("{cluster}/{}/{}", name.namespace(), name.image()).into_bytes()
 }
 
 impl Index {
@@ -139,28 +79,7 @@ impl Index {
         }
         let manifest = String::from_utf8(self.manifest.clone()).map_err(|e| e.to_string())?;
         let body = serde_json::to_vec(&Body { manifest, files }).map_err(|e| e.to_string())?;
-        let mut body = zstd::bulk::compress(&body, 3).map_err(|e| e.to_string())?;
-        let about = about(cluster, name);
-        let key = sealer.map(|(id, sealer)| {
-            let image_key = seal::random_key();
-            body = seal::seal(&image_key, std::mem::take(&mut body), &about);
-            let wrapped = STANDARD.encode(sealer.wrap(&image_key, &about));
-            let id = id.clone();
-            WrappedKey { id, wrapped }
-        });
-        let header = Header {
-            magic: MAGIC.to_owned(),
-            version: VERSION,
-            cluster: cluster.to_owned(),
-            namespace: name.namespace().to_owned(),
-            image: name.image().to_owned(),
-            key,
-            chunks: chunks.iter().map(ChunkName::hex).collect(),
-        };
-        let mut bytes = serde_json::to_vec(&header).map_err(|e| e.to_string())?;
-        bytes.push(b'\n');
-        bytes.extend(body);
-        Ok(bytes)
+        object::IMAGE.encode(cluster, name, &chunks, &body, sealer)
     }
 
     /// Reads the bytes of an index's object. Returns the sealer of its chunks too.
@@ -170,24 +89,9 @@ impl Index {
         name: &ImageName,
         keys: &Keys,
     ) -> Result<(Self, Option<Sealer>), Unreadable> {
-        let (header, body) = Header::decode(bytes, cluster, name)?;
-        let chunks = header.names()?;
-        let about = about(cluster, name);
-        let mut body = body.to_vec();
-        let sealer = match &header.key {
-            None => None,
-            Some(key) => {
-                let sealer = keys.named(&key.id, cluster, name.namespace());
-                let sealer = sealer.ok_or_else(|| Unreadable::KeyMissing(key.id.clone()))?;
-                let wrapped = STANDARD.decode(&key.wrapped).map_err(|e| e.to_string())?;
-                let wrong = |_| "it does not open with its key".to_owned();
-                let image_key = sealer.unwrap(wrapped, &about).map_err(wrong)?;
-                body = seal::open(&image_key, body, &about).map_err(wrong)?;
-                Some(sealer)
-            }
-        };
-        let body = unpack(&body)?;
-        let body: Body = serde_json::from_slice(&body).map_err(|e| e.to_string())?;
+        let content = object::IMAGE.decode(bytes, cluster, name, keys)?;
+        let (chunks, sealer) = (content.chunks, content.sealer);
+        let body: Body = serde_json::from_slice(&content.body).map_err(|e| e.to_string())?;
         let mut files = Vec::new();
         for file in body.files {
             let pieces = pieces_of(&file.pieces, &chunks, sealer.is_some())?;
@@ -195,17 +99,6 @@ impl Index {
         }
         let manifest = body.manifest.into_bytes();
         Ok((Self { manifest, files }, sealer))
-    }
-}
-
-fn unpack(packed: &[u8]) -> Result<Vec<u8>, String> {
-    let unpacked = zstd::stream::Decoder::new(packed).map_err(|e| e.to_string())?;
-    let mut body = Vec::new();
-    let mut limited = unpacked.take(LARGEST_BODY + 1);
-    limited.read_to_end(&mut body).map_err(|e| e.to_string())?;
-    match body.len() as u64 > LARGEST_BODY {
-        true => Err(format!("its body has more than {LARGEST_BODY} bytes")),
-        false => Ok(body),
     }
 }
 
@@ -231,38 +124,6 @@ fn pieces_of(read: &[PieceBody], chunks: &[ChunkName], sealed: bool) -> Result<V
         })
     });
     pieces.collect()
-}
-
-impl Header {
-    /// Reads the header of an index's object; returns it and the body.
-    pub(crate) fn decode<'a>(
-        bytes: &'a [u8],
-        cluster: &str,
-        name: &ImageName,
-    ) -> Result<(Self, &'a [u8]), String> {
-        let end = bytes.iter().position(|byte| *byte == b'\n');
-        let (line, body) = bytes.split_at(end.ok_or("it has no header")?);
-        let header: Self = serde_json::from_slice(line).map_err(|e| e.to_string())?;
-        if header.magic != MAGIC || header.version != VERSION {
-            let (magic, version) = (&header.magic, header.version);
-            return Err(format!(
-                "it is {magic:?} of version {version}, not {MAGIC:?} of {VERSION}"
-            ));
-        }
-        let (in_namespace, is) = (&header.namespace, &header.image);
-        if header.cluster != cluster || in_namespace != name.namespace() || is != name.image() {
-            return Err(format!("it is image {is} of namespace {in_namespace}"));
-        }
-        Ok((header, &body[1..]))
-    }
-
-    pub(crate) fn names(&self) -> Result<Vec<ChunkName>, String> {
-        let names = self.chunks.iter().map(|name| {
-            let parsed = ChunkName::parse(name);
-            parsed.ok_or_else(|| format!("{name:?} is not the name of a chunk"))
-        });
-        names.collect()
-    }
 }
 
 #[cfg(test)]
@@ -308,7 +169,9 @@ mod tests {
             Index::decode(&bytes, "c", &image("i"), &Keys::default()).expect("read");
         assert_eq!(read, index);
         assert!(sealer.is_none());
-        let (header, _) = Header::decode(&bytes, "c", &image("i")).expect("a header");
+        let (header, _) = object::IMAGE
+            .header(&bytes, "c", &image("i"))
+            .expect("a header");
         assert_eq!(
             header.names().expect("names"),
             [ChunkName([1; 32]), ChunkName([2; 32])]
@@ -342,7 +205,9 @@ mod tests {
             &bytes[..bytes.iter().position(|b| *b == b'\n').expect("a line")],
         )
         .replace("\"image\":\"i\"", "\"image\":\"j\"");
-        let (_, body) = Header::decode(&bytes, "c", &image("i")).expect("a header");
+        let (_, body) = object::IMAGE
+            .header(&bytes, "c", &image("i"))
+            .expect("a header");
         let moved = [text.as_bytes(), b"\n", body].concat();
         Index::decode(&moved, "c", &image("j"), &keys).expect_err("moved");
     }

@@ -5,6 +5,7 @@
 //!   clock                                written to learn the time of the object store
 //!   <namespace>/images/<image id>        index of a whole image: index.rs
 //!   <namespace>/pending/<image id>       the same, of an image that is being uploaded
+//!   <namespace>/archives/<image id>      record of an archived Sandbox: archive.rs
 //!   <namespace>/chunks/<2 hex>/<64 hex>  one chunk, compressed, sealed where there is a key
 //! ```
 //!
@@ -14,12 +15,14 @@
 //! The content of an object store is not trusted. Every name, size and digest is checked before its
 //! use, and every read has a limit.
 
+mod archive;
 mod chunk;
 mod clock;
 mod error;
 mod fetch;
 mod index;
 mod names;
+mod object;
 mod pace;
 mod progress;
 mod seal;
@@ -39,7 +42,7 @@ pub use pace::Pace;
 pub use progress::Progress;
 pub use seal::{InvalidKeys, Keys};
 pub use settings::{InvalidSettings, Settings};
-pub use sweep::{ImageLeft, Swept};
+pub use sweep::{ImageLeft, Part, Swept};
 pub use upload::{LocalFile, Stored};
 
 /// Requests to the object store at the same time, for one image.

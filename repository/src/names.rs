@@ -34,7 +34,7 @@ impl ImageName {
     }
 }
 
-fn is_part(text: &str) -> bool {
+pub(crate) fn is_part(text: &str) -> bool {
     let plain = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b"-.".contains(&b);
     let edge = |b: Option<&u8>| b.is_some_and(u8::is_ascii_alphanumeric);
     let bytes = text.as_bytes();
@@ -107,6 +107,14 @@ impl Names {
 
     pub(crate) fn all_pending(&self, namespace: &str) -> Path {
         self.root.clone().join(namespace).join("pending")
+    }
+
+    pub(crate) fn archive(&self, name: &ImageName) -> Path {
+        self.archives(&name.namespace).join(name.image.as_str())
+    }
+
+    pub(crate) fn archives(&self, namespace: &str) -> Path {
+        self.root.clone().join(namespace).join("archives")
     }
 
     pub(crate) fn chunks(&self, namespace: &str) -> Path {

@@ -15,6 +15,7 @@ use object_store::path::Path as ObjectPath;
 use object_store::{Certificate, ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig};
 use url::Url;
 
+use crate::names::is_part;
 use crate::seal::{InvalidKeys, Keys};
 
 /// File with certificate authorities, in PEM.
@@ -36,6 +37,8 @@ pub struct Settings {
     allow_http: bool,
     /// Images are not written without an encryption key.
     pub(crate) encrypted: bool,
+    /// UIDs of other clusters whose archives may be restored.
+    archives_of: Vec<String>,
 }
 
 /// Error: the settings do not name a repository.
@@ -49,6 +52,10 @@ pub enum InvalidSettings {
     AllowHttp(String),
     #[error("parameter encryption is {0:?}, not \"required\" or \"none\"")]
     Encryption(String),
+    #[error(
+        "parameter archivesOf is {0:?}, not a list of UIDs (each that of a cluster's namespace kube-system), separated by commas"
+    )]
+    ArchivesOf(String),
     #[error(
         "there is no encryption key: make the Secret torpor-repository-keys, or set parameter encryption: none"
     )]
@@ -72,8 +79,8 @@ pub enum InvalidSettings {
 }
 
 impl Settings {
-    /// Reads the parameters of a SnapshotClass: `url`, `endpoint`, `region`, `allowHTTP` and
-    /// `encryption`. Others are ignored.
+    /// Reads the parameters of a SnapshotClass: `url`, `endpoint`, `region`, `allowHTTP`,
+    /// `encryption` and `archivesOf`. Others are ignored.
     pub fn parse(parameters: &BTreeMap<String, String>) -> Result<Self, InvalidSettings> {
         let text = parameters.get("url").ok_or(InvalidSettings::NoUrl)?;
         let bad = |why: String| InvalidSettings::Url {
@@ -100,13 +107,21 @@ impl Settings {
             Some("none") => false,
             Some(other) => return Err(InvalidSettings::Encryption(other.to_owned())),
         };
+        let archives_of = parameters.get("archivesOf").map(String::as_str);
+        let archives_of = clusters(archives_of.unwrap_or_default())?;
         Ok(Self {
             url,
+            archives_of,
             endpoint: parameters.get("endpoint").cloned(),
             region: parameters.get("region").cloned(),
             allow_http,
             encrypted,
         })
+    }
+
+    /// Reports whether archives of another cluster may be restored.
+    pub fn reads_archives_of(&self, cluster: &str) -> bool {
+        self.archives_of.iter().any(|known| known == cluster)
     }
 
     /// Makes a client; returns it and the prefix of all objects.
@@ -167,6 +182,15 @@ impl Settings {
             other => return Err(refused(format!("{other:?} is not supported"))),
         };
         Ok((built.map_err(|e| refused(e.to_string()))?, prefix))
+    }
+}
+
+fn clusters(text: &str) -> Result<Vec<String>, InvalidSettings> {
+    let listed = text.split(',').map(str::trim);
+    let listed: Vec<&str> = listed.filter(|one| !one.is_empty()).collect();
+    match listed.iter().all(|one| is_part(one)) {
+        true => Ok(listed.into_iter().map(str::to_owned).collect()),
+        false => Err(InvalidSettings::ArchivesOf(text.to_owned())),
     }
 }
 
@@ -284,7 +308,22 @@ mod tests {
         assert!(refusal(&[("url", "s3://b/p"), ("allowHTTP", "yes")]).contains("\"yes\""));
         assert!(refusal(&[("url", "s3://b/p"), ("encryption", "no")]).contains("\"no\""));
         assert!(refusal(&[("url", "az://b/p?sig=x")]).contains("a query"));
+        assert!(refusal(&[("url", "s3://b/p"), ("archivesOf", "a,../b")]).contains("\"a,../b\""));
         parse(&[("url", "s3://b/p"), ("keepLast", "3")]).expect("other parameters are ignored");
+    }
+
+    #[test]
+    fn archives_of_other_clusters_are_read_only_where_the_class_names_them() {
+        let reads = |list: &[(&str, &str)], cluster: &str| {
+            let parameters: Vec<_> = [("url", "s3://b/p")].iter().chain(list).copied().collect();
+            parse(&parameters)
+                .expect("settings")
+                .reads_archives_of(cluster)
+        };
+        assert!(!reads(&[], "a"));
+        assert!(!reads(&[("archivesOf", "")], ""));
+        assert!(reads(&[("archivesOf", "a, b")], "b"));
+        assert!(!reads(&[("archivesOf", "a, b")], "c"));
     }
 
     #[test]

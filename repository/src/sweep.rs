@@ -17,8 +17,8 @@ use jiff::{SignedDuration, Timestamp};
 use object_store::path::Path;
 
 use crate::clock::modified;
-use crate::index::{self, Header};
 use crate::names::{ChunkName, ImageName};
+use crate::object;
 use crate::{Error, PARALLEL, Repository};
 
 /// Age below which nothing is deleted.
@@ -26,14 +26,24 @@ pub(crate) const KEPT_FOR: SignedDuration = SignedDuration::from_hours(1);
 /// Time for which one sweep deletes chunks.
 pub(crate) const DELETES_FOR: Duration = Duration::from_secs(60);
 
-/// An image in a repository.
+/// An object of an image in a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageLeft {
     pub name: ImageName,
-    /// False while the image is being uploaded.
-    pub whole: bool,
-    /// Time since its index was written.
+    pub part: Part,
+    /// Time since the object was written.
     pub age: SignedDuration,
+}
+
+/// Kind of an object of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// Index of a whole image.
+    Image,
+    /// Index of an image that is being uploaded.
+    Pending,
+    /// Record of an archived Sandbox.
+    Archive,
 }
 
 impl ImageLeft {
@@ -70,22 +80,23 @@ impl Repository {
         Ok(names.map(str::to_owned).collect())
     }
 
-    /// Returns the images of a namespace, whole and pending.
+    /// Returns the images of a namespace, whole and pending, and its archives.
     pub async fn images(&self, namespace: &str) -> Result<Vec<ImageLeft>, Error> {
         let now = self.now().await?;
         let places = [
-            (self.names.images(namespace), true),
-            (self.names.all_pending(namespace), false),
+            (self.names.images(namespace), Part::Image),
+            (self.names.all_pending(namespace), Part::Pending),
+            (self.names.archives(namespace), Part::Archive),
         ];
         let mut images = Vec::new();
-        for (place, whole) in places {
+        for (place, part) in places {
             let mut listed = self.objects.list(Some(&place));
             while let Some(meta) = self.next(&mut listed, &place).await? {
                 let image = meta.location.filename().unwrap_or_default();
                 // Objects of other programs are left alone.
                 if let Some(name) = ImageName::new(namespace, image) {
                     let age = now.duration_since(modified(&meta));
-                    images.push(ImageLeft { name, whole, age });
+                    images.push(ImageLeft { name, part, age });
                 }
             }
         }
@@ -105,11 +116,13 @@ impl Repository {
             .map_err(|e| self.failed("list", place, e))
     }
 
-    /// Deletes an image's index. Its chunks go with the next sweep, unless other images need them.
+    /// Deletes an object of an image. The image's chunks go with the next sweep after its index,
+    /// unless other images need them.
     pub async fn delete_image(&self, image: &ImageLeft) -> Result<(), Error> {
-        let path = match image.whole {
-            true => self.names.image(&image.name),
-            false => self.names.pending(&image.name),
+        let path = match image.part {
+            Part::Image => self.names.image(&image.name),
+            Part::Pending => self.names.pending(&image.name),
+            Part::Archive => self.names.archive(&image.name),
         };
         self.delete(&path).await
     }
@@ -173,11 +186,11 @@ impl Repository {
                 let damaged = |why| self.damaged(&path, why);
                 let name = image.ok_or_else(|| damaged("its name is no image's".to_owned()))?;
                 // A pending index goes when its image is committed, and is then listed again.
-                let Some(bytes) = self.read(&path, index::LARGEST).await? else {
+                let Some(bytes) = self.read(&path, object::IMAGE.largest).await? else {
                     continue;
                 };
-                let (header, _) =
-                    Header::decode(&bytes, self.names.cluster(), &name).map_err(damaged)?;
+                let header = object::IMAGE.header(&bytes, self.names.cluster(), &name);
+                let (header, _) = header.map_err(damaged)?;
                 needed.extend(header.names().map_err(damaged)?);
             }
         }

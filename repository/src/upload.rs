@@ -22,7 +22,7 @@ use object_store::{ObjectStoreExt, PutPayload};
 
 use crate::chunk::{self, Piece};
 use crate::clock::modified;
-use crate::index::{Index, LARGEST};
+use crate::index::Index;
 use crate::names::{ChunkName, ImageName};
 use crate::pace::Pace;
 use crate::progress::Progress;
@@ -82,8 +82,7 @@ impl Repository {
             progress.add(size, 0);
             return Ok(Stored { size, sent: 0 });
         }
-        let sealer = self.keys.newest(self.names.cluster(), image.namespace());
-        let sealer = sealer.map(|(id, sealer)| (id.to_owned(), sealer));
+        let sealer = self.sealer(image);
         let files: Vec<Arc<LocalFile>> = files.into_iter().map(Arc::new).collect();
         let index = cut(image, manifest, &files, sealer.as_ref()).await?;
         let size = index.size();
@@ -91,11 +90,6 @@ impl Repository {
         let encoded = index.encode(self.names.cluster(), image, sealer.as_ref());
         let encoded = encoded.map_err(|why| self.damaged(&place, why))?;
         let encoded = Bytes::from(encoded);
-        if encoded.len() as u64 > LARGEST {
-            let size = encoded.len();
-            let why = format!("it would have {size} bytes, at most {LARGEST} are allowed");
-            return Err(self.damaged(&place, why));
-        }
         let begun = Instant::now();
         let pending = self.names.pending(image);
         self.put(&pending, encoded.clone()).await?;
@@ -123,6 +117,12 @@ impl Repository {
         Ok(Stored { size, sent })
     }
 
+    /// Returns the sealer of new objects and its key's id; none without keys.
+    pub(crate) fn sealer(&self, image: &ImageName) -> Option<(String, Sealer)> {
+        let sealer = self.keys.newest(self.names.cluster(), image.namespace());
+        sealer.map(|(id, sealer)| (id.to_owned(), sealer))
+    }
+
     /// Returns the size of the image if it is there with this manifest.
     async fn has(&self, image: &ImageName, manifest: &[u8]) -> Result<Option<u64>, Error> {
         match self.image(image).await {
@@ -144,7 +144,7 @@ impl Repository {
         }
     }
 
-    async fn put(&self, path: &Path, bytes: Bytes) -> Result<(), Error> {
+    pub(crate) async fn put(&self, path: &Path, bytes: Bytes) -> Result<(), Error> {
         let put = self.objects.put(path, PutPayload::from_bytes(bytes)).await;
         put.map(drop).map_err(|e| self.failed("write", path, e))
     }

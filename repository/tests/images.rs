@@ -8,7 +8,9 @@ use std::time::{Duration, SystemTime};
 
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
-use torpor_repository::{Error, ImageName, Keys, LocalFile, Pace, Progress, Repository, Stored};
+use torpor_repository::{
+    Error, ImageName, Keys, LocalFile, Pace, Part, Progress, Repository, Stored,
+};
 
 const KEY: &str = "k:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
 
@@ -247,7 +249,7 @@ async fn a_sweep_keeps_what_an_index_names_and_what_is_young() {
     assert!(
         images
             .iter()
-            .all(|image| image.whole && !image.may_be_deleted()),
+            .all(|image| image.part == Part::Image && !image.may_be_deleted()),
         "{images:?}"
     );
     repository.delete_image(&images[1]).await.expect("deleted");
@@ -281,7 +283,7 @@ async fn a_sweep_keeps_the_chunks_of_an_upload_that_was_cut_off_until_its_index_
     assert_eq!(repository.sweep("n").await.expect("swept").deleted, 0);
     fetch(repository, "p.1").await.expect_err("not committed");
     let left = repository.images("n").await.expect("listed").remove(0);
-    assert!(!left.whole);
+    assert_eq!(left.part, Part::Pending);
     repository.delete_image(&left).await.expect("deleted");
     assert!(repository.sweep("n").await.expect("swept").deleted > 0);
 }
@@ -297,4 +299,52 @@ async fn a_sweep_deletes_nothing_while_an_index_cannot_be_read() {
     there.age();
     let error = there.repository.sweep("n").await.expect_err("refused");
     assert_eq!(error.reason(), "ImageCorrupt");
+}
+
+#[tokio::test]
+async fn an_archive_is_read_only_in_its_place_and_with_its_key() {
+    let there = InDirectory::new(keys());
+    let repository = &there.repository;
+    let record = b"{\"sandbox\":\"of a tenant\"}";
+    let missing = repository.archive(&name("p.1")).await.expect_err("missing");
+    assert!(missing.is_final(), "{missing}");
+    repository
+        .put_archive(&name("p.1"), b"an earlier one")
+        .await
+        .expect("written");
+    repository
+        .put_archive(&name("p.1"), record)
+        .await
+        .expect("written");
+    assert_eq!(
+        repository.archive(&name("p.1")).await.expect("read"),
+        record
+    );
+
+    let path = there.root.path().join("torpor-v2/c/n/archives/p.1");
+    let bytes = std::fs::read(&path).expect("read");
+    assert!(!bytes.windows(11).any(|part| part == b"of a tenant"));
+    let objects =
+        || Arc::new(LocalFileSystem::new_with_prefix(there.root.path()).expect("a store"));
+    let without = Repository::in_store(objects(), "c", Keys::default());
+    let error = without.archive(&name("p.1")).await.expect_err("no key");
+    assert_eq!(error.reason(), "KeyMissing");
+
+    // The same bytes as another object: as another image's archive, and as an image's index.
+    for elsewhere in ["archives/p.2", "images/p.1"] {
+        let elsewhere = there.root.path().join("torpor-v2/c/n").join(elsewhere);
+        std::fs::create_dir_all(elsewhere.parent().expect("a folder")).expect("made");
+        std::fs::write(elsewhere, &bytes).expect("written");
+    }
+    let error = repository.archive(&name("p.2")).await.expect_err("moved");
+    assert_eq!(error.reason(), "ImageCorrupt");
+    let error = repository.image(&name("p.1")).await.expect_err("no index");
+    assert_eq!(error.reason(), "ImageCorrupt");
+
+    let listed = repository.images("n").await.expect("listed");
+    let archives = listed.iter().filter(|one| one.part == Part::Archive);
+    let archives: Vec<_> = archives.collect();
+    assert_eq!(archives.len(), 2);
+    repository.delete_image(archives[0]).await.expect("deleted");
+    assert!(!path.exists());
 }

@@ -1,14 +1,16 @@
 //! Settings of one Sandbox, read from its annotations and those of its pod template.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use jiff::Timestamp;
 
 use super::{
-    DOZE_AFTER, HIBERNATE, INJECT_RUNTIME, InvalidAnnotation, LATE_BIND, LateBind, NETWORK_POLICY,
-    NEXT_WAKEUP, NetworkIsolation, ON_CLAIM_EXEC, ON_CRASH, ON_RESTORE_EXEC, ON_RESTORE_FAILURE,
-    OnCrash, OnRestoreFailure, RESTORE_FROM, RESUME_ON_REQUEST, SNAPSHOT_CLASS,
-    SUSPENSION_STRATEGY, SleepAfter, SuspensionStrategy, WAKE_AT, WAKE_ON, WakeOn, hibernate_after,
+    ARCHIVE_AFTER, ArchiveAfter, DOZE_AFTER, HIBERNATE, INJECT_RUNTIME, InvalidAnnotation,
+    LATE_BIND, LateBind, NETWORK_POLICY, NEXT_WAKEUP, NetworkIsolation, ON_CLAIM_EXEC, ON_CRASH,
+    ON_RESTORE_EXEC, ON_RESTORE_FAILURE, OnCrash, OnRestoreFailure, RESTORE_FROM,
+    RESUME_ON_REQUEST, SNAPSHOT_CLASS, SUSPENSION_STRATEGY, SleepAfter, SuspensionStrategy,
+    WAKE_AT, WAKE_ON, WakeOn, hibernate_after,
     values::{
         parse_command, parse_flag, parse_hibernate, parse_isolation, parse_name, parse_on_crash,
         parse_policy, parse_strategy, parse_time,
@@ -28,6 +30,8 @@ pub struct Settings {
     pub on_restore_exec: Option<Vec<String>>,
     pub restore_from: Option<String>,
     pub snapshot_class: Option<String>,
+    /// `None` when unset or `off`.
+    pub archive_after: Option<Duration>,
     pub resume_on_request: bool,
     pub hibernate_after: Option<SleepAfter>,
     pub doze_after: Option<SleepAfter>,
@@ -77,6 +81,11 @@ impl Settings {
             |v| parse_name(SNAPSHOT_CLASS, v),
             &mut problems,
         );
+        let archive_after = checked(value(ARCHIVE_AFTER), ArchiveAfter::parse, &mut problems);
+        let archive_after = archive_after.and_then(|after| match after {
+            ArchiveAfter::Off => None,
+            ArchiveAfter::Suspended(time) => Some(time),
+        });
         let resume_on_request = checked(
             value(RESUME_ON_REQUEST),
             |v| parse_flag(RESUME_ON_REQUEST, v),
@@ -123,6 +132,7 @@ impl Settings {
             on_restore_exec,
             restore_from,
             snapshot_class,
+            archive_after,
             resume_on_request: resume_on_request.unwrap_or_default(),
             hibernate_after,
             doze_after,
@@ -164,8 +174,6 @@ fn checked<T>(
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::annotations::{HIBERNATE_AFTER, IDLE_TIMEOUT, MAX_IDLE_TIME};
 

@@ -111,7 +111,9 @@ impl Applied {
         match (action, fact) {
             (_, Some(Fact::Pod(pod))) => self.pod = Some(Arc::clone(pod)),
             (_, Some(Fact::Service(service))) => self.service = Some(Arc::clone(service)),
-            (Action::DeleteSandbox { .. }, _) => self.sandbox_deleted = true,
+            (Action::DeleteSandbox { .. } | Action::DeleteArchived { .. }, _) => {
+                self.sandbox_deleted = true
+            }
             _ => {}
         }
     }
@@ -230,16 +232,19 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
         Action::DeleteSnapshot { name, uid, fence } => {
             delete_snapshot(api, ns, (name, uid), fence, failed).await
         }
-        Action::RecordTaker { name, patch } => record_taker(api, ns, name, patch).await,
+        Action::PatchSnapshot { name, patch } => patch_snapshot(api, ns, name, patch).await,
         Action::SupersedeSnapshot { name, message } => {
             supersede(api, ns, name, message, failed).await
         }
-        Action::DeleteSandbox { uid } => {
-            match deleted(api.delete::<Sandbox>(ns, name, uid, None).await) {
-                Ok(()) => Outcome::Done(None),
-                Err(error) => refused(error, |e| failed("failed to delete sandbox", e)),
-            }
-        }
+        Action::DeleteSandbox { uid } => delete_sandbox(api, ns, (name, uid, None), failed).await,
+        Action::DeleteArchived {
+            uid,
+            resource_version,
+            archive,
+        } => match check_image(api, ns, archive).await {
+            Err(outcome) => outcome,
+            Ok(_) => delete_sandbox(api, ns, (name, uid, Some(resource_version)), failed).await,
+        },
     }
 }
 
@@ -427,6 +432,21 @@ async fn delete_pod(
     }
 }
 
+async fn delete_sandbox(
+    api: &Apiserver,
+    namespace: &str,
+    (name, uid, resource_version): (&str, &str, Option<&str>),
+    failed: impl Fn(&str, &calls::Error) -> Failure,
+) -> Outcome {
+    let delete = api.delete::<Sandbox>(namespace, name, uid, resource_version);
+    match deleted(delete.await) {
+        Ok(()) => Outcome::Done(None),
+        // The Sandbox changed since it was read; the next pass sees the change.
+        Err(error) if error.answer() == Answer::Conflict => Outcome::Unknown(error),
+        Err(error) => refused(error, |e| failed("failed to delete sandbox", e)),
+    }
+}
+
 /// Checks at the apiserver whether an image is still as the plan assumed.
 ///
 /// The caches may lack exactly the write that matters.
@@ -539,9 +559,7 @@ async fn observe_snapshot(api: &Apiserver, namespace: &str, name: &str) -> Outco
     }
 }
 
-/// Writes the annotation about the Pod that takes the image. The patch names the version of the
-/// snapshot that it was made from.
-async fn record_taker(api: &Apiserver, namespace: &str, name: &str, patch: &Value) -> Outcome {
+async fn patch_snapshot(api: &Apiserver, namespace: &str, name: &str, patch: &Value) -> Outcome {
     match api.patch::<SandboxSnapshot>(namespace, name, patch).await {
         Ok(snapshot) => Outcome::Done(Some(Fact::Snapshot(Arc::new(snapshot)))),
         Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => {

@@ -47,6 +47,8 @@ pub struct Observed {
     pub nodes: BTreeMap<String, Arc<SandboxNode>>,
     /// All SandboxNodes, if an image of the Sandbox is in a repository; else none.
     pub cluster: Vec<Candidate>,
+    /// UID of the cluster, if the Sandbox is to be archived.
+    pub cluster_uid: Option<String>,
     /// Nodes of snapshots that take no new Pods, as far as the apiserver was asked.
     pub cordoned: BTreeSet<String>,
     /// Nodes of snapshots that no longer exist, as far as the apiserver was asked.

@@ -3,7 +3,7 @@
 use torpor_api::{
     SandboxStatus,
     conditions::{self, find},
-    reasons::{event, hibernated, restored, sandbox as reasons},
+    reasons::{archived, event, hibernated, restored, sandbox as reasons},
 };
 
 use super::plan::Plan;
@@ -79,6 +79,14 @@ pub fn between(before: &SandboxStatus, after: &SandboxStatus, plan: &Plan) -> Ve
             }
             _ => {}
         }
+    }
+    if let Some(condition) = changed(conditions::ARCHIVED)
+        && !matches!(
+            condition.reason.as_str(),
+            archived::WAITING | archived::UPLOADING | archived::ARCHIVING
+        )
+    {
+        note(Severity::Warning, event::NOT_ARCHIVED, &condition.message);
     }
     if let Some(why) = &plan.memory.given_up {
         note(Severity::Warning, event::MEMORY_NOT_KEPT, why);

@@ -29,7 +29,7 @@ mod services;
 mod wakeup;
 
 pub(crate) use self::claims::is_name_taken;
-pub(super) use self::memory::{disruption, node_of_taker};
+pub(super) use self::memory::{disruption, needs_cluster, node_of_taker};
 
 /// Part of the work. A failure skips only the rest of its area, as upstream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,13 +130,19 @@ pub enum Action {
         name: String,
         message: String,
     },
-    /// Records on a snapshot which Pod was made to continue from its image.
-    RecordTaker {
+    /// Changes the metadata of a snapshot. The patch names the version that it was made from.
+    PatchSnapshot {
         name: String,
         patch: Value,
     },
     DeleteSandbox {
         uid: String,
+    },
+    /// Deletes a Sandbox that is in its archive, if nobody has changed it since it was observed.
+    DeleteArchived {
+        uid: String,
+        resource_version: String,
+        archive: ImageFence,
     },
 }
 
@@ -173,6 +179,8 @@ pub struct MemoryOutlook {
     pub restored: ConditionChange,
     /// Arrival of the claim in the sandbox.
     pub bound: ConditionChange,
+    /// Archive of a suspended Sandbox.
+    pub archived: ConditionChange,
     /// Overrides upstream's Suspended condition (strategy Freeze).
     pub suspended: Option<Draft>,
     /// True if the Pod has ended but its memory remains, from which the sandbox continues.

@@ -45,10 +45,13 @@ pub struct Stored {
     pub class: String,
     /// Digest of the image's manifest.
     pub digest: String,
+    /// UID of the cluster that archived the image; none for an image of this cluster.
+    pub cluster: Option<String>,
 }
 
 impl Memory {
     /// Returns the memory to continue from, or `None` if the snapshot names no image or no node.
+    /// No node holds an archive.
     ///
     /// The node and the container images never come from the status, which an agent writes. Without
     /// a record the images are those of the template.
@@ -60,11 +63,18 @@ impl Memory {
         on_failure: OnRestoreFailure,
     ) -> Option<Self> {
         let status = snapshot.status.as_ref()?;
-        status.node_name.as_ref()?;
+        if !snapshot.is_archive() {
+            status.node_name.as_ref()?;
+        }
         let stored = || {
             Some(Stored {
                 class: snapshot.spec.snapshot_class_name.clone()?,
                 digest: status.digest.clone()?,
+                cluster: snapshot
+                    .spec
+                    .archive
+                    .as_ref()
+                    .map(|one| one.cluster.clone()),
             })
         };
         Some(Self {
@@ -179,7 +189,15 @@ pub fn pod(
             annotations::ON_RESTORE_FAILURE.to_owned(),
             memory.on_failure.as_str().to_owned(),
         );
-        if let Some(Stored { class, digest }) = &memory.stored {
+        if let Some(Stored {
+            class,
+            digest,
+            cluster,
+        }) = &memory.stored
+        {
+            if let Some(cluster) = cluster {
+                on_pod.insert(annotations::RESTORE_CLUSTER.to_owned(), cluster.clone());
+            }
             on_pod.insert(annotations::RESTORE_CLASS.to_owned(), class.clone());
             on_pod.insert(annotations::RESTORE_DIGEST.to_owned(), digest.clone());
         }

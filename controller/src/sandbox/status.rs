@@ -160,6 +160,7 @@ fn active(
         (conditions::HIBERNATED, plan.memory.hibernated.clone()),
         (conditions::RESTORED, plan.memory.restored.clone()),
         (conditions::BOUND, plan.memory.bound.clone()),
+        (conditions::ARCHIVED, plan.memory.archived.clone()),
     ] {
         match change {
             ConditionChange::Set(draft) => {

@@ -1,6 +1,7 @@
 //! Tests of the controller against an apiserver in memory: upstream's cases, Torpor's own, and
 //! random sequences of events.
 
+mod archives;
 mod claims;
 mod cluster;
 mod conditions;

@@ -274,7 +274,7 @@ const BRING_THE_NODE_BACK: &str = "Bring the node back to continue with the memo
 #[case(
     runtime_cannot,
     "NodeUnavailable",
-    "Node \"n1\", which holds the image, cannot restore with torpor",
+    "Node \"n1\" cannot restore the image with torpor",
     KEPT
 )]
 #[tokio::test]

@@ -27,6 +27,7 @@ fn intent(snapshot: &SandboxSnapshot, pod_uid: &PodUid) -> Option<SnapshotIntent
         reason: match snapshot.spec.reason {
             ApiReason::Suspend => SnapshotReason::Suspend,
             ApiReason::Manual => SnapshotReason::Manual,
+            ApiReason::Archive => return None,
         },
         image: image.and_then(|image| ImageId::parse(image).ok()),
         wish: match snapshot.metadata.deletion_timestamp {

@@ -296,10 +296,11 @@ fn is_same(before: &SandboxSnapshot, listed: &SandboxSnapshot) -> bool {
 }
 
 /// Returns whether the snapshot may be about a Pod of this node: its spec names this node
-/// or none. The spec is immutable, while an agent of a compromised node may write a status.
+/// or none. The spec is immutable, while an agent of a compromised node may write a status. An
+/// archive is about no Pod: its image is in a repository only.
 pub(crate) fn may_be_of_node(snapshot: &SandboxSnapshot, node: &str) -> bool {
     let named = snapshot.spec.node_name.as_deref();
-    named.is_none_or(|named| named == node)
+    !snapshot.is_archive() && named.is_none_or(|named| named == node)
 }
 
 /// Returns the Pod that takes the snapshot's image, if it is a Pod of this node and the image is of

@@ -32,6 +32,10 @@ pub(crate) enum Error {
         source: InvalidSettings,
     },
     #[error(
+        "SnapshotClass {class:?} does not allow archives of cluster {cluster}: add it to the parameter archivesOf"
+    )]
+    OtherCluster { class: String, cluster: String },
+    #[error(
         "cannot read the UID of namespace {CLUSTER_NAMESPACE}, which identifies the cluster: {0}"
     )]
     Cluster(String),
@@ -76,9 +80,14 @@ impl Repositories {
         found.is_none_or(|class| class.spec.provisioner != NODE_PROVISIONER)
     }
 
-    /// Returns the repository of a class. Reads class and credentials anew, because both may change
-    /// at any time.
-    pub(crate) async fn of(&self, name: &str) -> Result<Repository, Error> {
+    /// Returns the repository of a class with the images of this cluster, or those that another
+    /// one archived, if the class allows that. Reads class and credentials anew, because both may
+    /// change at any time.
+    pub(crate) async fn of(
+        &self,
+        name: &str,
+        archived_by: Option<&str>,
+    ) -> Result<Repository, Error> {
         let class = self.classes.get(&ObjectRef::new(name));
         let class = class.ok_or_else(|| Error::NoClass(name.to_owned()))?;
         if class.spec.provisioner != REPOSITORY_PROVISIONER {
@@ -92,7 +101,14 @@ impl Repositories {
             source,
         };
         let settings = Settings::parse(&class.spec.parameters).map_err(invalid)?;
-        let cluster = self.cluster.get_or_try_init(|| self.cluster_uid()).await?;
+        let own = self.cluster.get_or_try_init(|| self.cluster_uid()).await?;
+        let cluster = archived_by.unwrap_or(own);
+        if cluster != own && !settings.reads_archives_of(cluster) {
+            return Err(Error::OtherCluster {
+                class: name.to_owned(),
+                cluster: cluster.to_owned(),
+            });
+        }
         let keys = Some(&*self.keys);
         Repository::open(&settings, &self.credentials, keys, cluster).map_err(invalid)
     }

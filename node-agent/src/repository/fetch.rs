@@ -172,6 +172,7 @@ fn want(pod: &Pod) -> Option<Want> {
         place: (Namespace::new(pod.namespace()?).ok()?, image),
         digest: annotated(annotations::RESTORE_DIGEST)?,
         class: annotated(annotations::RESTORE_CLASS)?,
+        cluster: annotated(annotations::RESTORE_CLUSTER),
         copy: annotated(annotations::RESTORE_COPY).as_deref() == Some("true"),
         cold_start: annotated(annotations::ON_RESTORE_FAILURE).as_deref()
             == Some(annotations::OnRestoreFailure::ColdStart.as_str()),
@@ -397,7 +398,10 @@ impl Fetches {
         if !ask::is_to_run(client, node, namespace.as_str(), &want.pod).await? {
             return Ok(false);
         }
-        let repository = self.repositories.of(&want.class).await?;
+        let repository = self
+            .repositories
+            .of(&want.class, want.cluster.as_deref())
+            .await?;
         let name = ImageName::new(namespace.as_str(), &image.to_string());
         let name = name.ok_or_else(|| Error::Corrupt(format!("{image} names no image")))?;
         let stored = repository.image(&name).await?;

@@ -181,7 +181,7 @@ impl Uploads {
                 .snapshot_class_name
                 .clone()
                 .unwrap_or_default();
-            let repository = self.repositories.of(&class).await?;
+            let repository = self.repositories.of(&class, None).await?;
             let stored = self.upload(snapshot, &repository, &progress).await?;
             Ok::<_, Error>((repository, stored))
         };

@@ -86,7 +86,8 @@ struct Call {
 
 type Answer = Result<Value, (StatusCode, &'static str, String)>;
 
-const KINDS: [(&str, &str, &str); 25] = [
+const KINDS: [(&str, &str, &str); 26] = [
+    ("namespaces", "Namespace", "v1"),
     ("secrets", "Secret", "v1"),
     ("configmaps", "ConfigMap", "v1"),
     ("serviceaccounts", "ServiceAccount", "v1"),

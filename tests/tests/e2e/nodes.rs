@@ -1,6 +1,8 @@
 //! Memory that continues on another node, through a repository in an S3 server. These tests take
 //! nodes and the server away, so each runs alone.
 
+mod archives;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

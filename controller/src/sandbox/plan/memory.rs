@@ -31,6 +31,7 @@ use crate::sandbox::{
     validate::{Desired, Ownership, ownership},
 };
 
+mod archive;
 mod elsewhere;
 mod evicted;
 mod location;
@@ -40,6 +41,7 @@ mod resume;
 mod suspend;
 mod unclaimed;
 
+pub(in crate::sandbox) use self::archive::needs_cluster;
 pub(in crate::sandbox) use self::elsewhere::node_of_taker;
 pub(in crate::sandbox) use self::evicted::{disruption, is_evicted};
 use self::{
@@ -245,7 +247,9 @@ const NOT_KEPT: &str = "memory was not kept";
 
 /// Plans for a suspended Sandbox whose Pod is gone.
 pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
-    let change = if let Some(snapshot) = newest_resumable(desired, observed) {
+    let image = newest_resumable(desired, observed);
+    archive::plan(plan, desired, observed, image, now);
+    let change = if let Some(snapshot) = image {
         match snapshot.is_missing() {
             true => {
                 plan.requeue_after(LOOK_FOR_NODE);

@@ -289,6 +289,7 @@ fn memory_in_a_repository_may_continue_on_each_node_that_fits() {
     let memory = Memory {
         nodes: vec!["n1".into(), "n2".into()],
         stored: Some(Stored {
+            cluster: None,
             class: "far".into(),
             digest: "blake3:1".into(),
         }),

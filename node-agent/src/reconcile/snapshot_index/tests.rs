@@ -51,6 +51,27 @@ fn snapshots_are_found_by_their_pod_until_they_are_gone() {
 }
 
 #[test]
+fn an_archive_is_about_no_pod_and_its_image_is_named() {
+    let shown = SnapshotIndex::new(NODE.to_owned());
+    let spec = json!({
+        "sandboxName": "s", "reason": "Archive", "snapshotClassName": "far",
+        "archive": { "cluster": "c", "imageID": "pod-1.1" },
+    });
+    let mut archive = named("a", "n", 1, spec);
+    shown.take(Event::Apply(archive.clone()));
+    assert_eq!(names(&shown.of_sandbox_of(&pod(json!({})))), [""; 0]);
+    let status = archive.status.get_or_insert_default();
+    status.pod_uid = Some("pod-1".to_owned());
+    status.image_id = Some("pod-1.1".to_owned());
+    shown.take(Event::Apply(archive));
+    assert_eq!(about(&shown), [""; 0]);
+    assert!(shown.to_answer().is_empty() && shown.to_upload().is_empty());
+    let image = ImageId::parse("pod-1.1").expect("an image");
+    assert!(shown.is_named("n", &image));
+    assert!(!shown.is_named("m", &image));
+}
+
+#[test]
 fn who_may_write_into_one_namespace_has_no_say_over_the_pods_of_another() {
     let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
     for by_status in [false, true] {

@@ -17,6 +17,8 @@ pub(crate) struct Want {
     pub(crate) digest: String,
     /// SnapshotClass of the repository.
     pub(crate) class: String,
+    /// Cluster that archived the image; none for this one.
+    pub(crate) cluster: Option<String>,
     /// The user named the image. Many Pods may start from it, and none consumes it.
     pub(crate) copy: bool,
     /// The Pod starts without the image if it cannot be fetched.
@@ -202,6 +204,7 @@ mod tests {
             place: place(),
             digest: "d".to_owned(),
             class: "c".to_owned(),
+            cluster: None,
             copy: false,
             cold_start: false,
             settled: false,

@@ -57,7 +57,7 @@ pub(super) fn record_taker(plan: &mut Plan, snapshot: &SandboxSnapshot, pod: &Po
         "annotations": {annotations::TAKEN_BY: taker.to_annotation()},
     }});
     let name = snapshot.name_any();
-    plan.step(Area::Pod, Action::RecordTaker { name, patch });
+    plan.step(Area::Pod, Action::PatchSnapshot { name, patch });
 }
 
 /// Returns why the memory has run on in a Pod elsewhere that is gone, if it has.
@@ -118,15 +118,8 @@ pub(super) fn nodes(
     if !copy && may_be_taken_on(snapshot, origin) {
         return here.map(|()| vec![origin.to_owned()]);
     }
-    let others = observed.cluster.iter().filter(|candidate| {
-        let node = &candidate.node;
-        node.name_any() != origin
-            && !candidate.is_silent
-            && fits(desired, observed, snapshot, node).is_ok()
-    });
-    let mut others: Vec<String> = others.map(|candidate| candidate.node.name_any()).collect();
-    // Another order for each Sandbox, so that not all go to the same nodes of a large cluster.
-    others.sort_by_key(|node| name_hash(&format!("{}/{node}", desired.name)));
+    let mut others = fitting(desired, observed, snapshot);
+    others.retain(|node| node != origin);
     let nodes: Vec<String> = here
         .as_ref()
         .ok()
@@ -143,6 +136,37 @@ pub(super) fn nodes(
         )),
         _ => Ok(nodes.into_iter().take(MOST_NODES).collect()),
     }
+}
+
+/// Returns the nodes that may restore an archive, which no node holds.
+pub(super) fn nodes_of_archive(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+) -> Result<Vec<String>, Obstacle> {
+    let mut nodes = fitting(desired, observed, snapshot);
+    nodes.truncate(MOST_NODES);
+    if !nodes.is_empty() {
+        return Ok(nodes);
+    }
+    let reporting = observed.cluster.iter().filter(|one| !one.is_silent);
+    let mut obstacles =
+        reporting.filter_map(|one| fits(desired, observed, snapshot, &one.node).err());
+    Err(obstacles.next().unwrap_or_else(|| {
+        let message = "No node of the cluster has an agent of Torpor that reports".to_owned();
+        (restored::NODE_UNAVAILABLE, message)
+    }))
+}
+
+/// Returns the reporting nodes that can restore an image, in another order for each Sandbox, so
+/// that not all go to the same nodes of a large cluster.
+fn fitting(desired: &Desired<'_>, observed: &Observed, snapshot: &SandboxSnapshot) -> Vec<String> {
+    let nodes = observed.cluster.iter().filter(|candidate| {
+        !candidate.is_silent && fits(desired, observed, snapshot, &candidate.node).is_ok()
+    });
+    let mut nodes: Vec<String> = nodes.map(|candidate| candidate.node.name_any()).collect();
+    nodes.sort_by_key(|node| name_hash(&format!("{}/{node}", desired.name)));
+    nodes
 }
 
 /// Returns why the node that holds the image cannot restore it.
@@ -171,7 +195,7 @@ fn origin_can(
 fn cannot_restore(desired: &Desired<'_>, observed: &Observed, node: &str) -> Obstacle {
     let handler = handler(desired, observed);
     let runtime = handler.map_or("the default runtime", String::as_str);
-    let message = format!("Node {node:?}, which holds the image, cannot restore with {runtime}");
+    let message = format!("Node {node:?} cannot restore the image with {runtime}");
     (restored::NODE_UNAVAILABLE, message)
 }
 

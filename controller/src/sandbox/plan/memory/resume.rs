@@ -20,8 +20,8 @@ use super::{
     super::{
         Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence, delete_as_seen, delete_pod,
     },
-    capabilities, condition_false, delete_snapshot, elsewhere, evicted, fence, is_deleting,
-    is_incomplete, is_resumable, is_terminating,
+    archive, capabilities, condition_false, delete_snapshot, elsewhere, evicted, fence,
+    is_deleting, is_incomplete, is_resumable, is_terminating,
     location::{LOOK_FOR_NODE, LOOK_SOON, LostNode, await_node, cold_start, lost, may_be_back},
     newest_resumable, node_of,
     origin::{record, trusted_node},
@@ -49,6 +49,7 @@ pub(in crate::sandbox::plan) fn start(
     now: Timestamp,
 ) {
     show_hibernated(plan, desired, observed, ConditionChange::Remove);
+    archive::discard(plan, desired, observed);
     if let Some(snapshot) = newest_resumable(desired, observed) {
         delete_incomplete(plan, desired, observed);
         return resume(plan, desired, observed, snapshot, now);
@@ -213,8 +214,13 @@ fn can_restore(
 ) -> Result<Memory, Obstacle> {
     let name = snapshot.name_any();
     let policy = desired.settings.restore_policy();
-    let origin = trusted_node(observed, snapshot)?;
-    let nodes = elsewhere::nodes(desired, observed, snapshot, origin, copy)?;
+    let nodes = match snapshot.is_archive() {
+        true => elsewhere::nodes_of_archive(desired, observed, snapshot)?,
+        false => {
+            let origin = trusted_node(observed, snapshot)?;
+            elsewhere::nodes(desired, observed, snapshot, origin, copy)?
+        }
+    };
     let saved = record(observed, snapshot);
     Memory::of(snapshot, nodes, saved, copy, policy).ok_or_else(|| {
         let message = format!("SandboxSnapshot {name:?} does not name its image and node");
@@ -434,6 +440,7 @@ pub(in crate::sandbox::plan) fn awake(
     observed: &Observed,
     pod: &Pod,
 ) {
+    archive::discard(plan, desired, observed);
     let change = evicted::keep(plan, desired, observed, pod)
         .unwrap_or_else(|| hibernated_in_place(desired, observed, pod));
     show_hibernated(plan, desired, observed, change);

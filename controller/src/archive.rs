@@ -1,0 +1,324 @@
+//! Reconciles SandboxSnapshots of reason Archive: writes the record of an archived Sandbox into the
+//! repository, or reads it from there.
+//!
+//! An archive whose image belongs to a suspended Sandbox of this cluster is written. Every other
+//! one is read: one of another cluster, or one whose SandboxSnapshot was deleted. Either way the
+//! annotations are written before the condition Committed, and the record is in the repository
+//! before both. Agents have no part in it.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::ResourceExt;
+use serde_json::json;
+use torpor_api::{
+    PodRecord, Sandbox, SandboxSnapshot, SandboxSnapshotStatus, annotations,
+    archive::{self, ArchiveRecord, LARGEST_MANIFEST},
+    conditions::{self, Draft, Status},
+    name_hash,
+    reasons::{event, snapshot as reasons},
+    snapshot::{ArchiveSource, Upload},
+};
+use torpor_repository::ImageName;
+
+use crate::{
+    calls::{self, Answer},
+    context::Context,
+    events::{self, Note, Severity},
+    outline, repository, saved_pod,
+    snapshot::Error,
+};
+
+/// Pause before another attempt.
+const RETRY: Duration = Duration::from_secs(30);
+
+/// Failure to write or read an archive, which the condition Committed shows.
+#[derive(Debug, thiserror::Error)]
+enum Failure {
+    #[error(transparent)]
+    Open(#[from] repository::Error),
+    #[error("{}", .0.words())]
+    Repository(#[from] torpor_repository::Error),
+    #[error("{0}")]
+    Corrupt(String),
+}
+
+impl Failure {
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Open(repository::Error::OtherCluster { .. }) => reasons::CLUSTER_NOT_ALLOWED,
+            Self::Open(repository::Error::Cluster(_) | repository::Error::NoCluster) => {
+                reasons::REPOSITORY_UNAVAILABLE
+            }
+            Self::Open(_) => reasons::INVALID_CLASS,
+            Self::Repository(error) => match error.reason() {
+                "RepositoryDenied" => reasons::REPOSITORY_DENIED,
+                "ImageMissing" => reasons::ARCHIVE_MISSING,
+                "ImageCorrupt" => reasons::ARCHIVE_CORRUPT,
+                "KeyMissing" => reasons::KEY_MISSING,
+                _ => reasons::REPOSITORY_UNAVAILABLE,
+            },
+            Self::Corrupt(_) => reasons::ARCHIVE_CORRUPT,
+        }
+    }
+}
+
+/// Runs one pass over an archive. Returns the time until the next attempt, if there is to be one.
+pub async fn reconcile(
+    snapshot: &SandboxSnapshot,
+    context: &Context,
+) -> Result<Option<Duration>, Error> {
+    let is_settled = snapshot.is_committed() || snapshot.metadata.deletion_timestamp.is_some();
+    let Some(source) = snapshot.spec.archive.as_ref().filter(|_| !is_settled) else {
+        return Ok(None);
+    };
+    let record = match record(snapshot, source, context).await {
+        Ok(record) => record,
+        Err(Stop::Observe(error)) => return Err(Error::Observe(error)),
+        Err(Stop::Failed(failure)) => {
+            let (reason, message) = (failure.reason(), failure.to_string());
+            let draft = Draft::new(conditions::COMMITTED, Status::False, reason, message);
+            let mut status = snapshot.status.clone().unwrap_or_default();
+            set(&mut status, draft, snapshot);
+            write_status(snapshot, &status, context).await?;
+            return Ok(Some(RETRY));
+        }
+    };
+    let Some(annotated) = annotate(snapshot, &record, context).await? else {
+        return Ok(None);
+    };
+    let status = committed(&annotated, &record);
+    if write_status(&annotated, &status, context).await? {
+        let url = status.upload.as_ref().map_or("", |upload| &upload.url);
+        let note = Note {
+            severity: Severity::Normal,
+            reason: event::SANDBOX_ARCHIVED,
+            message: format!(
+                "Memory and manifest of Sandbox {:?} are in {url}",
+                record.sandbox.name_any()
+            ),
+        };
+        events::publish(&context.api, snapshot, note).await;
+    }
+    Ok(None)
+}
+
+/// Reason why there is no record.
+enum Stop {
+    Observe(calls::Error),
+    Failed(Failure),
+}
+
+impl<E: Into<Failure>> From<E> for Stop {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// Returns the record of an archive, which is in the repository then.
+async fn record(
+    snapshot: &SandboxSnapshot,
+    source: &ArchiveSource,
+    context: &Context,
+) -> Result<ArchiveRecord, Stop> {
+    let class = snapshot
+        .spec
+        .snapshot_class_name
+        .as_deref()
+        .unwrap_or_default();
+    let repository = repository::of_cluster(context, class, &source.cluster).await?;
+    let namespace = snapshot.namespace().unwrap_or_default();
+    let name = ImageName::new(&namespace, &source.image_id);
+    let name = name.ok_or_else(|| Failure::Corrupt("its name is no image's".to_owned()))?;
+    let own = repository::own_cluster(context).await?;
+    let written = match source.cluster == own {
+        true => to_write(snapshot, source, context)
+            .await
+            .map_err(Stop::Observe)?,
+        false => None,
+    };
+    let mut record = match written {
+        Some(record) => {
+            repository.put_archive(&name, &record.encode()).await?;
+            record
+        }
+        None => read(&repository.archive(&name).await?, &source.image_id)?,
+    };
+    let bytes = record.image.size_bytes.unwrap_or_default();
+    record.image.upload = Some(Upload {
+        done_bytes: bytes,
+        sent_bytes: 0,
+        total_bytes: bytes,
+        url: repository.url().to_owned(),
+    });
+    Ok(record)
+}
+
+/// Returns the record of a suspended Sandbox of this cluster; none if the image belongs to none.
+async fn to_write(
+    snapshot: &SandboxSnapshot,
+    source: &ArchiveSource,
+    context: &Context,
+) -> Result<Option<ArchiveRecord>, calls::Error> {
+    let (namespace, name) = (
+        snapshot.namespace().unwrap_or_default(),
+        &snapshot.spec.sandbox_name,
+    );
+    let Some(sandbox) = context.caches.sandboxes.get(&namespace, name) else {
+        return Ok(None);
+    };
+    let sandbox = match outline::is_outline(&*sandbox) {
+        true => outline::read_full(&context.api, &*sandbox)
+            .await?
+            .map(Arc::new),
+        false => Some(sandbox),
+    };
+    let images = context.caches.snapshots.indexed(&namespace, name);
+    let pods = context.caches.pods.indexed(&namespace, &name_hash(name));
+    Ok(sandbox.and_then(|sandbox| {
+        let image = images
+            .iter()
+            .find(|image| is_source(image, source, &sandbox))?;
+        let pods = pods.iter().map(|pod| &**pod);
+        let pod = saved_pod::saved_pod(image, pods, Some(&sandbox))?;
+        of(image, &sandbox, pod, Timestamp::now())
+    }))
+}
+
+/// Reports whether a snapshot holds the memory of this Sandbox in the image, whole in a repository.
+fn is_source(image: &SandboxSnapshot, source: &ArchiveSource, sandbox: &Sandbox) -> bool {
+    let status = image.status.as_ref();
+    let owners = image.owner_references();
+    !image.is_archive()
+        && image.is_uploaded()
+        && !image.is_consumed()
+        && status.and_then(|status| status.image_id.as_ref()) == Some(&source.image_id)
+        && owners
+            .iter()
+            .any(|owner| Some(&owner.uid) == sandbox.metadata.uid.as_ref())
+}
+
+/// Returns the record of an image of a Sandbox. Pure.
+fn of(
+    image: &SandboxSnapshot,
+    sandbox: &Sandbox,
+    pod: PodRecord,
+    now: Timestamp,
+) -> Option<ArchiveRecord> {
+    let status = image.status.as_ref()?;
+    Some(ArchiveRecord {
+        archived_at: Time(now),
+        pod,
+        sandbox: archive::manifest(sandbox),
+        image: SandboxSnapshotStatus {
+            conditions: Vec::new(),
+            node_name: None,
+            consumed_by_pod_uid: None,
+            upload: None,
+            ..status.clone()
+        },
+    })
+}
+
+/// Reads a record, which must be that of the image. Pure.
+fn read(bytes: &[u8], image_id: &str) -> Result<ArchiveRecord, Failure> {
+    let record = ArchiveRecord::decode(bytes).map_err(|e| Failure::Corrupt(e.to_string()))?;
+    let corrupt = |why: &str| Err(Failure::Corrupt(why.to_owned()));
+    if record.image.image_id.as_deref() != Some(image_id) {
+        return corrupt("it is the archive of another image");
+    }
+    if record.image.digest.is_none() {
+        return corrupt("it does not name the image's digest");
+    }
+    let manifest = serde_json::to_vec(&record.sandbox).unwrap_or_default();
+    if manifest.len() > LARGEST_MANIFEST {
+        return corrupt("its manifest is too large");
+    }
+    Ok(record)
+}
+
+/// Returns the status of a committed archive. Pure.
+fn committed(snapshot: &SandboxSnapshot, record: &ArchiveRecord) -> SandboxSnapshotStatus {
+    let before = snapshot.conditions().to_vec();
+    let mut status = SandboxSnapshotStatus {
+        conditions: before,
+        node_name: None,
+        consumed_by_pod_uid: None,
+        ..record.image.clone()
+    };
+    let archived = record.archived_at.0;
+    let name = record.sandbox.name_any();
+    let message = format!("Sandbox {name:?}, archived at {archived:.0}");
+    for (type_, reason) in [
+        (conditions::COMMITTED, reasons::COMMITTED),
+        (conditions::UPLOADED, reasons::UPLOADED),
+    ] {
+        let draft = Draft::new(type_, Status::True, reason, message.clone());
+        set(&mut status, draft, snapshot);
+    }
+    status
+}
+
+fn set(status: &mut SandboxSnapshotStatus, draft: Draft, snapshot: &SandboxSnapshot) {
+    let generation = snapshot.metadata.generation;
+    conditions::set(&mut status.conditions, draft, generation, Timestamp::now());
+}
+
+/// Writes the manifest and the record of the Pod. Returns the snapshot afterwards; none if it has
+/// changed or is gone.
+async fn annotate(
+    snapshot: &SandboxSnapshot,
+    record: &ArchiveRecord,
+    context: &Context,
+) -> Result<Option<SandboxSnapshot>, Error> {
+    // A manifest of strings, numbers and maps always has a JSON form.
+    let manifest = serde_json::to_string(&record.sandbox).unwrap_or_default();
+    let patch = json!({"metadata": {
+        "resourceVersion": snapshot.resource_version(),
+        "annotations": {
+            annotations::SAVED_POD: record.pod.to_annotation(),
+            annotations::ARCHIVED_SANDBOX: manifest,
+        },
+    }});
+    let (namespace, name) = (
+        snapshot.namespace().unwrap_or_default(),
+        snapshot.name_any(),
+    );
+    let written = context
+        .api
+        .patch::<SandboxSnapshot>(&namespace, &name, &patch);
+    unless_changed(written.await)
+}
+
+/// Writes the status, if it differs. Returns whether it was written.
+async fn write_status(
+    snapshot: &SandboxSnapshot,
+    status: &SandboxSnapshotStatus,
+    context: &Context,
+) -> Result<bool, Error> {
+    if snapshot.status.as_ref() == Some(status) {
+        return Ok(false);
+    }
+    let patch =
+        json!({"metadata": {"resourceVersion": snapshot.resource_version()}, "status": status});
+    let (namespace, name) = (
+        snapshot.namespace().unwrap_or_default(),
+        snapshot.name_any(),
+    );
+    let written = context
+        .api
+        .patch_status::<SandboxSnapshot>(&namespace, &name, &patch);
+    Ok(unless_changed(written.await)?.is_some())
+}
+
+/// Ignores conflicts and absence: a newer event is on its way.
+fn unless_changed(
+    written: Result<SandboxSnapshot, calls::Error>,
+) -> Result<Option<SandboxSnapshot>, Error> {
+    match written {
+        Ok(snapshot) => Ok(Some(snapshot)),
+        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => Ok(None),
+        Err(error) => Err(Error::Write(error)),
+    }
+}
