@@ -278,6 +278,9 @@ documented! {
         /// Consumed: the sandbox ran on or started cold, so the image is older than the sandbox.
         /// From then on only `torpor.dev/restore-from` uses the image.
         SUPERSEDED = "Superseded";
+        /// Not Uploaded any more: an object of the image is missing in the repository, or cannot be
+        /// read. The node that holds the image uploads it again.
+        DAMAGED = "Damaged";
         /// Not Committed: the archive is encrypted with a key that the controller does not have.
         KEY_MISSING = "KeyMissing";
         /// Not Committed: the repository has no such archive.

@@ -6,6 +6,8 @@
 //! An image goes when its index is older than an hour (by the object store's clock), the cache has
 //! no SandboxSnapshot that names it, and neither has the apiserver when it is asked. A
 //! SnapshotClass with `deletionPolicy: Retain` is not swept.
+//!
+//! Each sweep also reports images that lack an object ([`scrub`]).
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -19,16 +21,20 @@ use torpor_repository::{ImageLeft, Repository};
 
 use crate::{calls, context::Context, repository};
 
+mod scrub;
+
 /// Time from the start of the controller until the first sweep.
 const FIRST: Duration = Duration::from_secs(60);
 
 /// Error of a sweep of one repository.
 #[derive(Debug, thiserror::Error)]
-enum Error {
+pub enum Error {
     #[error(transparent)]
     Open(#[from] repository::Error),
     #[error("{}", .0.words())]
     Repository(#[from] torpor_repository::Error),
+    #[error("cannot report the state of an image")]
+    Report(#[source] calls::Error),
     #[error("cannot read {what}")]
     Observe {
         what: &'static str,
@@ -79,16 +85,25 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
     }
 }
 
-async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
+/// Sweeps the repository of a class once.
+pub async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
     let repository = repository::without_keys(context, class).await?;
     let scope = &context.settings.namespaces;
-    for namespace in repository.namespaces().await? {
+    let mut namespaces: BTreeSet<String> = repository.namespaces().await?.into_iter().collect();
+    // A namespace may have lost all of its objects.
+    let of_class = Some(class.name_any());
+    let named = context
+        .caches
+        .snapshots
+        .filtered(|one| one.is_uploaded() && one.spec.snapshot_class_name == of_class);
+    namespaces.extend(named.iter().filter_map(|one| one.namespace()));
+    for namespace in namespaces {
         // A confined controller does not see the SandboxSnapshots of other namespaces.
         if !scope.is_cluster() && !scope.names().any(|own| own == namespace) {
             continue;
         }
         // An error in one namespace does not keep the others from being swept.
-        if let Err(error) = sweep_namespace(context, &repository, &namespace).await {
+        if let Err(error) = sweep_namespace(context, class, &repository, &namespace).await {
             let (class, error): (_, &dyn std::error::Error) = (class.name_any(), &error);
             tracing::warn!(
                 class,
@@ -103,6 +118,7 @@ async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
 
 async fn sweep_namespace(
     context: &Context,
+    class: &SnapshotClass,
     repository: &Repository,
     namespace: &str,
 ) -> Result<(), Error> {
@@ -128,7 +144,7 @@ async fn sweep_namespace(
             "removed what no SandboxSnapshot names from a repository"
         );
     }
-    Ok(())
+    scrub::report(context, class, repository, namespace, &chunks.images).await
 }
 
 /// Returns the images that may be deleted and that no SandboxSnapshot names.

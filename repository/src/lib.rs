@@ -42,7 +42,7 @@ pub use pace::Pace;
 pub use progress::Progress;
 pub use seal::{InvalidKeys, Keys};
 pub use settings::{InvalidSettings, Settings};
-pub use sweep::{ImageLeft, Part, Swept};
+pub use sweep::{Health, ImageLeft, Part, Swept};
 pub use upload::{LocalFile, Stored};
 
 /// Requests to the object store at the same time, for one image.

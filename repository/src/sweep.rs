@@ -8,7 +8,7 @@
 //! half that age again. A sweep deletes for at most [`DELETES_FOR`] after it has read the indexes;
 //! an upload that found an old chunk waits longer than that and looks again.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::time::{Duration, Instant};
 
 use futures::stream::FuturesUnordered;
@@ -54,12 +54,34 @@ impl ImageLeft {
 }
 
 /// Result of a sweep of a namespace's chunks.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Swept {
     /// Chunks that the namespace had.
     pub chunks: u64,
     /// Chunks that were deleted.
     pub deleted: u64,
+    /// State of each image whose index is in `images/`, by the image's id.
+    pub images: BTreeMap<String, Health>,
+}
+
+/// State of an image in a repository, as far as listings and indexes show it. The content of chunks
+/// is not read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Health {
+    Whole,
+    /// The image cannot be restored; holds the reason.
+    Damaged(String),
+}
+
+/// Result of the reading of all indexes of a namespace.
+#[derive(Debug, Default)]
+struct Needed {
+    /// Chunks that indexes name, pending ones included.
+    chunks: HashSet<ChunkName>,
+    /// Chunks of each whole image that the listing lacks.
+    unlisted: BTreeMap<String, Vec<ChunkName>>,
+    /// Indexes that cannot be read, each with the reason.
+    unreadable: BTreeMap<String, String>,
 }
 
 /// A chunk in a listing.
@@ -127,17 +149,34 @@ impl Repository {
         self.delete(&path).await
     }
 
-    /// Deletes the chunks of a namespace that no index names.
+    /// Deletes the chunks of a namespace that no index names, and examines its images. While an
+    /// index cannot be read, nothing is deleted: the chunks that it names are not known.
     pub async fn sweep(&self, namespace: &str) -> Result<Swept, Error> {
         let now = self.now().await?;
         let chunks = self.list_chunks(namespace, now).await?;
         let begun = Instant::now();
-        let needed = self.needed(namespace).await?;
+        let needed = self.needed(namespace, &chunks).await?;
         let mut swept = Swept {
             chunks: chunks.len() as u64,
             deleted: 0,
+            images: BTreeMap::new(),
         };
-        let mut doomed = doomed(&chunks, &needed);
+        if needed.unreadable.is_empty() {
+            swept.deleted = self.delete_doomed(&chunks, &needed.chunks, begun).await?;
+        }
+        swept.images = self.examine(namespace, needed).await?;
+        Ok(swept)
+    }
+
+    /// Deletes the chunks that no index names. Returns their number.
+    async fn delete_doomed(
+        &self,
+        chunks: &[Listed],
+        needed: &HashSet<ChunkName>,
+        begun: Instant,
+    ) -> Result<u64, Error> {
+        let mut deleted = 0;
+        let mut doomed = doomed(chunks, needed);
         let mut under_way = FuturesUnordered::new();
         loop {
             while under_way.len() < 2 * PARALLEL
@@ -147,11 +186,40 @@ impl Repository {
                 under_way.push(self.delete(&chunk.path));
             }
             match under_way.next().await {
-                Some(deleted) => deleted?,
-                None => return Ok(swept),
+                Some(done) => done?,
+                None => return Ok(deleted),
             }
-            swept.deleted += 1;
+            deleted += 1;
         }
+    }
+
+    /// Returns the state of each image. A chunk that the listing lacks may have been written since,
+    /// so the object store is asked for it.
+    async fn examine(
+        &self,
+        namespace: &str,
+        needed: Needed,
+    ) -> Result<BTreeMap<String, Health>, Error> {
+        let mut images: BTreeMap<String, Health> = BTreeMap::new();
+        for (image, chunks) in needed.unlisted {
+            let mut health = Health::Whole;
+            for chunk in chunks {
+                let path = self.names.chunk(namespace, &chunk);
+                if self.modified(&path).await?.is_none() {
+                    health = Health::Damaged(format!("{path} in {} does not exist", self.shown));
+                    break;
+                }
+            }
+            images.insert(image, health);
+        }
+        let unreadable = needed.unreadable.into_iter();
+        images.extend(unreadable.map(|(image, why)| (image, Health::Damaged(why))));
+        Ok(images)
+    }
+
+    /// Reports whether the index of an image is there.
+    pub async fn has_index(&self, image: &ImageName) -> Result<bool, Error> {
+        Ok(self.modified(&self.names.image(image)).await?.is_some())
     }
 
     async fn list_chunks(&self, namespace: &str, now: Timestamp) -> Result<Vec<Listed>, Error> {
@@ -169,13 +237,13 @@ impl Repository {
         Ok(chunks)
     }
 
-    /// Returns the chunks that indexes name, pending ones included. An index that cannot be read is
-    /// an error, because its chunks are not known.
-    async fn needed(&self, namespace: &str) -> Result<HashSet<ChunkName>, Error> {
-        let mut needed = HashSet::new();
-        for place in [
-            self.names.all_pending(namespace),
-            self.names.images(namespace),
+    /// Reads all indexes of a namespace.
+    async fn needed(&self, namespace: &str, listed: &[Listed]) -> Result<Needed, Error> {
+        let known: HashSet<ChunkName> = listed.iter().map(|chunk| chunk.name).collect();
+        let mut needed = Needed::default();
+        for (place, is_whole) in [
+            (self.names.all_pending(namespace), false),
+            (self.names.images(namespace), true),
         ] {
             let mut listed = self.objects.list(Some(&place));
             while let Some(meta) = self.next(&mut listed, &place).await? {
@@ -185,16 +253,41 @@ impl Repository {
                     .and_then(|name| ImageName::new(namespace, name));
                 let damaged = |why| self.damaged(&path, why);
                 let name = image.ok_or_else(|| damaged("its name is no image's".to_owned()))?;
-                // A pending index goes when its image is committed, and is then listed again.
-                let Some(bytes) = self.read(&path, object::IMAGE.largest).await? else {
-                    continue;
-                };
-                let header = object::IMAGE.header(&bytes, self.names.cluster(), &name);
-                let (header, _) = header.map_err(damaged)?;
-                needed.extend(header.names().map_err(damaged)?);
+                match self.chunks_of(&path, &name).await {
+                    // A pending index goes when its image is committed, and is then listed again.
+                    Ok(None) => {}
+                    Ok(Some(chunks)) => {
+                        if is_whole {
+                            let unlisted = chunks.iter().filter(|chunk| !known.contains(chunk));
+                            let unlisted = unlisted.copied().collect();
+                            needed.unlisted.insert(name.image().to_owned(), unlisted);
+                        }
+                        needed.chunks.extend(chunks);
+                    }
+                    Err(error @ Error::Damaged { .. }) => {
+                        let image = name.image().to_owned();
+                        needed.unreadable.insert(image, error.to_string());
+                    }
+                    Err(error) => return Err(error),
+                }
             }
         }
         Ok(needed)
+    }
+
+    /// Returns the chunks that an index names; none if it does not exist.
+    async fn chunks_of(
+        &self,
+        path: &Path,
+        name: &ImageName,
+    ) -> Result<Option<Vec<ChunkName>>, Error> {
+        let Some(bytes) = self.read(path, object::IMAGE.largest).await? else {
+            return Ok(None);
+        };
+        let damaged = |why| self.damaged(path, why);
+        let header = object::IMAGE.header(&bytes, self.names.cluster(), name);
+        let (header, _) = header.map_err(damaged)?;
+        header.names().map(Some).map_err(damaged)
     }
 }
 

@@ -68,7 +68,8 @@ impl Found {
 }
 
 impl Repository {
-    /// Uploads an image. Sends nothing of an image that is there with the same manifest.
+    /// Uploads an image. Of an image that is there with the same manifest it sends only chunks that
+    /// are missing.
     pub async fn upload(
         &self,
         image: &ImageName,
@@ -77,11 +78,7 @@ impl Repository {
         progress: &Progress,
         pace: &Pace,
     ) -> Result<Stored, Error> {
-        if let Some(size) = self.has(image, &manifest).await? {
-            progress.begin(size);
-            progress.add(size, 0);
-            return Ok(Stored { size, sent: 0 });
-        }
+        let is_there = self.has(image, &manifest).await?;
         let sealer = self.sealer(image);
         let files: Vec<Arc<LocalFile>> = files.into_iter().map(Arc::new).collect();
         let index = cut(image, manifest, &files, sealer.as_ref()).await?;
@@ -98,6 +95,7 @@ impl Repository {
         let sending = Sending {
             repository: self,
             image,
+            is_there,
             sealer: sealer.as_ref(),
             now,
             progress,
@@ -105,7 +103,7 @@ impl Repository {
         };
         let any_old = sending.send(&index, &files).await?;
         let mut sent = progress.sent();
-        if any_old {
+        if any_old && !is_there {
             // A sweep that did not see the pending index may delete old chunks for this long.
             let passed = begun.elapsed();
             tokio::time::sleep((DELETES_FOR + LONGEST_REQUEST).saturating_sub(passed)).await;
@@ -123,15 +121,13 @@ impl Repository {
         sealer.map(|(id, sealer)| (id.to_owned(), sealer))
     }
 
-    /// Returns the size of the image if it is there with this manifest.
-    async fn has(&self, image: &ImageName, manifest: &[u8]) -> Result<Option<u64>, Error> {
+    /// Reports whether the image's index is there with this manifest.
+    async fn has(&self, image: &ImageName, manifest: &[u8]) -> Result<bool, Error> {
         match self.image(image).await {
-            Ok(found) if found.manifest() == manifest => {
-                Ok(Some(found.files().map(|file| file.size).sum()))
-            }
+            Ok(found) => Ok(found.manifest() == manifest),
             Err(error) if !error.is_final() => Err(error),
-            // Another image of this name, or one that cannot be read, is written anew.
-            Ok(_) | Err(_) => Ok(None),
+            // An image that cannot be read is written anew.
+            Err(_) => Ok(false),
         }
     }
 
@@ -223,6 +219,8 @@ fn local(
 struct Sending<'a> {
     repository: &'a Repository,
     image: &'a ImageName,
+    /// The image's index is there, so no sweep deletes its chunks.
+    is_there: bool,
     sealer: Option<&'a Sealer>,
     now: Timestamp,
     progress: &'a Progress,
@@ -263,7 +261,7 @@ impl Sending<'_> {
         let path = self.path(&piece.name);
         let found = Found::of(self.repository.modified(&path).await?, self.now);
         let mut sent = 0;
-        if found != Found::Young {
+        if found == Found::Absent || found == Found::Old && !self.is_there {
             let packed = self.packed(file, piece).await?;
             sent = packed.len() as u64;
             self.pace.wait(sent).await;

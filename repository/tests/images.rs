@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use torpor_repository::{
-    Error, ImageName, Keys, LocalFile, Pace, Part, Progress, Repository, Stored,
+    Error, Health, ImageName, Keys, LocalFile, Pace, Part, Progress, Repository, Stored,
 };
 
 const KEY: &str = "k:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
@@ -297,8 +297,60 @@ async fn a_sweep_deletes_nothing_while_an_index_cannot_be_read() {
     let index = there.root.path().join("torpor-v2/c/n/images/p.1");
     std::fs::write(index, b"nonsense").expect("written");
     there.age();
-    let error = there.repository.sweep("n").await.expect_err("refused");
-    assert_eq!(error.reason(), "ImageCorrupt");
+    let swept = there.repository.sweep("n").await.expect("swept");
+    assert_eq!(swept.deleted, 0);
+    let found = swept.images.get("p.1");
+    assert!(
+        matches!(found, Some(Health::Damaged(why)) if why.contains("images/p.1")),
+        "{found:?}"
+    );
+}
+
+#[tokio::test]
+async fn a_lost_chunk_is_found_by_a_sweep_and_mended_by_another_upload() {
+    for keys in [Keys::default(), keys()] {
+        let there = InDirectory::new(keys);
+        let repository = &there.repository;
+        let content = random(2 << 20, 1);
+        upload(repository, "p.1", &content).await.expect("uploaded");
+        upload(repository, "p.2", &random(2 << 20, 2))
+            .await
+            .expect("uploaded");
+        let all = there.chunks();
+        let whole = repository.sweep("n").await.expect("swept").images;
+        assert_eq!(whole["p.1"], Health::Whole);
+        // Committed chunks of more than an hour are neither deleted nor written again.
+        there.age();
+        let again = upload(repository, "p.1", &content).await.expect("uploaded");
+        assert_eq!(again.sent, 0);
+
+        std::fs::remove_file(&all[0]).expect("removed");
+        let images = repository.sweep("n").await.expect("swept").images;
+        let damaged: Vec<_> = images
+            .iter()
+            .filter(|(_, one)| **one != Health::Whole)
+            .collect();
+        let hex = all[0].file_name().expect("a name").to_string_lossy();
+        assert!(
+            matches!(&damaged[..], [(_, Health::Damaged(why))] if why.contains(&*hex)),
+            "{damaged:?}"
+        );
+        let mended = upload(repository, "p.1", &content).await.expect("uploaded");
+        let mended_too = upload(repository, "p.2", &random(2 << 20, 2))
+            .await
+            .expect("uploaded");
+        let sent = mended.sent + mended_too.sent;
+        assert!(
+            (1..=1 << 20).contains(&sent),
+            "{sent}: the lost chunk alone"
+        );
+        assert!(fetch(repository, "p.1").await.expect("fetched") == content);
+        let images = repository.sweep("n").await.expect("swept").images;
+        assert!(
+            images.values().all(|one| *one == Health::Whole),
+            "{images:?}"
+        );
+    }
 }
 
 #[tokio::test]

@@ -254,6 +254,71 @@ async fn a_sandbox_that_is_resumed_before_its_deletion_stays_and_its_archive_goe
     assert!(world.pod().is_some());
 }
 
+/// The repository has no image: only its record was written.
+#[tokio::test]
+async fn an_image_that_is_missing_in_its_repository_is_reported_and_its_archive_does_not_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let world = world(dir.path(), CLUSTER, json!({}));
+    suspended(&world, archive_now()).await;
+    world.settle().await;
+    pass(&world).await;
+    world.sync();
+    let class = world
+        .api
+        .get("snapshotclasses", "", "far")
+        .expect("a class");
+    let class = serde_json::from_value(class).expect("a SnapshotClass");
+    torpor_controller::sweep::sweep(&world.context, &class)
+        .await
+        .expect("swept");
+    let uploaded = |object: &Value| {
+        let all = object["status"]["conditions"]
+            .as_array()
+            .expect("conditions");
+        let found = all
+            .iter()
+            .find(|one| one["type"] == "Uploaded")
+            .expect("Uploaded");
+        (
+            found["status"].clone(),
+            found["reason"].clone(),
+            found["message"].to_string(),
+        )
+    };
+    for snapshot in world.snapshots() {
+        let (status, reason, message) = uploaded(&snapshot);
+        assert_eq!(
+            (status, reason),
+            (json!("False"), json!("Damaged")),
+            "{snapshot:#}"
+        );
+        assert!(message.contains("the index of image i.1"), "{message}");
+    }
+    let events = world.events();
+    assert!(
+        events.iter().any(|event| event.contains("Damaged")),
+        "{events:?}"
+    );
+
+    let mut copy = torpor_sandbox(json!({"metadata": {"name": "t"}}));
+    let archive = archive(&world).expect("an archive");
+    copy["metadata"]["annotations"]["torpor.dev/restore-from"] =
+        archive["metadata"]["name"].clone();
+    let made = world.api.create("sandboxes", copy);
+    world.sync();
+    let made = serde_json::from_value(made).expect("a Sandbox");
+    let passed = torpor_controller::sandbox::reconcile(Arc::new(made), Arc::clone(&world.context));
+    passed.await.expect("a pass");
+    let copy = world.api.get("sandboxes", NS, "t").expect("the copy");
+    let all = copy["status"]["conditions"].as_array().expect("conditions");
+    let restored = all
+        .iter()
+        .find(|one| one["type"] == "Restored")
+        .expect("Restored");
+    assert_eq!(restored["reason"], "ImageMissing", "{restored}");
+    assert_eq!(world.api.get("pods", NS, "t"), None);
+}
+
 /// Archives the Sandbox "s" in a cluster that is gone afterwards.
 async fn archived_elsewhere(dir: &Path) {
     let first = world(dir, CLUSTER, json!({}));

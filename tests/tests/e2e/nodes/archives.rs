@@ -1,8 +1,9 @@
 //! Archives: a Sandbox moves into the repository, leaves its node, and comes back on another one.
 
 use anyhow::{Context, ensure};
+use k8s_openapi::api::events::v1::Event;
 use kube::ResourceExt;
-use kube::api::DeleteParams;
+use kube::api::{Api, DeleteParams, ListParams};
 use serde_json::json;
 use torpor_api::annotations::ARCHIVE_AFTER;
 use torpor_api::snapshot::SandboxSnapshot;
@@ -10,7 +11,7 @@ use torpor_tests::case::{Case, uid};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::{wait, witness};
 
-use super::{LIMIT, case, continues_on, objects, start_on};
+use super::{LIMIT, case, continues_on, objects, start_on, upload_is};
 
 async fn is_gone(case: &Case, name: &str) -> anyhow::Result<()> {
     let found = case.sandboxes().get_opt(name).await?;
@@ -106,6 +107,42 @@ async fn is_listed_again(
     let third = case.ready("s").await?;
     witness::ask(&third).await?.goes_on_from(before)?;
     Ok(())
+}
+
+#[tokio::test]
+async fn an_image_that_has_lost_an_object_is_reported_and_uploaded_again() -> anyhow::Result<()> {
+    case("nodes-scrub", async |case| {
+        let first = start_on(case, "node-0", 5).await?;
+        let before = witness::ask(&first).await?;
+        case.suspend("s").await?;
+        upload_is(case, "True", "Uploaded").await?;
+        let lost = objects(case, "/chunks/").pop().context("no chunk")?;
+        std::fs::remove_file(&lost)?;
+        // Between two sweeps the condition may be True again already.
+        wait::until("the object is back", LIMIT, async || {
+            Ok(lost
+                .exists()
+                .then_some(())
+                .ok_or_else(|| format!("{} is lost", lost.display())))
+        })
+        .await?;
+        upload_is(case, "True", "Uploaded").await?;
+        let events: Api<Event> = Api::namespaced(case.client(), &case.namespace);
+        let events = events.list(&ListParams::default()).await?;
+        let mut reasons = events
+            .items
+            .iter()
+            .filter_map(|event| event.reason.as_deref());
+        ensure!(
+            reasons.any(|reason| reason == "Damaged"),
+            "no Event reports it"
+        );
+
+        case.cordon("node-0", true).await?;
+        let second = case.resume("s").await?;
+        continues_on(&second, "node-1", &before).await
+    })
+    .await
 }
 
 #[tokio::test]

@@ -144,6 +144,12 @@ pub(super) fn nodes_of_archive(
     observed: &Observed,
     snapshot: &SandboxSnapshot,
 ) -> Result<Vec<String>, Obstacle> {
+    if !snapshot.is_uploaded() {
+        let uploaded = conditions::find(snapshot.conditions(), conditions::UPLOADED);
+        let why = uploaded.map_or("", |uploaded| &uploaded.message);
+        let message = format!("Archive {:?} is not whole: {why}", snapshot.name_any());
+        return Err((restored::IMAGE_MISSING, message));
+    }
     let mut nodes = fitting(desired, observed, snapshot);
     nodes.truncate(MOST_NODES);
     if !nodes.is_empty() {
