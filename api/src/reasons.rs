@@ -278,6 +278,9 @@ documented! {
         /// Consumed: the sandbox ran on or started cold, so the image is older than the sandbox.
         /// From then on only `torpor.dev/restore-from` uses the image.
         SUPERSEDED = "Superseded";
+        /// Not Uploaded: the images of the namespace would have more bytes in the repository than
+        /// the SnapshotClass allows. The upload is retried.
+        QUOTA_EXCEEDED = "QuotaExceeded";
         /// Not Uploaded any more: an object of the image is missing in the repository, or cannot be
         /// read. The node that holds the image uploads it again.
         DAMAGED = "Damaged";

@@ -394,13 +394,14 @@ pub const REPOSITORY_PROVISIONER: &str = "repository.torpor.dev";
 pub const PROVISIONERS: [&str; 2] = [NODE_PROVISIONER, REPOSITORY_PROVISIONER];
 
 /// Parameters of a SnapshotClass of [`REPOSITORY_PROVISIONER`].
-pub const REPOSITORY_PARAMETERS: [&str; 6] = [
+pub const REPOSITORY_PARAMETERS: [&str; 7] = [
     "url",
     "endpoint",
     "region",
     "allowHTTP",
     "encryption",
     "archivesOf",
+    "maxSizePerNamespace",
 ];
 
 fn node_provisioner() -> String {

@@ -54,6 +54,7 @@ pub struct Repository {
     objects: Arc<dyn ObjectStore>,
     names: names::Names,
     keys: Keys,
+    max_size: Option<u64>,
     /// Text for messages: the URL without credentials.
     shown: String,
 }
@@ -83,6 +84,7 @@ impl Repository {
             objects,
             names: names::Names::new(&prefix, cluster),
             keys,
+            max_size: settings.max_size,
             shown: settings.url.to_string(),
         })
     }
@@ -93,8 +95,14 @@ impl Repository {
             objects,
             names: names::Names::new(&object_store::path::Path::default(), cluster),
             keys,
+            max_size: None,
             shown: "memory".to_owned(),
         }
+    }
+
+    /// Returns the most bytes that images of one namespace may have; none without a limit.
+    pub fn max_size(&self) -> Option<u64> {
+        self.max_size
     }
 
     /// Returns the repository's URL, for messages.

@@ -39,6 +39,8 @@ pub struct Settings {
     pub(crate) encrypted: bool,
     /// UIDs of other clusters whose archives may be restored.
     archives_of: Vec<String>,
+    /// Most bytes of images of one namespace.
+    pub(crate) max_size: Option<u64>,
 }
 
 /// Error: the settings do not name a repository.
@@ -56,6 +58,8 @@ pub enum InvalidSettings {
         "parameter archivesOf is {0:?}, not a list of UIDs (each that of a cluster's namespace kube-system), separated by commas"
     )]
     ArchivesOf(String),
+    #[error("parameter maxSizePerNamespace is {0:?}, not a number of bytes such as 100Gi")]
+    MaxSize(String),
     #[error(
         "there is no encryption key: make the Secret torpor-repository-keys, or set parameter encryption: none"
     )]
@@ -80,7 +84,7 @@ pub enum InvalidSettings {
 
 impl Settings {
     /// Reads the parameters of a SnapshotClass: `url`, `endpoint`, `region`, `allowHTTP`,
-    /// `encryption` and `archivesOf`. Others are ignored.
+    /// `encryption`, `archivesOf` and `maxSizePerNamespace`. Others are ignored.
     pub fn parse(parameters: &BTreeMap<String, String>) -> Result<Self, InvalidSettings> {
         let text = parameters.get("url").ok_or(InvalidSettings::NoUrl)?;
         let bad = |why: String| InvalidSettings::Url {
@@ -107,11 +111,16 @@ impl Settings {
             Some("none") => false,
             Some(other) => return Err(InvalidSettings::Encryption(other.to_owned())),
         };
+        let max_size = parameters.get("maxSizePerNamespace");
+        let bad_size = |text: &String| InvalidSettings::MaxSize(text.clone());
+        let max_size = max_size.map(|text| bytes(text).ok_or_else(|| bad_size(text)));
+        let max_size = max_size.transpose()?;
         let archives_of = parameters.get("archivesOf").map(String::as_str);
         let archives_of = clusters(archives_of.unwrap_or_default())?;
         Ok(Self {
             url,
             archives_of,
+            max_size,
             endpoint: parameters.get("endpoint").cloned(),
             region: parameters.get("region").cloned(),
             allow_http,
@@ -183,6 +192,17 @@ impl Settings {
         };
         Ok((built.map_err(|e| refused(e.to_string()))?, prefix))
     }
+}
+
+/// Parses a positive number of bytes with or without Ki, Mi, Gi or Ti.
+fn bytes(text: &str) -> Option<u64> {
+    let units = [("Ki", 10), ("Mi", 20), ("Gi", 30), ("Ti", 40)];
+    let with_unit = units
+        .iter()
+        .find_map(|(unit, power)| Some((text.strip_suffix(unit)?, *power)));
+    let (digits, power) = with_unit.unwrap_or((text, 0));
+    let number: u64 = digits.parse().ok()?;
+    number.checked_mul(1 << power).filter(|bytes| *bytes > 0)
 }
 
 fn clusters(text: &str) -> Result<Vec<String>, InvalidSettings> {
@@ -309,6 +329,13 @@ mod tests {
         assert!(refusal(&[("url", "s3://b/p"), ("encryption", "no")]).contains("\"no\""));
         assert!(refusal(&[("url", "az://b/p?sig=x")]).contains("a query"));
         assert!(refusal(&[("url", "s3://b/p"), ("archivesOf", "a,../b")]).contains("\"a,../b\""));
+        for size in ["", "0", "x", "-1", "5G", "99999999999Ti"] {
+            let refused = refusal(&[("url", "s3://b/p"), ("maxSizePerNamespace", size)]);
+            assert!(refused.contains(&format!("{size:?}")), "{refused}");
+        }
+        let size = |text| parse(&[("url", "s3://b/p"), ("maxSizePerNamespace", text)]);
+        assert_eq!(size("2Gi").expect("a size").max_size, Some(2 << 30));
+        assert_eq!(size("7").expect("a size").max_size, Some(7));
         parse(&[("url", "s3://b/p"), ("keepLast", "3")]).expect("other parameters are ignored");
     }
 

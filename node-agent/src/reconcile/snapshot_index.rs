@@ -169,6 +169,27 @@ impl SnapshotIndex {
         self.shown().to_upload.values().cloned().collect()
     }
 
+    /// Returns the bytes of the images that a snapshot's namespace has in the repository of its
+    /// SnapshotClass, without that snapshot's own. An image of several snapshots counts once.
+    pub(crate) fn uploaded_bytes(&self, of: &SandboxSnapshot) -> u64 {
+        let shown = self.shown();
+        let image = |snapshot: &SandboxSnapshot| snapshot.status.as_ref()?.image_id.clone();
+        let own = image(of);
+        let others = shown.all.values().filter(|other| {
+            other.metadata.namespace == of.metadata.namespace
+                && other.spec.snapshot_class_name == of.spec.snapshot_class_name
+                && other.is_uploaded()
+        });
+        let sizes: BTreeMap<_, _> = others
+            .filter_map(|other| {
+                let size = other.status.as_ref()?.size_bytes.unwrap_or_default();
+                Some((image(other)?, u64::try_from(size).unwrap_or_default()))
+            })
+            .filter(|(image, _)| Some(image) != own.as_ref())
+            .collect();
+        sizes.values().sum()
+    }
+
     /// Returns the images that Pods of this node take, as the controller has recorded it: each with
     /// its namespace and the Pod.
     pub(crate) fn taken_here(&self) -> Vec<(Namespace, ImageId, PodUid)> {

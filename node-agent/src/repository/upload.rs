@@ -45,6 +45,11 @@ enum Error {
     Repository(#[from] torpor_repository::Error),
     #[error("cannot read the image: {0}")]
     Image(String),
+    #[error(
+        "the images of the namespace have {} MiB in the repository already, and its SnapshotClass allows {} MiB (maxSizePerNamespace); delete SandboxSnapshots, or raise the limit",
+        mebibytes(*used), mebibytes(*most)
+    )]
+    Quota { used: u64, most: u64 },
 }
 
 impl Error {
@@ -58,6 +63,7 @@ impl Error {
                 _ => reasons::REPOSITORY_UNAVAILABLE,
             },
             Self::Image(_) => reasons::IMAGE_UNREADABLE,
+            Self::Quota { .. } => reasons::QUOTA_EXCEEDED,
         }
     }
 }
@@ -182,6 +188,13 @@ impl Uploads {
                 .clone()
                 .unwrap_or_default();
             let repository = self.repositories.of(&class, None).await?;
+            if let Some(most) = repository.max_size() {
+                let used = self.snapshots.uploaded_bytes(snapshot);
+                let own = size(snapshot);
+                if used.saturating_add(own) > most {
+                    return Err(Error::Quota { used, most });
+                }
+            }
             let stored = self.upload(snapshot, &repository, &progress).await?;
             Ok::<_, Error>((repository, stored))
         };
@@ -310,6 +323,13 @@ impl Uploads {
             .upload(&self.snapshots, snapshot, draft, upload)
             .await;
     }
+}
+
+/// Returns the bytes of a snapshot's image.
+fn size(snapshot: &SandboxSnapshot) -> u64 {
+    let status = snapshot.status.as_ref();
+    let size = status.and_then(|status| status.size_bytes);
+    u64::try_from(size.unwrap_or_default()).unwrap_or_default()
 }
 
 fn upload_status(repository: &Repository, total: u64, done: u64, sent: u64) -> Upload {

@@ -51,6 +51,35 @@ fn snapshots_are_found_by_their_pod_until_they_are_gone() {
 }
 
 #[test]
+fn uploaded_images_of_a_namespace_and_class_count_once_each() {
+    let shown = SnapshotIndex::new(NODE.to_owned());
+    let put = |name: &str, namespace: &str, class: &str, image: &str, uploaded: &str| {
+        let spec = json!({ "sandboxName": "s", "snapshotClassName": class });
+        let mut snapshot = named(name, namespace, 1, spec);
+        snapshot.status = serde_json::from_value(json!({
+            "imageID": image, "sizeBytes": 10,
+            "conditions": [{
+                "type": "Uploaded", "status": uploaded, "reason": "x", "message": "",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }],
+        }))
+        .expect("a status");
+        shown.take(Event::Apply(snapshot.clone()));
+        snapshot
+    };
+    put("a", "n", "far", "pod-1.1", "True");
+    put("the-same-image", "n", "far", "pod-1.1", "True");
+    put("b", "n", "far", "pod-2.1", "True");
+    put("not-yet", "n", "far", "pod-3.1", "False");
+    put("another-class", "n", "near", "pod-4.1", "True");
+    put("another-namespace", "m", "far", "pod-5.1", "True");
+    let new = put("new", "n", "far", "pod-6.1", "False");
+    assert_eq!(shown.uploaded_bytes(&new), 20);
+    let again = put("c", "n", "far", "pod-2.1", "False");
+    assert_eq!(shown.uploaded_bytes(&again), 10, "its own image");
+}
+
+#[test]
 fn an_archive_is_about_no_pod_and_its_image_is_named() {
     let shown = SnapshotIndex::new(NODE.to_owned());
     let spec = json!({

@@ -3,10 +3,10 @@
 use anyhow::{Context, ensure};
 use k8s_openapi::api::events::v1::Event;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
 use serde_json::json;
 use torpor_api::annotations::ARCHIVE_AFTER;
-use torpor_api::snapshot::SandboxSnapshot;
+use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
 use torpor_tests::case::{Case, uid};
 use torpor_tests::sandboxes::sandbox;
 use torpor_tests::{wait, witness};
@@ -141,6 +141,29 @@ async fn an_image_that_has_lost_an_object_is_reported_and_uploaded_again() -> an
         case.cordon("node-0", true).await?;
         let second = case.resume("s").await?;
         continues_on(&second, "node-1", &before).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_image_beyond_the_namespaces_limit_stays_on_its_node() -> anyhow::Result<()> {
+    case("nodes-quota", async |case| {
+        let classes: Api<SnapshotClass> = Api::all(case.client());
+        let limit = |size: &str| {
+            let parameters = json!({ "maxSizePerNamespace": size });
+            Patch::Merge(json!({ "spec": { "parameters": parameters } }))
+        };
+        let set = PatchParams::default();
+        classes.patch(&case.namespace, &set, &limit("1Mi")).await?;
+        let first = start_on(case, "node-0", 5).await?;
+        let before = witness::ask(&first).await?;
+        case.suspend("s").await?;
+        upload_is(case, "False", "QuotaExceeded").await?;
+        ensure!(objects(case, "/chunks/").is_empty(), "chunks were sent");
+        classes.patch(&case.namespace, &set, &limit("1Gi")).await?;
+        upload_is(case, "True", "Uploaded").await?;
+        let second = case.resume("s").await?;
+        witness::ask(&second).await?.goes_on_from(&before)
     })
     .await
 }
