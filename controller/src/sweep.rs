@@ -124,6 +124,9 @@ async fn sweep_namespace(
 ) -> Result<(), Error> {
     let images = repository.images(namespace).await?;
     let mut deleted = 0;
+    for image in left_over(&images) {
+        repository.delete_image(image).await?;
+    }
     let unnamed = unnamed(&images, &cached(context, namespace));
     if !unnamed.is_empty() {
         let named = asked(context, namespace).await?;
@@ -145,6 +148,13 @@ async fn sweep_namespace(
         );
     }
     scrub::report(context, class, repository, namespace, &chunks.images).await
+}
+
+/// Returns the pending indexes of images that are whole. An index that is young may be that of an
+/// upload under way.
+fn left_over(images: &[ImageLeft]) -> impl Iterator<Item = &ImageLeft> {
+    let images = images.iter().filter(|image| image.may_be_deleted());
+    images.filter(|image| image.is_left_over)
 }
 
 /// Returns the images that may be deleted and that no SandboxSnapshot names.
@@ -195,6 +205,7 @@ mod tests {
             name: ImageName::new("n", id).unwrap(),
             part,
             age: SignedDuration::from_hours(hours),
+            is_left_over: false,
         };
         let images = [
             image("named.1", 2, Part::Image),
@@ -208,5 +219,22 @@ mod tests {
         let gone = unnamed(&images, &named);
         let gone: Vec<&str> = gone.iter().map(|image| image.name.image()).collect();
         assert_eq!(gone, ["old.1", "cut-off.1", "archived.1"]);
+    }
+
+    #[test]
+    fn a_pending_index_goes_when_it_is_old_and_its_image_is_whole() {
+        let image = |id: &str, hours, is_left_over| ImageLeft {
+            name: ImageName::new("n", id).unwrap(),
+            part: Part::Pending,
+            age: SignedDuration::from_hours(hours),
+            is_left_over,
+        };
+        let images = [
+            image("a.1", 2, true),
+            image("b.1", 2, false),
+            image("c.1", 0, true),
+        ];
+        let gone: Vec<&str> = left_over(&images).map(|image| image.name.image()).collect();
+        assert_eq!(gone, ["a.1"]);
     }
 }

@@ -6,6 +6,7 @@
 //!   <namespace>/images/<image id>        index of a whole image: index.rs
 //!   <namespace>/pending/<image id>       the same, of an image that is being uploaded
 //!   <namespace>/archives/<image id>      record of an archived Sandbox: archive.rs
+//!   <namespace>/sweeps/<random>          mark of a sweep that may be deleting chunks
 //!   <namespace>/chunks/<2 hex>/<64 hex>  one chunk, compressed, sealed where there is a key
 //! ```
 //!
@@ -28,6 +29,7 @@ mod progress;
 mod seal;
 mod settings;
 mod sweep;
+mod timer;
 mod upload;
 
 use std::path::Path;
@@ -43,6 +45,7 @@ pub use progress::Progress;
 pub use seal::{InvalidKeys, Keys};
 pub use settings::{InvalidSettings, Settings};
 pub use sweep::{Health, ImageLeft, Part, Swept};
+pub use timer::Timer;
 pub use upload::{LocalFile, Stored};
 
 /// Requests to the object store at the same time, for one image.
@@ -55,6 +58,7 @@ pub struct Repository {
     names: names::Names,
     keys: Keys,
     max_size: Option<u64>,
+    timer: Arc<dyn Timer>,
     /// Text for messages: the URL without credentials.
     shown: String,
 }
@@ -85,6 +89,7 @@ impl Repository {
             names: names::Names::new(&prefix, cluster),
             keys,
             max_size: settings.max_size,
+            timer: Arc::new(timer::System::new()),
             shown: settings.url.to_string(),
         })
     }
@@ -96,8 +101,15 @@ impl Repository {
             names: names::Names::new(&object_store::path::Path::default(), cluster),
             keys,
             max_size: None,
+            timer: Arc::new(timer::System::new()),
             shown: "memory".to_owned(),
         }
+    }
+
+    /// Returns the repository with another clock. For tests.
+    #[must_use]
+    pub fn with_timer(self, timer: Arc<dyn Timer>) -> Self {
+        Self { timer, ..self }
     }
 
     /// Returns the most bytes that images of one namespace may have; none without a limit.

@@ -117,6 +117,11 @@ impl Names {
         self.root.clone().join(namespace).join("archives")
     }
 
+    /// Returns the folder of the marks of sweeps that may be deleting chunks.
+    pub(crate) fn sweeps(&self, namespace: &str) -> Path {
+        self.root.clone().join(namespace).join("sweeps")
+    }
+
     pub(crate) fn chunks(&self, namespace: &str) -> Path {
         self.root.clone().join(namespace).join("chunks")
     }

@@ -1,16 +1,22 @@
 //! Removal of images that no API object names, and of chunks that no image needs.
 //!
-//! A sweep lists the chunks first and reads the indexes afterwards. A chunk that is deleted
+//! A sweep lists the chunks, writes a mark, reads the indexes, deletes chunks, and removes its
+//! mark. A chunk that is deleted
 //! - was written more than [`KEPT_FOR`] before the listing, by the object store's clock,
-//! - and is in no index that was written before the indexes were read.
+//! - and is in no index that was written before the mark.
 //!
-//! An upload writes its pending index before it looks for chunks, and writes chunks of more than
-//! half that age again. A sweep deletes for at most [`DELETES_FOR`] after it has read the indexes;
-//! an upload that found an old chunk waits longer than that and looks again.
+//! An upload writes its pending index before it looks for marks. If it finds none, each sweep that
+//! may delete chunks from then on has read that index. Else it waits until those marks are gone,
+//! and looks for its chunks again. A sweep deletes for at most [`DELETES_FOR`] after it began to
+//! write its mark, so a mark that its sweep has left behind counts for [`MARK_COUNTS_FOR`].
+//!
+//! The age of a chunk alone would not do: a sweep deletes by name, also a chunk that was written
+//! again since it was listed (`repository/tests/model.rs`).
 
 use std::collections::{BTreeMap, HashSet};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use bytes::Bytes;
 use futures::stream::FuturesUnordered;
 use futures::{StreamExt, TryStreamExt};
 use jiff::{SignedDuration, Timestamp};
@@ -19,12 +25,18 @@ use object_store::path::Path;
 use crate::clock::modified;
 use crate::names::{ChunkName, ImageName};
 use crate::object;
+use crate::seal;
+use crate::settings::LONGEST_REQUEST;
 use crate::{Error, PARALLEL, Repository};
 
 /// Age below which nothing is deleted.
 pub(crate) const KEPT_FOR: SignedDuration = SignedDuration::from_hours(1);
 /// Time for which one sweep deletes chunks.
-pub(crate) const DELETES_FOR: Duration = Duration::from_secs(60);
+const DELETES_FOR: Duration = Duration::from_secs(60);
+/// Age of a mark, by the object store's clock, from which on its sweep deletes nothing any more.
+const MARK_COUNTS_FOR: Duration = DELETES_FOR.saturating_add(LONGEST_REQUEST);
+/// Interval at which an upload looks for marks again.
+const LOOK_AGAIN: Duration = Duration::from_secs(2);
 
 /// An object of an image in a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +45,9 @@ pub struct ImageLeft {
     pub part: Part,
     /// Time since the object was written.
     pub age: SignedDuration,
+    /// The object is the pending index of an image that is whole: an agent died, and its request
+    /// took effect after another upload of the image.
+    pub is_left_over: bool,
 }
 
 /// Kind of an object of an image.
@@ -84,6 +99,9 @@ struct Needed {
     unreadable: BTreeMap<String, String>,
 }
 
+/// Mark of a sweep: its path, and when it was written.
+pub(crate) type Mark = (Path, Timestamp);
+
 /// A chunk in a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Listed {
@@ -118,9 +136,20 @@ impl Repository {
                 // Objects of other programs are left alone.
                 if let Some(name) = ImageName::new(namespace, image) {
                     let age = now.duration_since(modified(&meta));
-                    images.push(ImageLeft { name, part, age });
+                    let is_left_over = false;
+                    images.push(ImageLeft {
+                        name,
+                        part,
+                        age,
+                        is_left_over,
+                    });
                 }
             }
+        }
+        let whole = images.iter().filter(|one| one.part == Part::Image);
+        let whole: HashSet<ImageName> = whole.map(|one| one.name.clone()).collect();
+        for one in images.iter_mut().filter(|one| one.part == Part::Pending) {
+            one.is_left_over = whole.contains(&one.name);
         }
         Ok(images)
     }
@@ -154,7 +183,8 @@ impl Repository {
     pub async fn sweep(&self, namespace: &str) -> Result<Swept, Error> {
         let now = self.now().await?;
         let chunks = self.list_chunks(namespace, now).await?;
-        let begun = Instant::now();
+        let begun = self.timer.now();
+        let mark = self.mark(namespace).await?;
         let needed = self.needed(namespace, &chunks).await?;
         let mut swept = Swept {
             chunks: chunks.len() as u64,
@@ -164,8 +194,57 @@ impl Repository {
         if needed.unreadable.is_empty() {
             swept.deleted = self.delete_doomed(&chunks, &needed.chunks, begun).await?;
         }
+        // All deletions have taken effect. After an error that is not known, and the mark stays.
+        self.delete(&mark).await?;
+        self.delete_old_marks(namespace, now).await?;
         swept.images = self.examine(namespace, needed).await?;
         Ok(swept)
+    }
+
+    /// Writes a mark, and returns its path.
+    async fn mark(&self, namespace: &str) -> Result<Path, Error> {
+        let id = ChunkName(seal::random_key()).hex();
+        let path = self.names.sweeps(namespace).join(&id[..16]);
+        self.put(&path, Bytes::from_static(b"torpor")).await?;
+        Ok(path)
+    }
+
+    async fn delete_old_marks(&self, namespace: &str, now: Timestamp) -> Result<(), Error> {
+        for (path, written) in self.marks(namespace).await? {
+            if now.duration_since(written) > KEPT_FOR {
+                self.delete(&path).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the marks of a namespace, each with its time.
+    pub(crate) async fn marks(&self, namespace: &str) -> Result<Vec<Mark>, Error> {
+        let place = self.names.sweeps(namespace);
+        let mut listed = self.objects.list(Some(&place));
+        let mut marks = Vec::new();
+        while let Some(meta) = self.next(&mut listed, &place).await? {
+            let written = modified(&meta);
+            marks.push((meta.location, written));
+        }
+        Ok(marks)
+    }
+
+    /// Waits until the sweeps of these marks delete no chunks any more.
+    pub(crate) async fn outlast(
+        &self,
+        mut sweeps: Vec<Mark>,
+        namespace: &str,
+    ) -> Result<(), Error> {
+        loop {
+            let now = self.now().await?;
+            let there = self.marks(namespace).await?;
+            sweeps.retain(|mark| there.contains(mark) && counts(mark.1, now));
+            if sweeps.is_empty() {
+                return Ok(());
+            }
+            self.timer.sleep(LOOK_AGAIN).await;
+        }
     }
 
     /// Deletes the chunks that no index names. Returns their number.
@@ -173,14 +252,14 @@ impl Repository {
         &self,
         chunks: &[Listed],
         needed: &HashSet<ChunkName>,
-        begun: Instant,
+        begun: Duration,
     ) -> Result<u64, Error> {
         let mut deleted = 0;
         let mut doomed = doomed(chunks, needed);
         let mut under_way = FuturesUnordered::new();
         loop {
             while under_way.len() < 2 * PARALLEL
-                && begun.elapsed() < DELETES_FOR
+                && self.timer.now().saturating_sub(begun) < DELETES_FOR
                 && let Some(chunk) = doomed.next()
             {
                 under_way.push(self.delete(&chunk.path));
@@ -291,6 +370,13 @@ impl Repository {
     }
 }
 
+/// Reports whether the sweep of a mark may still delete.
+fn counts(written: Timestamp, now: Timestamp) -> bool {
+    let age = Duration::try_from(now.duration_since(written)).unwrap_or_default();
+    // The object store's clock has whole seconds.
+    age <= MARK_COUNTS_FOR + Duration::from_secs(1)
+}
+
 /// Returns the chunks to delete.
 fn doomed<'a>(
     chunks: &'a [Listed],
@@ -306,6 +392,14 @@ fn doomed<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mark_counts_until_its_sweep_can_delete_nothing_any_more() {
+        let now = Timestamp::UNIX_EPOCH + SignedDuration::from_secs(1000);
+        let counts = |age: i64| counts(now - SignedDuration::from_secs(age), now);
+        assert!(counts(-5) && counts(0) && counts(181));
+        assert!(!counts(182));
+    }
 
     #[test]
     fn a_chunk_goes_when_it_is_old_and_no_index_names_it() {

@@ -2,7 +2,8 @@
 //!
 //! 1. The files are cut into chunks.
 //! 2. The index is written to `pending/`, so that a sweep keeps the chunks that it names.
-//! 3. Chunks that are not there are written.
+//! 3. Chunks that are not there are written. If a sweep may not have seen the index, this is done
+//!    again after that sweep.
 //! 4. The index is written to `images/`: from then on the image is in the repository.
 //! 5. The object in `pending/` is removed.
 //!
@@ -11,7 +12,6 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Instant;
 
 use bytes::Bytes;
 use futures::StreamExt;
@@ -27,8 +27,6 @@ use crate::names::{ChunkName, ImageName};
 use crate::pace::Pace;
 use crate::progress::Progress;
 use crate::seal::Sealer;
-use crate::settings::LONGEST_REQUEST;
-use crate::sweep::{DELETES_FOR, KEPT_FOR};
 use crate::{Error, PARALLEL, Repository};
 
 /// A file of an image on this node.
@@ -47,29 +45,8 @@ pub struct Stored {
     pub sent: u64,
 }
 
-/// A chunk's state in the repository, before it is written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Found {
-    /// It is there, and no sweep deletes it before the image is committed.
-    Young,
-    /// It is there, but a sweep may be about to delete it.
-    Old,
-    Absent,
-}
-
-impl Found {
-    fn of(written: Option<Timestamp>, now: Timestamp) -> Self {
-        match written {
-            None => Self::Absent,
-            Some(written) if now.duration_since(written) > KEPT_FOR / 2 => Self::Old,
-            Some(_) => Self::Young,
-        }
-    }
-}
-
 impl Repository {
-    /// Uploads an image. Of an image that is there with the same manifest it sends only chunks that
-    /// are missing.
+    /// Uploads an image. Sends only the chunks that are not there.
     pub async fn upload(
         &self,
         image: &ImageName,
@@ -78,7 +55,6 @@ impl Repository {
         progress: &Progress,
         pace: &Pace,
     ) -> Result<Stored, Error> {
-        let is_there = self.has(image, &manifest).await?;
         let sealer = self.sealer(image);
         let files: Vec<Arc<LocalFile>> = files.into_iter().map(Arc::new).collect();
         let index = cut(image, manifest, &files, sealer.as_ref()).await?;
@@ -87,26 +63,22 @@ impl Repository {
         let encoded = index.encode(self.names.cluster(), image, sealer.as_ref());
         let encoded = encoded.map_err(|why| self.damaged(&place, why))?;
         let encoded = Bytes::from(encoded);
-        let begun = Instant::now();
         let pending = self.names.pending(image);
         self.put(&pending, encoded.clone()).await?;
-        let now = self.now().await?;
+        // Sweeps that may not have seen the index.
+        let sweeps = self.marks(image.namespace()).await?;
         let sealer = sealer.map(|(_, sealer)| sealer);
         let sending = Sending {
             repository: self,
             image,
-            is_there,
             sealer: sealer.as_ref(),
-            now,
             progress,
             pace,
         };
-        let any_old = sending.send(&index, &files).await?;
+        sending.send(&index, &files).await?;
         let mut sent = progress.sent();
-        if any_old && !is_there {
-            // A sweep that did not see the pending index may delete old chunks for this long.
-            let passed = begun.elapsed();
-            tokio::time::sleep((DELETES_FOR + LONGEST_REQUEST).saturating_sub(passed)).await;
+        if !sweeps.is_empty() {
+            self.outlast(sweeps, image.namespace()).await?;
             sending.send(&index, &files).await?;
             sent += progress.sent();
         }
@@ -119,16 +91,6 @@ impl Repository {
     pub(crate) fn sealer(&self, image: &ImageName) -> Option<(String, Sealer)> {
         let sealer = self.keys.newest(self.names.cluster(), image.namespace());
         sealer.map(|(id, sealer)| (id.to_owned(), sealer))
-    }
-
-    /// Reports whether the image's index is there with this manifest.
-    async fn has(&self, image: &ImageName, manifest: &[u8]) -> Result<bool, Error> {
-        match self.image(image).await {
-            Ok(found) => Ok(found.manifest() == manifest),
-            Err(error) if !error.is_final() => Err(error),
-            // An image that cannot be read is written anew.
-            Err(_) => Ok(false),
-        }
     }
 
     /// Returns when an object was written last; none if it does not exist.
@@ -219,17 +181,14 @@ fn local(
 struct Sending<'a> {
     repository: &'a Repository,
     image: &'a ImageName,
-    /// The image's index is there, so no sweep deletes its chunks.
-    is_there: bool,
     sealer: Option<&'a Sealer>,
-    now: Timestamp,
     progress: &'a Progress,
     pace: &'a Pace,
 }
 
 impl Sending<'_> {
-    /// Sends the chunks that are not there. Returns whether one of them is old.
-    async fn send(&self, index: &Index, files: &[Arc<LocalFile>]) -> Result<bool, Error> {
+    /// Sends the chunks that are not there.
+    async fn send(&self, index: &Index, files: &[Arc<LocalFile>]) -> Result<(), Error> {
         self.progress.begin(index.size());
         let mut seen = HashSet::new();
         let mut distinct: Vec<(&Arc<LocalFile>, &Piece)> = Vec::new();
@@ -243,7 +202,6 @@ impl Sending<'_> {
         }
         let mut rest = distinct.into_iter();
         let mut under_way = FuturesUnordered::new();
-        let mut any_old = false;
         loop {
             while under_way.len() < PARALLEL
                 && let Some((file, piece)) = rest.next()
@@ -251,24 +209,23 @@ impl Sending<'_> {
                 under_way.push(self.one(file, piece));
             }
             match under_way.next().await {
-                Some(found) => any_old |= found? == Found::Old,
-                None => return Ok(any_old),
+                Some(sent) => sent?,
+                None => return Ok(()),
             }
         }
     }
 
-    async fn one(&self, file: &Arc<LocalFile>, piece: &Piece) -> Result<Found, Error> {
+    async fn one(&self, file: &Arc<LocalFile>, piece: &Piece) -> Result<(), Error> {
         let path = self.path(&piece.name);
-        let found = Found::of(self.repository.modified(&path).await?, self.now);
         let mut sent = 0;
-        if found == Found::Absent || found == Found::Old && !self.is_there {
+        if self.repository.modified(&path).await?.is_none() {
             let packed = self.packed(file, piece).await?;
             sent = packed.len() as u64;
             self.pace.wait(sent).await;
             self.repository.put(&path, packed).await?;
         }
         self.progress.add(u64::from(piece.len), sent);
-        Ok(found)
+        Ok(())
     }
 
     fn path(&self, name: &ChunkName) -> Path {
@@ -284,26 +241,5 @@ impl Sending<'_> {
             name: file.name.clone(),
             image: self.image.image().to_owned(),
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use jiff::SignedDuration;
-
-    use super::*;
-
-    #[test]
-    fn a_chunk_that_a_sweep_may_be_deleting_is_written_again() {
-        let now = Timestamp::UNIX_EPOCH + KEPT_FOR;
-        let found = |age: SignedDuration| Found::of(Some(now - age), now);
-        assert_eq!(Found::of(None, now), Found::Absent);
-        assert_eq!(found(SignedDuration::ZERO), Found::Young);
-        assert_eq!(found(KEPT_FOR / 2), Found::Young);
-        assert_eq!(
-            found(KEPT_FOR / 2 + SignedDuration::from_secs(1)),
-            Found::Old
-        );
-        assert_eq!(found(-SignedDuration::from_secs(5)), Found::Young);
     }
 }
