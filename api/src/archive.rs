@@ -89,8 +89,8 @@ pub fn copy(origin: &Sandbox, snapshot: &str) -> Sandbox {
 /// Returns the manifest of a Sandbox that continues from an archive, given the archived manifest.
 /// A shutdown time that has passed at `now` is removed: the Sandbox would expire at once.
 pub fn restored(archived: &Sandbox, snapshot: &str, now: jiff::Timestamp) -> Sandbox {
-    let mut restored = archived.clone();
-    restored.status = None;
+    // The text may come from another cluster.
+    let mut restored = manifest(archived);
     let past = restored.spec.shutdown_time.as_ref();
     if past.is_some_and(|time| time.0 <= now) {
         restored.spec.shutdown_time = None;
@@ -117,6 +117,19 @@ fn own_labels(sandbox: &Sandbox) -> Option<std::collections::BTreeMap<String, St
     let mut own = sandbox.labels().clone();
     own.retain(|key, _| !labels::is_system(key));
     Some(own).filter(|own| !own.is_empty())
+}
+
+/// Returns the hash of a manifest, by which the controller's cache stands for the whole text.
+pub fn manifest_hash(manifest: &str) -> String {
+    crate::name_hash(manifest)
+}
+
+/// Returns the owner that controls a Sandbox, if there is one. It would replace a Sandbox that is
+/// archived.
+pub fn holder(sandbox: &Sandbox) -> Option<String> {
+    let mut owners = sandbox.owner_references().iter();
+    let holder = owners.find(|owner| owner.controller == Some(true))?;
+    Some(format!("{} {}", holder.kind, holder.name))
 }
 
 /// Returns the name of the archive of an image of a Sandbox, at most 253 characters.

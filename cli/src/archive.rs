@@ -8,12 +8,16 @@ use kube::ResourceExt;
 use kube::api::PostParams;
 use serde_json::{Value, json};
 use tokio::time::Instant;
-use torpor_api::annotations::{ARCHIVE_AFTER, ARCHIVED_SANDBOX, ArchiveAfter, SNAPSHOT_CLASS};
+use torpor_api::annotations::{
+    ARCHIVE_AFTER, ARCHIVED_SANDBOX, ArchiveAfter, SAVED_POD, SNAPSHOT_CLASS, SUSPENSION_STRATEGY,
+    Settings, SuspensionStrategy,
+};
 use torpor_api::conditions::{self, ARCHIVED, COMMITTED, HIBERNATED};
 use torpor_api::reasons::{archived, snapshot as reasons};
 use torpor_api::snapshot::ArchiveSource;
 use torpor_api::{
-    OperatingMode, Sandbox, SandboxSnapshot, SandboxSnapshotSpec, SnapshotReason, archive,
+    OperatingMode, PodRecord, Sandbox, SandboxSnapshot, SandboxSnapshotSpec, SnapshotReason,
+    archive,
 };
 
 use crate::args::{Archive, RestoreArchive};
@@ -64,7 +68,12 @@ pub async fn archive(
         }
         return Err(error);
     }
-    match newest(cluster, &args.name).await? {
+    let of_this = |archive: &SandboxSnapshot| {
+        let saved = archive.annotations().get(SAVED_POD);
+        let saved = saved.and_then(|saved| PodRecord::parse(saved).ok());
+        saved.is_some_and(|saved| Some(&saved.sandbox_uid) == known.uid().as_ref())
+    };
+    match newest(cluster, &args.name).await?.filter(of_this) {
         Some(archive) => Ok(Done {
             archive: Some(archive),
             took: began.elapsed(),
@@ -78,6 +87,22 @@ pub async fn archive(
 
 /// Returns the patch that requests an archive; `Err`: why this Sandbox cannot be archived. Pure.
 fn request(sandbox: &Sandbox, class: Option<&str>, now: Timestamp) -> Result<Value, String> {
+    if let Some(holder) = archive::holder(sandbox) {
+        return Err(format!("{holder} holds it, and would replace it"));
+    }
+    if !sandbox.spec.volume_claim_templates.is_empty() {
+        return Err("it has volumeClaimTemplates, whose data an archive does not keep".to_owned());
+    }
+    let template = sandbox.spec.pod_template.annotations();
+    let settings = Settings::read(sandbox.metadata.annotations.as_ref(), template);
+    if settings.strategy() != SuspensionStrategy::Hibernate {
+        return Err(format!("its {SUSPENSION_STRATEGY} keeps no image"));
+    }
+    if class.or(settings.snapshot_class.as_deref()).is_none() {
+        return Err(format!(
+            "it has no SnapshotClass: name one with a repository by --class, or set {SNAPSHOT_CLASS}"
+        ));
+    }
     let mut patch = Goal::Suspend.patch(sandbox, now)?;
     patch["metadata"]["annotations"][ARCHIVE_AFTER] = json!(ArchiveAfter::NOW);
     let Some(class) = class else {
@@ -175,7 +200,12 @@ async fn newest(cluster: &Cluster, sandbox: &str) -> Result<Option<SandboxSnapsh
         .items
         .into_iter()
         .filter(|one| one.is_archive() && one.spec.sandbox_name == sandbox && one.is_committed());
-    Ok(of_sandbox.max_by_key(archived_at))
+    // The time of the memory: an old archive may have been read today.
+    Ok(of_sandbox.max_by_key(|one| {
+        let status = one.status.as_ref();
+        let committed = status.and_then(|status| status.committed_at.as_ref());
+        committed.map(|at| at.0)
+    }))
 }
 
 /// Returns when an archive was written, or read from another cluster's. Pure.
@@ -314,6 +344,10 @@ mod tests {
         let suspended = sandbox("Suspended", json!({SNAPSHOT_CLASS: "near"}), &[]);
         request(&suspended, Some("near"), now).unwrap();
         request(&suspended, None, now).unwrap();
+        let without = request(&sandbox("Running", json!({}), &[]), None, now).unwrap_err();
+        assert!(without.contains("--class"), "{without}");
+        let stops = json!({SUSPENSION_STRATEGY: "Stop", SNAPSHOT_CLASS: "far"});
+        request(&sandbox("Running", stops, &[]), None, now).unwrap_err();
         let refusal = request(&suspended, Some("far"), now).unwrap_err();
         assert!(refusal.contains("resume it first"), "{refusal}");
     }

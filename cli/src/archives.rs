@@ -4,6 +4,7 @@ use jiff::Timestamp;
 use kube::ResourceExt;
 use serde::Serialize;
 use torpor_api::SandboxSnapshot;
+use torpor_api::conditions::{self, UPLOADED};
 
 use crate::archive::archived_at;
 use crate::listing::{Item, Listing};
@@ -16,7 +17,7 @@ pub struct View {
     pub namespace: String,
     pub name: String,
     pub sandbox: String,
-    /// Reason of the condition Committed, or `Deleting`.
+    /// Reason of the condition Committed, `Damaged`, or `Deleting`.
     pub state: String,
     /// Size of the image, in bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -63,7 +64,12 @@ pub fn listing(
 fn view(snapshot: &SandboxSnapshot) -> Option<View> {
     let source = snapshot.spec.archive.as_ref()?;
     let status = snapshot.status.as_ref();
-    let (state, message) = snapshots::state(snapshot);
+    let (mut state, mut message) = snapshots::state(snapshot);
+    let uploaded = conditions::find(snapshot.conditions(), UPLOADED);
+    if let Some(damaged) = uploaded.filter(|one| snapshot.is_committed() && one.status == "False") {
+        state.clone_from(&damaged.reason);
+        message.clone_from(&damaged.message);
+    }
     let upload = status.and_then(|status| status.upload.as_ref());
     Some(View {
         namespace: snapshot.namespace().unwrap_or_default(),

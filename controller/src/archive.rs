@@ -20,7 +20,7 @@ use torpor_api::{
     reasons::{event, snapshot as reasons},
     snapshot::{ArchiveSource, Upload},
 };
-use torpor_repository::ImageName;
+use torpor_repository::{Health, ImageName, Repository};
 
 use crate::{
     calls::{self, Answer},
@@ -30,8 +30,11 @@ use crate::{
     snapshot::Error,
 };
 
-/// Pause before another attempt.
-const RETRY: Duration = Duration::from_secs(30);
+/// Archives that are written or read at once. Their requests to object stores must not keep the
+/// passes of other snapshots waiting.
+pub const AT_ONCE: usize = 2;
+/// Pause of an archive that waits for others.
+const BUSY: Duration = Duration::from_secs(2);
 
 /// Failure to write or read an archive, which the condition Committed shows.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +45,13 @@ enum Failure {
     Repository(#[from] torpor_repository::Error),
     #[error("{0}")]
     Corrupt(String),
+    /// The repository does not have the whole image.
+    #[error("{0}")]
+    Damaged(String),
+    #[error(
+        "the Sandbox' image is not in the repository of this SnapshotClass, or is not its memory any more"
+    )]
+    NoSource,
 }
 
 impl Failure {
@@ -60,6 +70,8 @@ impl Failure {
                 _ => reasons::REPOSITORY_UNAVAILABLE,
             },
             Self::Corrupt(_) => reasons::ARCHIVE_CORRUPT,
+            Self::Damaged(_) => reasons::DAMAGED,
+            Self::NoSource => reasons::PENDING,
         }
     }
 }
@@ -73,16 +85,15 @@ pub async fn reconcile(
     let Some(source) = snapshot.spec.archive.as_ref().filter(|_| !is_settled) else {
         return Ok(None);
     };
+    let Ok(_turn) = context.archives.try_acquire() else {
+        return Ok(Some(BUSY));
+    };
     let record = match record(snapshot, source, context).await {
         Ok(record) => record,
         Err(Stop::Observe(error)) => return Err(Error::Observe(error)),
         Err(Stop::Failed(failure)) => {
-            let (reason, message) = (failure.reason(), failure.to_string());
-            let draft = Draft::new(conditions::COMMITTED, Status::False, reason, message);
-            let mut status = snapshot.status.clone().unwrap_or_default();
-            set(&mut status, draft, snapshot);
-            write_status(snapshot, &status, context).await?;
-            return Ok(Some(RETRY));
+            report(snapshot, &failure, context).await?;
+            return Err(Error::Archive(failure.to_string()));
         }
     };
     let Some(annotated) = annotate(snapshot, &record, context).await? else {
@@ -104,7 +115,26 @@ pub async fn reconcile(
     Ok(None)
 }
 
-/// Reason why there is no record.
+/// Writes a failure into the condition Committed. The same failure keeps its first message: texts
+/// of object stores have times and ids in them, and each write starts a pass.
+async fn report(
+    snapshot: &SandboxSnapshot,
+    failure: &Failure,
+    context: &Context,
+) -> Result<(), Error> {
+    let reason = failure.reason();
+    let before = conditions::find(snapshot.conditions(), conditions::COMMITTED);
+    if before.is_some_and(|before| before.reason == reason) {
+        return Ok(());
+    }
+    let message = failure.to_string();
+    let draft = Draft::new(conditions::COMMITTED, Status::False, reason, message);
+    let mut status = snapshot.status.clone().unwrap_or_default();
+    set(&mut status, draft, snapshot);
+    write_status(snapshot, &status, context).await.map(drop)
+}
+
+/// Cause for which there is no record.
 enum Stop {
     Observe(calls::Error),
     Failed(Failure),
@@ -133,18 +163,23 @@ async fn record(
     let name = name.ok_or_else(|| Failure::Corrupt("its name is no image's".to_owned()))?;
     let own = repository::own_cluster(context).await?;
     let written = match source.cluster == own {
-        true => to_write(snapshot, source, context)
-            .await
-            .map_err(Stop::Observe)?,
+        true => {
+            let found = to_write(snapshot, source, repository.url(), context);
+            found.await.map_err(Stop::Observe)?
+        }
         false => None,
     };
+    let is_written = written.is_some();
     let mut record = match written {
-        Some(record) => {
-            repository.put_archive(&name, &record.encode()).await?;
-            record
-        }
+        Some(record) => record,
+        // The archive of a Sandbox comes from the Sandbox: agents could write a record.
+        None if !snapshot.owner_references().is_empty() => return Err(Failure::NoSource.into()),
         None => read(&repository.archive(&name).await?, &source.image_id)?,
     };
+    verify(&repository, &name, record.image.digest.as_deref()).await?;
+    if is_written {
+        repository.put_archive(&name, &record.encode()).await?;
+    }
     let bytes = record.image.size_bytes.unwrap_or_default();
     record.image.upload = Some(Upload {
         done_bytes: bytes,
@@ -155,10 +190,34 @@ async fn record(
     Ok(record)
 }
 
+/// Checks that the repository has the image with this digest, all of its chunks, and that its key
+/// is there. The content of the chunks is checked at the restore.
+async fn verify(
+    repository: &Repository,
+    name: &ImageName,
+    digest: Option<&str>,
+) -> Result<(), Failure> {
+    if let Health::Damaged(why) = repository.health(name).await? {
+        return Err(Failure::Damaged(why));
+    }
+    let stored = repository.image(name).await?;
+    let manifest: serde_json::Value = serde_json::from_slice(stored.manifest())
+        .map_err(|error| Failure::Damaged(format!("the image's manifest: {error}")))?;
+    match manifest["digest"].as_str() == digest {
+        true => Ok(()),
+        false => Err(Failure::Damaged(format!(
+            "the repository has another image of this name (digest {}, not {})",
+            manifest["digest"],
+            digest.unwrap_or_default()
+        ))),
+    }
+}
+
 /// Returns the record of a suspended Sandbox of this cluster; none if the image belongs to none.
 async fn to_write(
     snapshot: &SandboxSnapshot,
     source: &ArchiveSource,
+    url: &str,
     context: &Context,
 ) -> Result<Option<ArchiveRecord>, calls::Error> {
     let (namespace, name) = (
@@ -177,9 +236,12 @@ async fn to_write(
     let images = context.caches.snapshots.indexed(&namespace, name);
     let pods = context.caches.pods.indexed(&namespace, &name_hash(name));
     Ok(sandbox.and_then(|sandbox| {
-        let image = images
-            .iter()
-            .find(|image| is_source(image, source, &sandbox))?;
+        let class = &snapshot.spec.snapshot_class_name;
+        let image = images.iter().find(|image| {
+            is_source(image, source, &sandbox)
+                && image.spec.snapshot_class_name == *class
+                && url_of(image) == Some(url)
+        })?;
         let pods = pods.iter().map(|pod| &**pod);
         let pod = saved_pod::saved_pod(image, pods, Some(&sandbox))?;
         of(image, &sandbox, pod, Timestamp::now())
@@ -197,6 +259,12 @@ fn is_source(image: &SandboxSnapshot, source: &ArchiveSource, sandbox: &Sandbox)
         && owners
             .iter()
             .any(|owner| Some(&owner.uid) == sandbox.metadata.uid.as_ref())
+}
+
+/// Returns the repository to which an image was uploaded.
+fn url_of(image: &SandboxSnapshot) -> Option<&str> {
+    let upload = image.status.as_ref()?.upload.as_ref()?;
+    Some(&upload.url)
 }
 
 /// Returns the record of an image of a Sandbox. Pure.
@@ -223,7 +291,8 @@ fn of(
 
 /// Reads a record, which must be that of the image. Pure.
 fn read(bytes: &[u8], image_id: &str) -> Result<ArchiveRecord, Failure> {
-    let record = ArchiveRecord::decode(bytes).map_err(|e| Failure::Corrupt(e.to_string()))?;
+    let mut record = ArchiveRecord::decode(bytes).map_err(|e| Failure::Corrupt(e.to_string()))?;
+    record.sandbox = archive::manifest(&record.sandbox);
     let corrupt = |why: &str| Err(Failure::Corrupt(why.to_owned()));
     if record.image.image_id.as_deref() != Some(image_id) {
         return corrupt("it is the archive of another image");

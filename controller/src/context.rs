@@ -2,9 +2,10 @@
 
 use std::{collections::HashMap, sync::Mutex, time::Duration};
 
-use tokio::sync::OnceCell;
+use tokio::sync::{OnceCell, Semaphore};
 
 use crate::{
+    archive,
     calls::Apiserver,
     candidates::Candidates,
     claim,
@@ -25,6 +26,8 @@ pub struct Context {
     pub cluster_domain: String,
     /// UID that identifies this cluster in repositories, once it was read.
     pub cluster_uid: OnceCell<String>,
+    /// Turns of the passes that write or read archives.
+    pub archives: Semaphore,
     pub metrics: Metrics,
     pub failures: Failures,
     /// Members of pools that claims may take.
@@ -54,6 +57,7 @@ impl Context {
             settings,
             cluster_domain,
             cluster_uid: OnceCell::new(),
+            archives: Semaphore::new(archive::AT_ONCE),
             metrics,
             failures: Failures::default(),
             candidates: Candidates::default(),

@@ -54,8 +54,6 @@ pub enum Error {
     Observe(#[source] calls::Error),
     #[error("cannot tell whether a step took effect")]
     Unknown(#[source] calls::Error),
-    #[error(transparent)]
-    Cluster(repository::Error),
     #[error("cannot write the status")]
     WriteStatus(#[source] calls::Error),
     #[error("cannot record the Sandbox's Pod")]
@@ -71,7 +69,7 @@ impl Error {
     /// Stable name, for metrics and logs.
     pub fn reason(&self) -> &'static str {
         match self {
-            Self::Observe(_) | Self::Cluster(_) => "ObserveFailed",
+            Self::Observe(_) => "ObserveFailed",
             Self::Unknown(_) => "OutcomeUnknown",
             Self::WriteStatus(_) => "StatusWriteFailed",
             Self::RecordPod(_) => "RecordFailed",
@@ -226,8 +224,14 @@ async fn settle(
         .runtime_image
         .clone_from(&context.settings.runtime_image);
     if plan::needs_cluster(&observed) {
-        let own = Box::pin(repository::own_cluster(context)).await;
-        observed.cluster_uid = Some(own.map_err(Error::Cluster)?.to_owned());
+        match Box::pin(repository::own_cluster(context)).await {
+            Ok(own) => observed.cluster_uid = Some(own.to_owned()),
+            // The plan says so, and goes on without the archive.
+            Err(error) => {
+                let error: &dyn std::error::Error = &error;
+                tracing::warn!(error, "cannot archive a Sandbox");
+            }
+        }
     }
     for _ in 0..ROUNDS {
         let mut plan = plan::plan(&observed, Timestamp::now());

@@ -35,6 +35,9 @@ pub enum Error {
     Observe(#[source] calls::Error),
     #[error("cannot write the SandboxSnapshot")]
     Write(#[source] calls::Error),
+    /// The condition has the message already.
+    #[error("{0}")]
+    Archive(String),
 }
 
 impl Error {
@@ -43,6 +46,7 @@ impl Error {
         match self {
             Self::Observe(_) => "ObserveFailed",
             Self::Write(_) => "WriteFailed",
+            Self::Archive(_) => "ArchiveFailed",
         }
     }
 }

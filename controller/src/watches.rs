@@ -17,8 +17,8 @@ use kube::{Resource, ResourceExt};
 use tokio::task::JoinSet;
 use torpor_api::{
     PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot,
-    SandboxTemplate, SandboxWarmPool, SnapshotClass, SnapshotReason, annotations, conditions,
-    labels,
+    SandboxTemplate, SandboxWarmPool, SnapshotClass, SnapshotReason, annotations, archive,
+    conditions, labels,
     node::{SandboxReport, is_silence},
     reasons::restored,
 };
@@ -553,11 +553,13 @@ fn trim_sandbox(sandbox: &mut Sandbox) {
     }
 }
 
-/// Trims a SandboxSnapshot. The manifest of an archive may be large, and only clients read it.
-fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
+/// Trims a SandboxSnapshot. The manifest of an archive may be large, and only clients read it: its
+/// hash takes its place.
+pub fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
     trim(snapshot);
-    if let Some(all) = &mut snapshot.metadata.annotations {
-        all.remove(annotations::ARCHIVED_SANDBOX);
+    let annotations = snapshot.metadata.annotations.as_mut();
+    if let Some(manifest) = annotations.and_then(|all| all.get_mut(annotations::ARCHIVED_SANDBOX)) {
+        *manifest = archive::manifest_hash(manifest);
     }
 }
 

@@ -31,6 +31,8 @@ use crate::{Error, PARALLEL, Repository};
 
 /// Age below which nothing is deleted.
 pub(crate) const KEPT_FOR: SignedDuration = SignedDuration::from_hours(1);
+/// Age from which on a pending index of a whole image belongs to no upload.
+const LEFT_OVER_FOR: SignedDuration = SignedDuration::from_hours(24);
 /// Time for which one sweep deletes chunks.
 const DELETES_FOR: Duration = Duration::from_secs(60);
 /// Age of a mark, by the object store's clock, from which on its sweep deletes nothing any more.
@@ -45,8 +47,7 @@ pub struct ImageLeft {
     pub part: Part,
     /// Time since the object was written.
     pub age: SignedDuration,
-    /// The object is the pending index of an image that is whole: an agent died, and its request
-    /// took effect after another upload of the image.
+    /// The object is the pending index of an image that is whole.
     pub is_left_over: bool,
 }
 
@@ -62,6 +63,12 @@ pub enum Part {
 }
 
 impl ImageLeft {
+    /// Reports whether the object is a pending index that a request of a dead agent left behind. A
+    /// young one is that of an upload under way.
+    pub fn is_garbage(&self) -> bool {
+        self.is_left_over && self.age > LEFT_OVER_FOR
+    }
+
     /// Reports whether the image is old enough to be deleted.
     pub fn may_be_deleted(&self) -> bool {
         self.age > KEPT_FOR
@@ -75,6 +82,8 @@ pub struct Swept {
     pub chunks: u64,
     /// Chunks that were deleted.
     pub deleted: u64,
+    /// Chunks that no image needs, and for which there was no time.
+    pub left: u64,
     /// State of each image whose index is in `images/`, by the image's id.
     pub images: BTreeMap<String, Health>,
 }
@@ -95,8 +104,9 @@ struct Needed {
     chunks: HashSet<ChunkName>,
     /// Chunks of each whole image that the listing lacks.
     unlisted: BTreeMap<String, Vec<ChunkName>>,
-    /// Indexes that cannot be read, each with the reason.
-    unreadable: BTreeMap<String, String>,
+    /// Indexes that cannot be read: the image, whether the index is one of a whole image, and the
+    /// reason.
+    unreadable: Vec<(String, bool, String)>,
 }
 
 /// Mark of a sweep: its path, and when it was written.
@@ -182,21 +192,28 @@ impl Repository {
     /// index cannot be read, nothing is deleted: the chunks that it names are not known.
     pub async fn sweep(&self, namespace: &str) -> Result<Swept, Error> {
         let now = self.now().await?;
+        self.delete_old_marks(namespace, now).await?;
         let chunks = self.list_chunks(namespace, now).await?;
         let begun = self.timer.now();
         let mark = self.mark(namespace).await?;
-        let needed = self.needed(namespace, &chunks).await?;
+        let needed = match self.needed(namespace, &chunks).await {
+            Ok(needed) => needed,
+            Err(error) => {
+                // Nothing has been deleted, so no upload needs to wait for this sweep.
+                self.delete(&mark).await?;
+                return Err(error);
+            }
+        };
         let mut swept = Swept {
             chunks: chunks.len() as u64,
-            deleted: 0,
-            images: BTreeMap::new(),
+            ..Swept::default()
         };
         if needed.unreadable.is_empty() {
-            swept.deleted = self.delete_doomed(&chunks, &needed.chunks, begun).await?;
+            let doomed = doomed(&chunks, &needed.chunks).collect();
+            (swept.deleted, swept.left) = self.delete_doomed(doomed, begun).await?;
         }
-        // All deletions have taken effect. After an error that is not known, and the mark stays.
+        // A deletion that failed may still take effect; then this line is not reached.
         self.delete(&mark).await?;
-        self.delete_old_marks(namespace, now).await?;
         swept.images = self.examine(namespace, needed).await?;
         Ok(swept)
     }
@@ -247,15 +264,15 @@ impl Repository {
         }
     }
 
-    /// Deletes the chunks that no index names. Returns their number.
+    /// Deletes chunks, as long as there is time. Returns how many went and how many are left.
     async fn delete_doomed(
         &self,
-        chunks: &[Listed],
-        needed: &HashSet<ChunkName>,
+        doomed: Vec<&Listed>,
         begun: Duration,
-    ) -> Result<u64, Error> {
+    ) -> Result<(u64, u64), Error> {
+        let all = doomed.len() as u64;
         let mut deleted = 0;
-        let mut doomed = doomed(chunks, needed);
+        let mut doomed = doomed.into_iter();
         let mut under_way = FuturesUnordered::new();
         loop {
             while under_way.len() < 2 * PARALLEL
@@ -266,7 +283,7 @@ impl Repository {
             }
             match under_way.next().await {
                 Some(done) => done?,
-                None => return Ok(deleted),
+                None => return Ok((deleted, all - deleted)),
             }
             deleted += 1;
         }
@@ -292,8 +309,48 @@ impl Repository {
             images.insert(image, health);
         }
         let unreadable = needed.unreadable.into_iter();
-        images.extend(unreadable.map(|(image, why)| (image, Health::Damaged(why))));
+        let whole = unreadable.filter(|(_, is_whole, _)| *is_whole);
+        images.extend(whole.map(|(image, _, why)| (image, Health::Damaged(why))));
         Ok(images)
+    }
+
+    /// Returns the state of one image. Asks for each of its chunks.
+    pub async fn health(&self, name: &ImageName) -> Result<Health, Error> {
+        let path = self.names.image(name);
+        let chunks = match self.chunks_of(&path, name).await {
+            Ok(Some(chunks)) => chunks,
+            Ok(None) => {
+                let why = format!("{path} in {} does not exist", self.shown);
+                return Ok(Health::Damaged(why));
+            }
+            Err(error @ Error::Damaged { .. }) => return Ok(Health::Damaged(error.to_string())),
+            Err(error) => return Err(error),
+        };
+        let mut rest = chunks.iter();
+        let mut under_way = FuturesUnordered::new();
+        loop {
+            while under_way.len() < 2 * PARALLEL
+                && let Some(chunk) = rest.next()
+            {
+                let path = self.names.chunk(name.namespace(), chunk);
+                under_way.push(self.if_missing(path));
+            }
+            match under_way.next().await {
+                Some(asked) => {
+                    if let Some(path) = asked? {
+                        let why = format!("{path} in {} does not exist", self.shown);
+                        return Ok(Health::Damaged(why));
+                    }
+                }
+                None => return Ok(Health::Whole),
+            }
+        }
+    }
+
+    /// Returns the path if there is no such object.
+    async fn if_missing(&self, path: Path) -> Result<Option<Path>, Error> {
+        let found = self.modified(&path).await?;
+        Ok(found.is_none().then_some(path))
     }
 
     /// Reports whether the index of an image is there.
@@ -316,7 +373,7 @@ impl Repository {
         Ok(chunks)
     }
 
-    /// Reads all indexes of a namespace.
+    /// Reads all indexes of a namespace. Objects of other programs are left alone.
     async fn needed(&self, namespace: &str, listed: &[Listed]) -> Result<Needed, Error> {
         let known: HashSet<ChunkName> = listed.iter().map(|chunk| chunk.name).collect();
         let mut needed = Needed::default();
@@ -325,33 +382,54 @@ impl Repository {
             (self.names.images(namespace), true),
         ] {
             let mut listed = self.objects.list(Some(&place));
-            while let Some(meta) = self.next(&mut listed, &place).await? {
-                let path = meta.location;
-                let image = path
-                    .filename()
-                    .and_then(|name| ImageName::new(namespace, name));
-                let damaged = |why| self.damaged(&path, why);
-                let name = image.ok_or_else(|| damaged("its name is no image's".to_owned()))?;
-                match self.chunks_of(&path, &name).await {
-                    // A pending index goes when its image is committed, and is then listed again.
-                    Ok(None) => {}
-                    Ok(Some(chunks)) => {
+            let mut is_listed = false;
+            let mut under_way = FuturesUnordered::new();
+            loop {
+                while !is_listed && under_way.len() < 2 * PARALLEL {
+                    match self.next(&mut listed, &place).await? {
+                        Some(meta) => under_way.push(self.index_of(namespace, meta.location)),
+                        None => is_listed = true,
+                    }
+                }
+                let Some(read) = under_way.next().await else {
+                    break;
+                };
+                let Some((name, chunks)) = read? else {
+                    continue;
+                };
+                let image = name.image().to_owned();
+                match chunks {
+                    Ok(chunks) => {
                         if is_whole {
                             let unlisted = chunks.iter().filter(|chunk| !known.contains(chunk));
-                            let unlisted = unlisted.copied().collect();
-                            needed.unlisted.insert(name.image().to_owned(), unlisted);
+                            needed.unlisted.insert(image, unlisted.copied().collect());
                         }
                         needed.chunks.extend(chunks);
                     }
-                    Err(error @ Error::Damaged { .. }) => {
-                        let image = name.image().to_owned();
-                        needed.unreadable.insert(image, error.to_string());
-                    }
-                    Err(error) => return Err(error),
+                    Err(why) => needed.unreadable.push((image, is_whole, why)),
                 }
             }
         }
         Ok(needed)
+    }
+
+    /// Reads an index of a listing: its image and the chunks that it names, or why it cannot be
+    /// read. None for an object of another program, and for a pending index that is gone: it goes
+    /// when its image is committed, and is then listed again.
+    async fn index_of(
+        &self,
+        namespace: &str,
+        path: Path,
+    ) -> Result<Option<(ImageName, Result<Vec<ChunkName>, String>)>, Error> {
+        let name = path.filename();
+        let Some(name) = name.and_then(|name| ImageName::new(namespace, name)) else {
+            return Ok(None);
+        };
+        match self.chunks_of(&path, &name).await {
+            Ok(chunks) => Ok(chunks.map(|chunks| (name, Ok(chunks)))),
+            Err(error @ Error::Damaged { .. }) => Ok(Some((name, Err(error.to_string())))),
+            Err(error) => Err(error),
+        }
     }
 
     /// Returns the chunks that an index names; none if it does not exist.
@@ -392,6 +470,19 @@ fn doomed<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pending_index_is_garbage_once_its_image_is_whole_and_it_is_a_day_old() {
+        let pending = |hours, is_left_over| ImageLeft {
+            name: ImageName::new("n", "p.1").expect("a name"),
+            part: Part::Pending,
+            age: SignedDuration::from_hours(hours),
+            is_left_over,
+        };
+        assert!(pending(25, true).is_garbage());
+        assert!(!pending(23, true).is_garbage());
+        assert!(!pending(25, false).is_garbage());
+    }
 
     #[test]
     fn a_mark_counts_until_its_sweep_can_delete_nothing_any_more() {

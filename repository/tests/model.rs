@@ -341,7 +341,7 @@ async fn sweep_images(world: &World, repository: &Repository) {
     let images = repository.images("n").await.expect("listed");
     for image in images.iter().filter(|image| image.may_be_deleted()) {
         let is_named = |state: &mut State| state.named.contains_key(image.name.image());
-        if image.is_left_over || !world.with(is_named) {
+        if image.is_garbage() || !world.with(is_named) {
             repository.delete_image(image).await.expect("deleted");
         }
     }
@@ -421,7 +421,7 @@ async fn run(world: &World, mut tasks: JoinSet<()>) {
 /// Checks that two sweeps leave nothing but the images that are named.
 async fn check_garbage(world: &World) {
     let later = world.with(|state| {
-        state.now += 2 * HOUR;
+        state.now += 25 * HOUR;
         state.now
     });
     let bystander = world.bystander();

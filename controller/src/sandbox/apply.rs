@@ -241,10 +241,31 @@ async fn execute(area: Area, action: &Action, sandbox: &Sandbox, api: &Apiserver
             uid,
             resource_version,
             archive,
-        } => match check_image(api, ns, archive).await {
-            Err(outcome) => outcome,
-            Ok(_) => delete_sandbox(api, ns, (name, uid, Some(resource_version)), failed).await,
-        },
+            image,
+        } => {
+            for fence in [archive, image] {
+                match check_image(api, ns, fence).await {
+                    Err(outcome) => return outcome,
+                    Ok(found) if !found.is_uploaded() => {
+                        return Outcome::Unexpected(Fact::Snapshot(Arc::new(found)));
+                    }
+                    Ok(_) => {}
+                }
+            }
+            delete_sandbox(api, ns, (name, uid, Some(resource_version)), failed).await
+        }
+        Action::ForgetArchive => {
+            let patch = json!({"metadata": {
+                "resourceVersion": sandbox.resource_version(),
+                "annotations": {annotations::ARCHIVE_AFTER: null},
+            }});
+            match api.patch::<Sandbox>(ns, name, &patch).await {
+                Ok(sandbox) => Outcome::Done(Some(Fact::Sandbox(Arc::new(sandbox)))),
+                // The Sandbox changed since it was read; the next pass sees the change.
+                Err(error) if error.answer() == Answer::Conflict => Outcome::Unknown(error),
+                Err(error) => refused(error, |e| failed("failed to end the archive request", e)),
+            }
+        }
     }
 }
 

@@ -143,7 +143,11 @@ pub enum Action {
         uid: String,
         resource_version: String,
         archive: ImageFence,
+        /// The image on its node, which goes with the Sandbox.
+        image: ImageFence,
     },
+    /// Removes the request to archive the Sandbox at once.
+    ForgetArchive,
 }
 
 /// Change of the record of the Pod that last ran for the Sandbox.

@@ -6,6 +6,7 @@ use std::{path::Path, sync::Arc};
 use rstest::rstest;
 use serde_json::{Value, json};
 use torpor_controller::{settings::Settings, snapshot};
+use torpor_repository::{ImageName, LocalFile, Pace, Progress, Repository};
 
 use crate::{
     objects::{NS, committed, condition, mode, torpor_sandbox},
@@ -15,6 +16,27 @@ use crate::{
 const CLUSTER: &str = "cluster-a";
 /// Image that has been committed long ago.
 const IMAGE: &str = "i.1";
+
+/// Puts an image with this digest into the repository in `dir`, as an agent does.
+async fn put_image(dir: &Path, digest: &str) {
+    let parameters = [
+        ("url".to_owned(), format!("file://{}", dir.display())),
+        ("encryption".to_owned(), "none".to_owned()),
+    ];
+    let settings = torpor_repository::Settings::parse(&parameters.into()).expect("settings");
+    let repository = Repository::open(&settings, dir, None, CLUSTER).expect("a repository");
+    let mut file = tempfile::tempfile().expect("a file");
+    std::io::Write::write_all(&mut file, b"memory").expect("written");
+    let files = vec![LocalFile {
+        name: "pages.img".to_owned(),
+        file,
+    }];
+    let manifest = json!({"digest": digest, "manifest": {}}).to_string();
+    let name = ImageName::new(NS, IMAGE).expect("a name");
+    let (progress, pace) = (Progress::default(), Pace::new(None));
+    let uploaded = repository.upload(&name, manifest.into_bytes(), files, &progress, &pace);
+    uploaded.await.expect("uploaded");
+}
 
 /// Returns a world of a cluster with this UID, and a SnapshotClass with a repository in `dir`.
 fn world(dir: &Path, uid: &str, parameters: Value) -> World {
@@ -46,7 +68,13 @@ fn archive_now() -> Value {
 }
 
 /// Brings up the Sandbox "s" with class "far", and suspends it. Its image is uploaded.
-async fn suspended(world: &World, change: Value) {
+async fn suspended(world: &World, dir: &Path, change: Value) {
+    put_image(dir, "blake3:1").await;
+    suspended_alone(world, dir, change).await;
+}
+
+/// Does the same without the image in the repository.
+async fn suspended_alone(world: &World, dir: &Path, change: Value) {
     let mut sandbox = torpor_sandbox(change);
     sandbox["metadata"]["annotations"]["torpor.dev/snapshot-class"] = json!("far");
     world.ready(sandbox).await;
@@ -54,7 +82,8 @@ async fn suspended(world: &World, change: Value) {
     world.settle().await;
     let name = world.image_of_suspension().expect("a snapshot");
     world.edit_snapshot(&name, &committed(IMAGE, "n1"));
-    let uploaded = json!({"status": {"digest": "blake3:1", "sizeBytes": 7, "conditions": [
+    let url = format!("file://{}", dir.display());
+    let uploaded = json!({"status": {"digest": "blake3:1", "sizeBytes": 7, "upload": {"url": url}, "conditions": [
         condition("Committed", "True", "Committed", ""), condition("Uploaded", "True", "Uploaded", ""),
     ]}});
     world.edit_snapshot(&name, &uploaded);
@@ -75,7 +104,8 @@ async fn pass(world: &World) {
     let found = archive(world).expect("an archive");
     let found = serde_json::from_value(found).expect("a SandboxSnapshot");
     let passed = snapshot::reconcile(Arc::new(found), Arc::clone(&world.context));
-    passed.await.expect("a pass");
+    // The condition has the error of a pass.
+    let _ = passed.await;
 }
 
 fn committed_of(archive: &Value) -> &Value {
@@ -102,7 +132,12 @@ fn exists(world: &World) -> bool {
 async fn a_sandbox_is_deleted_after_its_record_is_written_and_its_archive_is_on_its_own() {
     let dir = tempfile::tempdir().unwrap();
     let world = world(dir.path(), CLUSTER, json!({}));
-    suspended(&world, json!({"metadata": {"labels": {"team": "a"}}})).await;
+    suspended(
+        &world,
+        dir.path(),
+        json!({"metadata": {"labels": {"team": "a"}}}),
+    )
+    .await;
     assert_eq!(archive(&world), None);
 
     world.edit_sandbox(&archive_now());
@@ -209,7 +244,7 @@ async fn a_sandbox_that_an_archive_cannot_keep_is_refused_with_the_reason(
 async fn a_sandbox_is_archived_only_after_its_time() {
     let dir = tempfile::tempdir().unwrap();
     let world = world(dir.path(), CLUSTER, json!({}));
-    suspended(&world, json!({})).await;
+    suspended(&world, dir.path(), json!({})).await;
     let name = world.image_of_suspension().expect("a snapshot");
     let now = jiff::Timestamp::now().to_string();
     world.edit_snapshot(&name, &json!({"status": {"committedAt": now}}));
@@ -234,7 +269,7 @@ async fn a_sandbox_is_archived_only_after_its_time() {
 async fn a_sandbox_that_is_resumed_before_its_deletion_stays_and_its_archive_goes() {
     let dir = tempfile::tempdir().unwrap();
     let world = world(dir.path(), CLUSTER, json!({}));
-    suspended(&world, archive_now()).await;
+    suspended(&world, dir.path(), archive_now()).await;
     world.settle().await;
     pass(&world).await;
     assert_eq!(world.writes_of_a_pass().await[0], "patch sandboxsnapshots");
@@ -254,14 +289,21 @@ async fn a_sandbox_that_is_resumed_before_its_deletion_stays_and_its_archive_goe
     assert!(world.pod().is_some());
 }
 
-/// The repository has no image: only its record was written.
 #[tokio::test]
 async fn an_image_that_is_missing_in_its_repository_is_reported_and_its_archive_does_not_start() {
     let dir = tempfile::tempdir().unwrap();
     let world = world(dir.path(), CLUSTER, json!({}));
-    suspended(&world, archive_now()).await;
+    suspended(&world, dir.path(), archive_now()).await;
     world.settle().await;
     pass(&world).await;
+    let index = dir
+        .path()
+        .join("torpor-v2")
+        .join(CLUSTER)
+        .join(NS)
+        .join("images")
+        .join(IMAGE);
+    std::fs::remove_file(index).unwrap();
     world.sync();
     let class = world
         .api
@@ -319,10 +361,130 @@ async fn an_image_that_is_missing_in_its_repository_is_reported_and_its_archive_
     assert_eq!(world.api.get("pods", NS, "t"), None);
 }
 
+#[rstest]
+#[case::no_index(None, "does not exist")]
+#[case::another_image(Some("blake3:2"), "another image")]
+#[tokio::test]
+async fn a_sandbox_whose_image_is_not_whole_in_the_repository_is_not_archived(
+    #[case] digest: Option<&str>,
+    #[case] words: &str,
+) {
+    let dir = tempfile::tempdir().unwrap();
+    let world = world(dir.path(), CLUSTER, json!({}));
+    suspended_alone(&world, dir.path(), archive_now()).await;
+    if let Some(digest) = digest {
+        put_image(dir.path(), digest).await;
+    }
+    world.settle().await;
+    pass(&world).await;
+    let refused = archive(&world).expect("an archive");
+    let condition = committed_of(&refused);
+    assert_eq!(condition["reason"], "Damaged", "{condition}");
+    assert!(
+        condition["message"].as_str().unwrap().contains(words),
+        "{condition}"
+    );
+    assert!(!record(dir.path()).exists());
+    world.settle().await;
+    assert!(exists(&world));
+    world.api.take_writes();
+    pass(&world).await;
+    assert_eq!(
+        world.api.take_writes(),
+        [],
+        "the same failure is written once"
+    );
+
+    std::fs::remove_dir_all(dir.path().join("torpor-v2")).ok();
+    put_image(dir.path(), "blake3:1").await;
+    pass(&world).await;
+    assert_eq!(
+        committed_of(&archive(&world).expect("an archive"))["status"],
+        "True"
+    );
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_changed_is_archived_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let world = world(dir.path(), CLUSTER, json!({}));
+    suspended(&world, dir.path(), archive_now()).await;
+    world.settle().await;
+    pass(&world).await;
+    world.edit_sandbox(&json!({"metadata": {"labels": {"team": "b"}}}));
+    assert_eq!(world.writes_of_a_pass().await[0], "delete sandboxsnapshots");
+    assert!(exists(&world));
+    world.settle().await;
+    pass(&world).await;
+    world.pass().await.unwrap();
+    world.pass().await.unwrap();
+    assert!(!exists(&world));
+    let whole = archive(&world).expect("an archive");
+    let manifest = whole["metadata"]["annotations"]["torpor.dev/archived-sandbox"].to_string();
+    assert!(manifest.contains("team"), "{manifest}");
+}
+
+#[rstest]
+#[case::another_class(json!({"snapshotClassName": "near"}))]
+#[case::another_image(json!({"archive": {"imageID": "i.2"}}))]
+#[tokio::test]
+async fn an_archive_of_another_image_or_class_is_not_taken_for_the_sandboxs_own(
+    #[case] change: Value,
+) {
+    let dir = tempfile::tempdir().unwrap();
+    let world = world(dir.path(), CLUSTER, json!({}));
+    suspended(&world, dir.path(), archive_now()).await;
+    world.settle().await;
+    pass(&world).await;
+    let name = archive(&world).expect("an archive")["metadata"]["name"].clone();
+    world.edit_snapshot(name.as_str().unwrap(), &json!({"spec": change}));
+    world.settle().await;
+    assert!(exists(&world));
+    let archived = world.condition("Archived").expect("a condition");
+    assert_eq!(archived.1, "ArchiveFailed", "{}", archived.2);
+}
+
+#[tokio::test]
+async fn memory_that_may_have_continued_elsewhere_is_not_archived() {
+    let dir = tempfile::tempdir().unwrap();
+    let world = world(dir.path(), CLUSTER, json!({}));
+    suspended(&world, dir.path(), json!({})).await;
+    let name = world.image_of_suspension().expect("a snapshot");
+    let taker = json!({"nodeName": "n2", "uid": "pod-before"}).to_string();
+    world.edit_snapshot(&name, &annotations(json!({"torpor.dev/taken-by": taker})));
+    world.edit_sandbox(&archive_now());
+    world.settle().await;
+    assert_eq!(archive(&world), None);
+    let archived = world.condition("Archived").expect("a condition");
+    assert!(archived.2.contains("pod-before"), "{}", archived.2);
+}
+
+#[tokio::test]
+async fn a_request_to_archive_at_once_ends_with_the_next_resume() {
+    let dir = tempfile::tempdir().unwrap();
+    let world = world(dir.path(), CLUSTER, json!({}));
+    suspended(&world, dir.path(), json!({})).await;
+    world.edit_sandbox(&mode("Running"));
+    world.edit_sandbox(&archive_now());
+    world.settle().await;
+    let sandbox = world.sandbox();
+    assert_eq!(
+        sandbox["metadata"]["annotations"]["torpor.dev/archive-after"],
+        Value::Null
+    );
+    world.edit_sandbox(&annotations(json!({"torpor.dev/archive-after": "7d"})));
+    world.settle().await;
+    let sandbox = world.sandbox();
+    assert_eq!(
+        sandbox["metadata"]["annotations"]["torpor.dev/archive-after"],
+        "7d"
+    );
+}
+
 /// Archives the Sandbox "s" in a cluster that is gone afterwards.
 async fn archived_elsewhere(dir: &Path) {
     let first = world(dir, CLUSTER, json!({}));
-    suspended(&first, archive_now()).await;
+    suspended(&first, dir, archive_now()).await;
     first.settle().await;
     pass(&first).await;
     assert!(record(dir).exists());

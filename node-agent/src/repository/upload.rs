@@ -188,7 +188,9 @@ impl Uploads {
                 .clone()
                 .unwrap_or_default();
             let repository = self.repositories.of(&class, None).await?;
-            if let Some(most) = repository.max_size() {
+            // An image that has lost an object is mended whatever the limit is now.
+            let is_new = snapshot.upload_reason() != Some(reasons::DAMAGED);
+            if let Some(most) = repository.max_size().filter(|_| is_new) {
                 let used = self.snapshots.uploaded_bytes(snapshot);
                 let own = size(snapshot);
                 if used.saturating_add(own) > most {

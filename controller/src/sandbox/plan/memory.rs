@@ -45,6 +45,7 @@ pub(in crate::sandbox) use self::archive::needs_cluster;
 pub(in crate::sandbox) use self::elsewhere::node_of_taker;
 pub(in crate::sandbox) use self::evicted::{disruption, is_evicted};
 use self::{
+    archive::Kept,
     location::{LOOK_FOR_NODE, hibernated_kept, image_missing},
     origin::node_of_image,
     unclaimed::LeftMemory,
@@ -247,9 +248,8 @@ const NOT_KEPT: &str = "memory was not kept";
 
 /// Plans for a suspended Sandbox whose Pod is gone.
 pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
-    let image = newest_resumable(desired, observed);
-    archive::plan(plan, desired, observed, image, now);
-    let change = if let Some(snapshot) = image {
+    let change = if let Some(snapshot) = newest_resumable(desired, observed) {
+        archive::plan(plan, desired, observed, &Kept::In(snapshot), now);
         match snapshot.is_missing() {
             true => {
                 plan.requeue_after(LOOK_FOR_NODE);
@@ -259,6 +259,13 @@ pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
         }
     } else {
         let left = unclaimed::settle(plan, desired, observed, now);
+        let is_saving = own_snapshots(desired, observed).any(|snapshot| is_incomplete(snapshot));
+        let kept = match &left {
+            LeftMemory::Awaited(_) => Kept::Awaited,
+            _ if is_saving => Kept::Awaited,
+            LeftMemory::GivenUp(_) | LeftMemory::Nothing => Kept::Nothing,
+        };
+        archive::plan(plan, desired, observed, &kept, now);
         without_image(plan, desired, observed, left)
     };
     show_hibernated(plan, desired, observed, change);

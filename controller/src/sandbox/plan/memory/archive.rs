@@ -15,16 +15,18 @@ use jiff::Timestamp;
 use kube::ResourceExt;
 use serde_json::json;
 use torpor_api::{
-    Sandbox, SandboxSnapshot,
+    OperatingMode, Sandbox, SandboxSnapshot,
+    annotations::{self, ArchiveAfter, Settings},
     archive::{self, LARGEST_MANIFEST},
-    conditions, extensions,
+    conditions,
     reasons::archived as reasons,
 };
 
 use super::{
     super::{Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence},
-    condition_false, delete_snapshot, fence, is_deleting,
+    condition_false, delete_snapshot, elsewhere, fence, is_deleting,
     origin::record,
+    previous_condition,
 };
 use crate::{
     owners::owner_reference,
@@ -36,16 +38,30 @@ use crate::{
 
 /// Reports whether the plan needs the UID of the cluster.
 pub(in crate::sandbox) fn needs_cluster(observed: &Observed) -> bool {
-    let desired = crate::sandbox::validate::validate(observed);
-    desired.suspended && desired.settings.archive_after.is_some()
+    let sandbox = &observed.sandbox;
+    sandbox.spec.operating_mode == OperatingMode::Suspended
+        && Settings::read(
+            sandbox.metadata.annotations.as_ref(),
+            sandbox.spec.pod_template.annotations(),
+        )
+        .archive_after
+        .is_some()
 }
 
-/// Plans for a suspended Sandbox without a Pod. `image` holds its memory.
+/// Memory of a suspended Sandbox without a Pod.
+pub(super) enum Kept<'a> {
+    In(&'a Arc<SandboxSnapshot>),
+    /// It is being saved, or looked for.
+    Awaited,
+    Nothing,
+}
+
+/// Plans for a suspended Sandbox without a Pod.
 pub(super) fn plan(
     plan: &mut Plan,
     desired: &Desired<'_>,
     observed: &Observed,
-    image: Option<&Arc<SandboxSnapshot>>,
+    kept: &Kept<'_>,
     now: Timestamp,
 ) {
     let Some(after) = desired.settings.archive_after else {
@@ -55,7 +71,7 @@ pub(super) fn plan(
         plan.memory.archived = condition_false(conditions::ARCHIVED, reason, message);
         return discard(plan, desired, observed);
     }
-    plan.memory.archived = match ready(image, after, now) {
+    plan.memory.archived = match ready(desired, observed, kept, after, now) {
         Err(wait) => {
             if let Some(left) = wait.left {
                 plan.requeue_after(left);
@@ -66,17 +82,22 @@ pub(super) fn plan(
     };
 }
 
+/// Shows that a suspension of this strategy leaves no image to archive.
+pub(super) fn show_without_image(plan: &mut Plan, desired: &Desired<'_>) {
+    if desired.settings.archive_after.is_some() {
+        let message = format!(
+            "Only {}: Hibernate leaves an image that can be archived",
+            annotations::SUSPENSION_STRATEGY
+        );
+        plan.memory.archived = condition_false(conditions::ARCHIVED, reasons::NO_IMAGE, message);
+    }
+}
+
 /// Returns why a Sandbox cannot be archived, as reason and message.
 fn unfit(sandbox: &Sandbox) -> Option<(&'static str, String)> {
-    let mut owners = sandbox.owner_references().iter();
-    let holder = owners.find(|owner| {
-        let group = owner.api_version.split('/').next();
-        owner.controller == Some(true) && group == Some(extensions::GROUP)
-    });
-    if let Some(holder) = holder {
+    if let Some(holder) = archive::holder(sandbox) {
         let message = format!(
-            "{} {:?} holds the Sandbox, which would replace it; only Sandboxes of their own are archived",
-            holder.kind, holder.name
+            "{holder} holds the Sandbox, and would replace it; only Sandboxes of their own are archived"
         );
         return Some((reasons::HELD, message));
     }
@@ -88,7 +109,7 @@ fn unfit(sandbox: &Sandbox) -> Option<(&'static str, String)> {
         );
         return Some((reasons::HAS_VOLUMES, message));
     }
-    let size = serde_json::to_vec(&archive::manifest(sandbox)).map_or(0, |bytes| bytes.len());
+    let size = manifest_of(sandbox).len();
     (size > LARGEST_MANIFEST).then(|| {
         let message = format!(
             "The Sandbox' manifest has {size} bytes; an archive keeps at most {LARGEST_MANIFEST}"
@@ -97,7 +118,13 @@ fn unfit(sandbox: &Sandbox) -> Option<(&'static str, String)> {
     })
 }
 
-/// Reason why an archive waits.
+/// Returns the text of the manifest that an archive has of a Sandbox.
+fn manifest_of(sandbox: &Sandbox) -> String {
+    // A manifest of strings, numbers and maps always has a JSON form.
+    serde_json::to_string(&archive::manifest(sandbox)).unwrap_or_default()
+}
+
+/// Reason for which an archive waits.
 struct Wait {
     reason: &'static str,
     message: String,
@@ -105,21 +132,43 @@ struct Wait {
     left: Option<Duration>,
 }
 
+impl Wait {
+    fn new(reason: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            reason,
+            message: message.into(),
+            left: None,
+        }
+    }
+}
+
 /// Returns the image, once it is in a repository and the time has come.
-fn ready(
-    image: Option<&Arc<SandboxSnapshot>>,
+fn ready<'a>(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    kept: &Kept<'a>,
     after: Duration,
     now: Timestamp,
-) -> Result<&Arc<SandboxSnapshot>, Wait> {
-    let wait = |reason, message: String| Wait {
-        reason,
-        message,
-        left: None,
+) -> Result<&'a Arc<SandboxSnapshot>, Wait> {
+    let image = match kept {
+        Kept::In(image) => image,
+        Kept::Awaited => {
+            let message = "The memory is being saved or looked for; condition Hibernated has more";
+            return Err(Wait::new(reasons::UPLOADING, message));
+        }
+        Kept::Nothing => {
+            let message = "The Sandbox has no saved memory; condition Hibernated has the reason";
+            return Err(Wait::new(reasons::NO_IMAGE, message));
+        }
     };
-    let image = image.ok_or_else(|| {
-        let message = "The Sandbox has no saved memory; condition Hibernated has the reason";
-        wait(reasons::NO_IMAGE, message.to_owned())
-    })?;
+    if let Some(at) = desired.settings.next_wakeup.filter(|at| *at > now) {
+        let message = format!("The Sandbox is to wake at {at:.0}, and is archived after that");
+        return Err(Wait::new(reasons::WAITING, message));
+    }
+    // The memory may have run on in a Pod elsewhere. A resume settles that.
+    if let Some(why) = elsewhere::may_have_continued(observed, image) {
+        return Err(Wait::new(reasons::ARCHIVE_FAILED, why));
+    }
     let name = image.name_any();
     let status = image.status.as_ref();
     let committed = status.and_then(|status| status.committed_at.as_ref());
@@ -133,24 +182,27 @@ fn ready(
         );
         return Err(Wait {
             left: Some(left),
-            ..wait(reasons::WAITING, message)
+            ..Wait::new(reasons::WAITING, message)
         });
     }
     if image.is_uploaded() {
         return Ok(image);
     }
     match conditions::find(image.conditions(), conditions::UPLOADED) {
-        Some(uploaded) => Err(wait(
+        Some(uploaded) => Err(Wait::new(
             reasons::UPLOADING,
-            format!("SandboxSnapshot {name:?} is not in its repository yet: {}", uploaded.message),
+            format!(
+                "SandboxSnapshot {name:?} is not in its repository yet: {}",
+                uploaded.message
+            ),
         )),
-        None if image.spec.snapshot_class_name.is_some() => Err(wait(
+        None if image.spec.snapshot_class_name.is_some() => Err(Wait::new(
             reasons::UPLOADING,
             format!("The upload of SandboxSnapshot {name:?} has not begun"),
         )),
-        None => Err(wait(
+        None => Err(Wait::new(
             reasons::NO_REPOSITORY,
-            "The memory is on its node's disk only. Resume the Sandbox, set torpor.dev/snapshot-class to a SnapshotClass of provisioner repository.torpor.dev, and suspend it again".to_owned(),
+            "The memory is on its node's disk only. Resume the Sandbox, set torpor.dev/snapshot-class to a SnapshotClass of provisioner repository.torpor.dev, and suspend it again",
         )),
     }
 }
@@ -165,9 +217,16 @@ fn archive(
     let status = image.status.as_ref();
     let image_id = status.and_then(|status| status.image_id.clone());
     let (Some(image_id), Some(cluster)) = (image_id, observed.cluster_uid.as_deref()) else {
-        return archiving("The cluster's UID is being read".to_owned());
+        let message = "The UID of namespace kube-system, which identifies the cluster, cannot be read; the controller's log has the cause";
+        return condition_false(conditions::ARCHIVED, reasons::ARCHIVE_FAILED, message);
     };
     let name = archive::name(&desired.name, &image_id);
+    let spec = json!({
+        "sandboxName": desired.name,
+        "reason": "Archive",
+        "snapshotClassName": image.spec.snapshot_class_name,
+        "archive": {"cluster": cluster, "imageID": image_id},
+    });
     let Some(found) = observed.snapshots.get(&name) else {
         let created = json!({
             "apiVersion": "torpor.dev/v1alpha1",
@@ -177,17 +236,13 @@ fn archive(
                 "namespace": desired.namespace,
                 "ownerReferences": [owner_reference(desired.sandbox)],
             },
-            "spec": {
-                "sandboxName": desired.name,
-                "reason": "Archive",
-                "snapshotClassName": image.spec.snapshot_class_name,
-                "archive": {"cluster": cluster, "imageID": image_id},
-            },
+            "spec": spec,
         });
         plan.step(Area::Pod, Action::CreateSnapshot(created));
         return archiving(format!("SandboxSnapshot {name:?} is being written"));
     };
-    if !is_of(desired, observed, found) {
+    let is_the_one = serde_json::to_value(&found.spec).is_ok_and(|found| found == spec);
+    if !is_the_one || !is_of(desired, observed, found) {
         let message = format!(
             "SandboxSnapshot {name:?} exists and is no archive of this Sandbox; delete it to continue"
         );
@@ -205,9 +260,20 @@ fn archive(
             None => archiving(message),
         };
     }
-    if ownership(&**found, desired.sandbox) == Ownership::Ours {
+    if !has_manifest(found, desired.sandbox) {
+        plan.step(Area::Pod, delete_snapshot(found, SnapshotFence::Stale));
+        let message =
+            "The Sandbox has changed since its archive was written, which is written anew";
+        return archiving(message.to_owned());
+    }
+    let (own, others): (Vec<_>, Vec<_>) = found
+        .owner_references()
+        .iter()
+        .partition(|owner| owner.uid == desired.uid);
+    if !own.is_empty() {
+        // Else the archive would go with the Sandbox.
         let patch = json!({"metadata": {
-            "resourceVersion": found.resource_version(), "ownerReferences": [],
+            "resourceVersion": found.resource_version(), "ownerReferences": others,
         }});
         plan.step(Area::Pod, Action::PatchSnapshot { name, patch });
     } else {
@@ -215,10 +281,18 @@ fn archive(
             uid: desired.uid.clone(),
             resource_version: desired.sandbox.resource_version().unwrap_or_default(),
             archive: fence(observed, found, ImageUse::Copy),
+            image: fence(observed, image, ImageUse::OnlyCopy),
         };
         plan.step(Area::Pod, delete);
     }
     archiving("The archive is written; the Sandbox is being deleted".to_owned())
+}
+
+/// Reports whether an archive has the present manifest of a Sandbox. The cache has its hash alone.
+fn has_manifest(archive: &SandboxSnapshot, sandbox: &Sandbox) -> bool {
+    let written = archive.annotations().get(annotations::ARCHIVED_SANDBOX);
+    let hash = archive::manifest_hash(&manifest_of(sandbox));
+    written.is_some_and(|written| *written == hash || archive::manifest_hash(written) == hash)
 }
 
 fn archiving(message: String) -> ConditionChange {
@@ -232,8 +306,23 @@ fn is_of(desired: &Desired<'_>, observed: &Observed, snapshot: &SandboxSnapshot)
         && (ownership(snapshot, desired.sandbox) == Ownership::Ours || saved == Some(&desired.uid))
 }
 
+/// Plans for a Sandbox that runs. Its archives go, and so does a request to archive it at once: it
+/// was one to the suspension that is over.
+pub(super) fn end(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+    discard(plan, desired, observed);
+    let own = desired
+        .sandbox
+        .annotations()
+        .get(annotations::ARCHIVE_AFTER);
+    let was_suspended = previous_condition(desired.sandbox, conditions::SUSPENDED)
+        .is_some_and(|suspended| suspended.status == "True");
+    if was_suspended && own.is_some_and(|after| after == ArchiveAfter::NOW) {
+        plan.step(Area::Pod, Action::ForgetArchive);
+    }
+}
+
 /// Deletes archives of a Sandbox that is not to be archived: it has run on, or will.
-pub(super) fn discard(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
+fn discard(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
     let left = observed.snapshots.values();
     for archive in left.filter(|one| is_of(desired, observed, one) && !is_deleting(one)) {
         plan.step(Area::Pod, delete_snapshot(archive, SnapshotFence::Stale));

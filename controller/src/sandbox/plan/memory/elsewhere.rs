@@ -18,7 +18,9 @@ use super::{
     super::{Action, Area, Plan},
     image_missing, is_terminating,
     location::{LostNode, lost, out_of_reach},
-    node_of, pod_condition,
+    node_of,
+    origin::pod_node,
+    pod_condition,
     resume::Obstacle,
 };
 use crate::sandbox::{dereference::Observed, validate::Desired};
@@ -70,6 +72,16 @@ pub(super) fn continued(observed: &Observed, snapshot: &SandboxSnapshot) -> Opti
     consumed.then(|| format!(
         "Pod {uid} on node {node_name:?} continued from the image and is gone; the memory that it had since is lost"
     ))
+}
+
+/// Returns why the memory of an image has run on in a Pod elsewhere, or may have.
+pub(super) fn may_have_continued(
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+) -> Option<String> {
+    let origin = pod_node(observed, snapshot).map_or("", String::as_str);
+    continued(observed, snapshot)
+        .or_else(|| open_claim(observed, snapshot, origin).map(|(_, message)| message))
 }
 
 /// Returns what the node of the recorded Pod reports about that Pod and the image.

@@ -22,7 +22,10 @@ use super::{
     },
     archive, capabilities, condition_false, delete_snapshot, elsewhere, evicted, fence,
     is_deleting, is_incomplete, is_resumable, is_terminating,
-    location::{LOOK_FOR_NODE, LOOK_SOON, LostNode, await_node, cold_start, lost, may_be_back},
+    location::{
+        GIVEN_UP_AFTER, LOOK_FOR_NODE, LOOK_SOON, LostNode, await_node, cold_start, lost,
+        may_be_back,
+    },
     newest_resumable, node_of,
     origin::{record, trusted_node},
     own_snapshots, phase, pod_condition, previous_condition, show_hibernated, sleeps_in_place,
@@ -49,7 +52,7 @@ pub(in crate::sandbox::plan) fn start(
     now: Timestamp,
 ) {
     show_hibernated(plan, desired, observed, ConditionChange::Remove);
-    archive::discard(plan, desired, observed);
+    archive::end(plan, desired, observed);
     if let Some(snapshot) = newest_resumable(desired, observed) {
         delete_incomplete(plan, desired, observed);
         return resume(plan, desired, observed, snapshot, now);
@@ -178,8 +181,12 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str,
             ConditionChange::Remove,
         ),
         Err((reason, mut message))
-            if desired.settings.restore_policy() == OnRestoreFailure::Fail =>
+            if desired.settings.restore_policy() == OnRestoreFailure::Fail
+                || named.is_some_and(|named| named.is_archive() && is_new(desired, now)) =>
         {
+            if named.is_some_and(|named| named.is_archive()) {
+                plan.requeue_after(LOOK_SOON);
+            }
             if let Some(snapshot) = named
                 && let Some(lost) = lost(observed, snapshot)
             {
@@ -199,6 +206,12 @@ fn copy(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, name: &str,
             create_pod(plan, desired, observed, None, change);
         }
     }
+}
+
+/// Reports whether the Sandbox is so new that the obstacle to its archive may pass.
+fn is_new(desired: &Desired<'_>, now: Timestamp) -> bool {
+    let created = desired.sandbox.metadata.creation_timestamp.as_ref();
+    created.is_some_and(|created| now.duration_since(created.0) < GIVEN_UP_AFTER)
 }
 
 fn cold_start_message(reason: &str, why: &str) -> String {
@@ -440,7 +453,7 @@ pub(in crate::sandbox::plan) fn awake(
     observed: &Observed,
     pod: &Pod,
 ) {
-    archive::discard(plan, desired, observed);
+    archive::end(plan, desired, observed);
     let change = evicted::keep(plan, desired, observed, pod)
         .unwrap_or_else(|| hibernated_in_place(desired, observed, pod));
     show_hibernated(plan, desired, observed, change);

@@ -19,9 +19,9 @@ use super::{
         Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence, delete_as_seen, delete_pod,
         pods::patch_pod,
     },
-    NOT_KEPT, capabilities, condition_false, delete_snapshot, evicted, fence, hibernated_kept,
-    hibernated_missing, hibernated_saving, hibernated_waiting, is_deleting, is_terminating,
-    node_of,
+    NOT_KEPT, archive, capabilities, condition_false, delete_snapshot, evicted, fence,
+    hibernated_kept, hibernated_missing, hibernated_saving, hibernated_waiting, is_deleting,
+    is_terminating, node_of,
     origin::mismatch,
     phase, pod_condition,
     record::forget_record,
@@ -48,6 +48,9 @@ pub(in crate::sandbox::plan) fn suspend(
     pod: &Pod,
     now: Timestamp,
 ) {
+    if desired.settings.strategy() != SuspensionStrategy::Hibernate {
+        archive::show_without_image(plan, desired);
+    }
     let change = match desired.settings.strategy() {
         SuspensionStrategy::Stop => {
             stop(plan, desired, pod);
