@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use jiff::Timestamp;
 use torpor_core::pressure::Pressure;
 use torpor_core::{
-    Action, Desired, ImageId, ImageObserved, LedgerState, Live, Memory, Observed, Plan,
+    Action, Answer, Desired, ImageId, ImageObserved, LedgerState, Live, Memory, Observed, Plan,
     PodPresence, PodUid, Policy, Power, Record, SandboxId, SleepAfter, SnapshotIntent,
     SnapshotReason, SnapshotUid, SnapshotWish, Step, plan,
 };
@@ -164,7 +164,11 @@ fn desired(power: Power, snapshots: &[SnapshotIntent]) -> Desired {
         pod_uid: pod(),
         pod: PodPresence::Present,
         departure: None,
-        answer: None,
+        // The apiserver has the Pod, whenever it is asked.
+        answer: Some(Answer {
+            has_pod: true,
+            ..Answer::default()
+        }),
         power,
         sleep: SleepAfter::default(),
         pressure: Pressure::default(),
