@@ -5,7 +5,7 @@ use k8s_openapi::api::events::v1::Event;
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
 use serde_json::json;
-use torpor_api::annotations::ARCHIVE_AFTER;
+use torpor_api::annotations::{ARCHIVE_AFTER, SNAPSHOT_CLASS};
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
 use torpor_tests::case::{Case, uid};
 use torpor_tests::sandboxes::sandbox;
@@ -176,6 +176,18 @@ async fn a_sandbox_without_a_repository_is_not_archived_and_resumes() -> anyhow:
             .await?;
         let first = case.sandbox_ready("s").await?;
         let before = witness::ask(&first).await?;
+        let refused = case.torpor(&["archive", "s"]).await?;
+        ensure!(
+            refused.code == 1 && refused.err.contains("it has no SnapshotClass"),
+            "{refused:?}"
+        );
+        witness::ask(&case.ready("s").await?)
+            .await?
+            .goes_on_from(&before)?;
+        // The class comes too late for the image of this suspension.
+        case.suspend("s").await?;
+        let class = json!({ "metadata": { "annotations": { SNAPSHOT_CLASS: case.namespace } } });
+        case.patch("s", class).await?;
         let refused = case.torpor(&["archive", "s"]).await?;
         ensure!(
             refused.code == 1 && refused.err.contains("NoRepository"),
