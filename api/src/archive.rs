@@ -119,6 +119,12 @@ fn own_labels(sandbox: &Sandbox) -> Option<std::collections::BTreeMap<String, St
     Some(own).filter(|own| !own.is_empty())
 }
 
+/// Returns the text of a manifest.
+pub fn text(manifest: &Sandbox) -> String {
+    // A manifest of strings, numbers and maps always has a JSON form.
+    serde_json::to_string(manifest).unwrap_or_default()
+}
+
 /// Returns the hash of a manifest, by which the controller's cache stands for the whole text.
 pub fn manifest_hash(manifest: &str) -> String {
     crate::name_hash(manifest)

@@ -55,7 +55,7 @@ pub async fn archive(
             took: began.elapsed(),
         });
     }
-    let wait = waiting(cluster, &args.name, "archived", args.timeout, say);
+    let wait = Wait::new(cluster, &args.name, "archived", args.timeout, say);
     let gone = wait.until_named(cluster.api::<Sandbox>(), &args.name, |now| {
         progress(&known, now)
     });
@@ -244,7 +244,7 @@ async fn import(
             call(&doing, api.create(&PostParams::default(), &wanted)).await?
         }
     };
-    let wait = waiting(
+    let wait = Wait::new(
         cluster,
         &args.name,
         "read from its archive",
@@ -300,22 +300,6 @@ fn manifest(
     let name = name.unwrap_or(&archive.spec.sandbox_name);
     restored.metadata.name = Some(name.to_owned());
     Ok(restored)
-}
-
-fn waiting<'a>(
-    cluster: &'a Cluster,
-    sandbox: &'a str,
-    goal: &'static str,
-    limit: Duration,
-    say: &'a (dyn Fn(&str) + Sync),
-) -> Wait<'a> {
-    Wait {
-        cluster,
-        sandbox,
-        goal,
-        limit,
-        say,
-    }
 }
 
 #[cfg(test)]

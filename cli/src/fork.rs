@@ -85,13 +85,7 @@ pub(crate) async fn start(
     let doing = format!("create a copy of Sandbox {of}");
     let created = call(&doing, api.create(&PostParams::default(), manifest)).await?;
     let name = created.name_any();
-    let wait = Wait {
-        cluster,
-        sandbox: &name,
-        goal: "started",
-        limit,
-        say,
-    };
+    let wait = Wait::new(cluster, &name, "started", limit, say);
     let progress = |now: &Sandbox| progress(&created, now);
     wait.until(api, &created, progress).await?;
     Ok(Changed {

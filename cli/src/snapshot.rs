@@ -41,7 +41,7 @@ pub async fn snapshot(
         let (snapshot, took) = (requested, None);
         return Ok(Taken { snapshot, took });
     }
-    let wait = waiting(cluster, name, limit, say);
+    let wait = Wait::new(cluster, name, "saved", limit, say);
     match wait
         .until(cluster.api::<SandboxSnapshot>(), &requested, saved)
         .await
@@ -69,7 +69,7 @@ pub(crate) async fn take(
 ) -> Result<SandboxSnapshot, Error> {
     let name = name_of(sandbox);
     let requested = request(cluster, sandbox, None).await?;
-    let wait = waiting(cluster, name, limit, say);
+    let wait = Wait::new(cluster, name, "saved", limit, say);
     let taken = wait
         .until(cluster.api::<SandboxSnapshot>(), &requested, recorded)
         .await;
@@ -127,21 +127,6 @@ fn unusable(snapshot: &SandboxSnapshot, sandbox: &str) -> Option<String> {
     match snapshot.is_committed() {
         true => None,
         false => Some("has no complete image".to_owned()),
-    }
-}
-
-fn waiting<'a>(
-    cluster: &'a Cluster,
-    sandbox: &'a str,
-    limit: Duration,
-    say: &'a (dyn Fn(&str) + Sync),
-) -> Wait<'a> {
-    Wait {
-        cluster,
-        sandbox,
-        goal: "saved",
-        limit,
-        say,
     }
 }
 

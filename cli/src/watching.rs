@@ -26,7 +26,23 @@ pub(crate) struct Wait<'a> {
     pub(crate) say: &'a (dyn Fn(&str) + Sync),
 }
 
-impl Wait<'_> {
+impl<'a> Wait<'a> {
+    pub(crate) fn new(
+        cluster: &'a Cluster,
+        sandbox: &'a str,
+        goal: &'static str,
+        limit: Duration,
+        say: &'a (dyn Fn(&str) + Sync),
+    ) -> Self {
+        Self {
+            cluster,
+            sandbox,
+            goal,
+            limit,
+            say,
+        }
+    }
+
     /// Watches `known`, and no other object that gets its name, until `progress` is done or
     /// refused, or the time limit passes. Returns the object as it is then.
     pub(crate) async fn until<K>(

@@ -11,7 +11,7 @@ use std::{sync::Arc, time::Duration};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::ResourceExt;
-use serde_json::json;
+use serde_json::{Value, json};
 use torpor_api::{
     PodRecord, Sandbox, SandboxSnapshot, SandboxSnapshotStatus, annotations,
     archive::{self, ArchiveRecord, LARGEST_MANIFEST},
@@ -23,11 +23,11 @@ use torpor_api::{
 use torpor_repository::{Health, ImageName, Repository};
 
 use crate::{
-    calls::{self, Answer},
+    calls,
     context::Context,
     events::{self, Note, Severity},
     outline, repository, saved_pod,
-    snapshot::Error,
+    snapshot::{Error, condition_patch, unless_changed},
 };
 
 /// Archives that are written or read at once. Their requests to object stores must not keep the
@@ -129,9 +129,8 @@ async fn report(
     }
     let message = failure.to_string();
     let draft = Draft::new(conditions::COMMITTED, Status::False, reason, message);
-    let mut status = snapshot.status.clone().unwrap_or_default();
-    set(&mut status, draft, snapshot);
-    write_status(snapshot, &status, context).await.map(drop)
+    let patch = condition_patch(snapshot, draft);
+    patch_status(snapshot, &patch, context).await.map(drop)
 }
 
 /// Cause for which there is no record.
@@ -300,8 +299,7 @@ fn read(bytes: &[u8], image_id: &str) -> Result<ArchiveRecord, Failure> {
     if record.image.digest.is_none() {
         return corrupt("it does not name the image's digest");
     }
-    let manifest = serde_json::to_vec(&record.sandbox).unwrap_or_default();
-    if manifest.len() > LARGEST_MANIFEST {
+    if archive::text(&record.sandbox).len() > LARGEST_MANIFEST {
         return corrupt("its manifest is too large");
     }
     Ok(record)
@@ -341,14 +339,10 @@ async fn annotate(
     record: &ArchiveRecord,
     context: &Context,
 ) -> Result<Option<SandboxSnapshot>, Error> {
-    // A manifest of strings, numbers and maps always has a JSON form.
-    let manifest = serde_json::to_string(&record.sandbox).unwrap_or_default();
+    let mut written = saved_pod::annotation(&record.pod);
+    written[annotations::ARCHIVED_SANDBOX] = archive::text(&record.sandbox).into();
     let patch = json!({"metadata": {
-        "resourceVersion": snapshot.resource_version(),
-        "annotations": {
-            annotations::SAVED_POD: record.pod.to_annotation(),
-            annotations::ARCHIVED_SANDBOX: manifest,
-        },
+        "resourceVersion": snapshot.resource_version(), "annotations": written,
     }});
     let (namespace, name) = (
         snapshot.namespace().unwrap_or_default(),
@@ -369,25 +363,23 @@ async fn write_status(
     if snapshot.status.as_ref() == Some(status) {
         return Ok(false);
     }
-    let patch =
-        json!({"metadata": {"resourceVersion": snapshot.resource_version()}, "status": status});
+    let version = snapshot.resource_version();
+    let patch = json!({"metadata": {"resourceVersion": version}, "status": status});
+    patch_status(snapshot, &patch, context).await
+}
+
+/// Writes a patch of the status. Returns whether it was written.
+async fn patch_status(
+    snapshot: &SandboxSnapshot,
+    patch: &Value,
+    context: &Context,
+) -> Result<bool, Error> {
     let (namespace, name) = (
         snapshot.namespace().unwrap_or_default(),
         snapshot.name_any(),
     );
     let written = context
         .api
-        .patch_status::<SandboxSnapshot>(&namespace, &name, &patch);
+        .patch_status::<SandboxSnapshot>(&namespace, &name, patch);
     Ok(unless_changed(written.await)?.is_some())
-}
-
-/// Ignores conflicts and absence: a newer event is on its way.
-fn unless_changed(
-    written: Result<SandboxSnapshot, calls::Error>,
-) -> Result<Option<SandboxSnapshot>, Error> {
-    match written {
-        Ok(snapshot) => Ok(Some(snapshot)),
-        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => Ok(None),
-        Err(error) => Err(Error::Write(error)),
-    }
 }

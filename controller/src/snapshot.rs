@@ -159,12 +159,12 @@ pub async fn reconcile(
         Plan::Nothing => {}
         Plan::Requeue(wait) => return Ok(Some(wait)),
         Plan::SetCommitted(draft) => {
-            let patch = committed_patch(&snapshot, draft);
+            let patch = condition_patch(&snapshot, draft);
             let written = context
                 .api
                 .patch_status::<SandboxSnapshot>(&namespace, &name, &patch)
                 .await;
-            ignore_conflict(written.map(drop))?;
+            unless_changed(written)?;
         }
         Plan::Release => release(&snapshot, &context).await?,
         Plan::Abandon { node } => {
@@ -210,7 +210,7 @@ async fn record_pod(snapshot: &SandboxSnapshot, context: &Context) -> Result<(),
     }});
     let (api, name) = (&context.api, snapshot.name_any());
     let written = api.patch::<SandboxSnapshot>(&namespace, &name, &patch);
-    ignore_conflict(written.await.map(drop))
+    unless_changed(written.await).map(drop)
 }
 
 async fn observe(
@@ -251,13 +251,13 @@ async fn release(snapshot: &SandboxSnapshot, context: &Context) -> Result<(), Er
     let patch = finalizer_patch(snapshot);
     let api = &context.api;
     let written = api.patch::<SandboxSnapshot>(&namespace, &name, &patch);
-    ignore_conflict(written.await.map(drop))
+    unless_changed(written.await).map(drop)
 }
 
-/// Returns the patch of the conditions.
+/// Returns the patch that sets a condition.
 ///
 /// The agent writes the same list. The patch therefore holds only for the version it was made from.
-fn committed_patch(snapshot: &SandboxSnapshot, draft: Draft) -> Value {
+pub(crate) fn condition_patch(snapshot: &SandboxSnapshot, draft: Draft) -> Value {
     let mut all = snapshot.conditions().to_vec();
     conditions::set(
         &mut all,
@@ -283,11 +283,11 @@ fn finalizer_patch(snapshot: &SandboxSnapshot) -> Value {
     }})
 }
 
-/// Ignores conflicts and absence: a newer event is on its way.
-fn ignore_conflict(written: Result<(), calls::Error>) -> Result<(), Error> {
+/// Ignores conflicts and absence: a newer event is on its way. Returns the object that was written.
+pub(crate) fn unless_changed<T>(written: Result<T, calls::Error>) -> Result<Option<T>, Error> {
     match written {
-        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => Ok(()),
-        other => other.map_err(Error::Write),
+        Err(error) if matches!(error.answer(), Answer::Conflict | Answer::NotFound) => Ok(None),
+        other => other.map(Some).map_err(Error::Write),
     }
 }
 

@@ -30,7 +30,7 @@ use crate::settings::LONGEST_REQUEST;
 use crate::{Error, PARALLEL, Repository};
 
 /// Age below which nothing is deleted.
-pub(crate) const KEPT_FOR: SignedDuration = SignedDuration::from_hours(1);
+const KEPT_FOR: SignedDuration = SignedDuration::from_hours(1);
 /// Age from which on a pending index of a whole image belongs to no upload.
 const LEFT_OVER_FOR: SignedDuration = SignedDuration::from_hours(24);
 /// Time for which one sweep deletes chunks.

@@ -4,9 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use jiff::Timestamp;
 use kube::ResourceExt;
-use serde_json::json;
 use torpor_api::{
     SandboxSnapshot, SnapshotClass,
     conditions::{self, Draft, Status},
@@ -19,6 +17,7 @@ use crate::{
     calls::Answer,
     context::Context,
     events::{self, Note, Severity},
+    snapshot::condition_patch,
 };
 
 /// Writes the conditions that the state of the images asks for. `images` is the state of all images
@@ -104,28 +103,16 @@ fn verdict(snapshot: &SandboxSnapshot, health: &Health) -> Option<Draft> {
 
 /// Writes the condition. A snapshot that has changed meanwhile waits for the next sweep.
 async fn write(context: &Context, snapshot: &SandboxSnapshot, draft: Draft) -> Result<(), Error> {
-    let mut all = snapshot.conditions().to_vec();
+    let (severity, reason) = match draft.status == "True" {
+        true => (Severity::Normal, reasons::UPLOADED),
+        false => (Severity::Warning, reasons::DAMAGED),
+    };
     let note = Note {
-        severity: match draft.status == "True" {
-            true => Severity::Normal,
-            false => Severity::Warning,
-        },
-        reason: match draft.status == "True" {
-            true => reasons::UPLOADED,
-            false => reasons::DAMAGED,
-        },
+        severity,
+        reason,
         message: draft.message.to_string(),
     };
-    conditions::set(
-        &mut all,
-        draft,
-        snapshot.metadata.generation,
-        Timestamp::now(),
-    );
-    let patch = json!({
-        "metadata": {"resourceVersion": snapshot.resource_version()},
-        "status": {"conditions": all},
-    });
+    let patch = condition_patch(snapshot, draft);
     let (namespace, name) = (
         snapshot.namespace().unwrap_or_default(),
         snapshot.name_any(),
@@ -144,6 +131,7 @@ async fn write(context: &Context, snapshot: &SandboxSnapshot, draft: Draft) -> R
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
+    use serde_json::json;
 
     use super::*;
 

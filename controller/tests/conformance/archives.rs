@@ -73,7 +73,14 @@ async fn suspended(world: &World, dir: &Path, change: Value) {
     suspended_alone(world, dir, change).await;
 }
 
-/// Does the same without the image in the repository.
+/// Suspends the Sandbox "s", and writes its archive.
+async fn archived(world: &World, dir: &Path) {
+    suspended(world, dir, archive_now()).await;
+    world.settle().await;
+    pass(world).await;
+}
+
+/// Suspends the Sandbox as [`suspended`] does, without the image in the repository.
 async fn suspended_alone(world: &World, dir: &Path, change: Value) {
     let mut sandbox = torpor_sandbox(change);
     sandbox["metadata"]["annotations"]["torpor.dev/snapshot-class"] = json!("far");
@@ -269,9 +276,7 @@ async fn a_sandbox_is_archived_only_after_its_time() {
 async fn a_sandbox_that_is_resumed_before_its_deletion_stays_and_its_archive_goes() {
     let dir = tempfile::tempdir().unwrap();
     let world = world(dir.path(), CLUSTER, json!({}));
-    suspended(&world, dir.path(), archive_now()).await;
-    world.settle().await;
-    pass(&world).await;
+    archived(&world, dir.path()).await;
     assert_eq!(world.writes_of_a_pass().await[0], "patch sandboxsnapshots");
     world.sync();
     // The controller has not seen this yet.
@@ -293,9 +298,7 @@ async fn a_sandbox_that_is_resumed_before_its_deletion_stays_and_its_archive_goe
 async fn an_image_that_is_missing_in_its_repository_is_reported_and_its_archive_does_not_start() {
     let dir = tempfile::tempdir().unwrap();
     let world = world(dir.path(), CLUSTER, json!({}));
-    suspended(&world, dir.path(), archive_now()).await;
-    world.settle().await;
-    pass(&world).await;
+    archived(&world, dir.path()).await;
     let index = dir
         .path()
         .join("torpor-v2")
@@ -408,9 +411,7 @@ async fn a_sandbox_whose_image_is_not_whole_in_the_repository_is_not_archived(
 async fn a_sandbox_that_is_changed_is_archived_anew() {
     let dir = tempfile::tempdir().unwrap();
     let world = world(dir.path(), CLUSTER, json!({}));
-    suspended(&world, dir.path(), archive_now()).await;
-    world.settle().await;
-    pass(&world).await;
+    archived(&world, dir.path()).await;
     world.edit_sandbox(&json!({"metadata": {"labels": {"team": "b"}}}));
     assert_eq!(world.writes_of_a_pass().await[0], "delete sandboxsnapshots");
     assert!(exists(&world));
@@ -433,9 +434,7 @@ async fn an_archive_of_another_image_or_class_is_not_taken_for_the_sandboxs_own(
 ) {
     let dir = tempfile::tempdir().unwrap();
     let world = world(dir.path(), CLUSTER, json!({}));
-    suspended(&world, dir.path(), archive_now()).await;
-    world.settle().await;
-    pass(&world).await;
+    archived(&world, dir.path()).await;
     let name = archive(&world).expect("an archive")["metadata"]["name"].clone();
     world.edit_snapshot(name.as_str().unwrap(), &json!({"spec": change}));
     world.settle().await;
@@ -484,9 +483,7 @@ async fn a_request_to_archive_at_once_ends_with_the_next_resume() {
 /// Archives the Sandbox "s" in a cluster that is gone afterwards.
 async fn archived_elsewhere(dir: &Path) {
     let first = world(dir, CLUSTER, json!({}));
-    suspended(&first, dir, archive_now()).await;
-    first.settle().await;
-    pass(&first).await;
+    archived(&first, dir).await;
     assert!(record(dir).exists());
 }
 

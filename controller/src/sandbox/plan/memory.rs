@@ -16,6 +16,7 @@ use std::{cmp::Reverse, sync::Arc};
 use jiff::Timestamp;
 use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Condition};
 use kube::ResourceExt;
+use serde_json::{Value, json};
 use torpor_api::{
     Sandbox, SandboxSnapshot, SnapshotReason,
     conditions::{self, Draft, Status},
@@ -26,9 +27,12 @@ use torpor_api::{
 };
 
 use super::{Action, ConditionChange, ImageFence, ImageUse, Plan, SnapshotFence};
-use crate::sandbox::{
-    dereference::Observed,
-    validate::{Desired, Ownership, ownership},
+use crate::{
+    owners::owner_reference,
+    sandbox::{
+        dereference::Observed,
+        validate::{Desired, Ownership, ownership},
+    },
 };
 
 mod archive;
@@ -329,6 +333,20 @@ fn fence(observed: &Observed, snapshot: &SandboxSnapshot, use_of: ImageUse) -> I
         node: node_of_image(observed, snapshot).cloned(),
         use_of,
     }
+}
+
+/// Returns a snapshot to create, which the Sandbox owns.
+fn new_snapshot(desired: &Desired<'_>, name: &str, spec: Value) -> Value {
+    json!({
+        "apiVersion": "torpor.dev/v1alpha1",
+        "kind": "SandboxSnapshot",
+        "metadata": {
+            "name": name,
+            "namespace": desired.namespace,
+            "ownerReferences": [owner_reference(desired.sandbox)],
+        },
+        "spec": spec,
+    })
 }
 
 fn delete_snapshot(snapshot: &SandboxSnapshot, fence: SnapshotFence) -> Action {

@@ -24,16 +24,13 @@ use torpor_api::{
 
 use super::{
     super::{Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence},
-    condition_false, delete_snapshot, elsewhere, fence, is_deleting,
+    condition_false, delete_snapshot, elsewhere, fence, is_deleting, new_snapshot,
     origin::record,
     previous_condition,
 };
-use crate::{
-    owners::owner_reference,
-    sandbox::{
-        dereference::Observed,
-        validate::{Desired, Ownership, ownership},
-    },
+use crate::sandbox::{
+    dereference::Observed,
+    validate::{Desired, Ownership, ownership},
 };
 
 /// Reports whether the plan needs the UID of the cluster.
@@ -109,19 +106,13 @@ fn unfit(sandbox: &Sandbox) -> Option<(&'static str, String)> {
         );
         return Some((reasons::HAS_VOLUMES, message));
     }
-    let size = manifest_of(sandbox).len();
+    let size = archive::text(&archive::manifest(sandbox)).len();
     (size > LARGEST_MANIFEST).then(|| {
         let message = format!(
             "The Sandbox' manifest has {size} bytes; an archive keeps at most {LARGEST_MANIFEST}"
         );
         (reasons::TOO_LARGE, message)
     })
-}
-
-/// Returns the text of the manifest that an archive has of a Sandbox.
-fn manifest_of(sandbox: &Sandbox) -> String {
-    // A manifest of strings, numbers and maps always has a JSON form.
-    serde_json::to_string(&archive::manifest(sandbox)).unwrap_or_default()
 }
 
 /// Reason for which an archive waits.
@@ -228,16 +219,7 @@ fn archive(
         "archive": {"cluster": cluster, "imageID": image_id},
     });
     let Some(found) = observed.snapshots.get(&name) else {
-        let created = json!({
-            "apiVersion": "torpor.dev/v1alpha1",
-            "kind": "SandboxSnapshot",
-            "metadata": {
-                "name": name,
-                "namespace": desired.namespace,
-                "ownerReferences": [owner_reference(desired.sandbox)],
-            },
-            "spec": spec,
-        });
+        let created = new_snapshot(desired, &name, spec);
         plan.step(Area::Pod, Action::CreateSnapshot(created));
         return archiving(format!("SandboxSnapshot {name:?} is being written"));
     };
@@ -291,7 +273,7 @@ fn archive(
 /// Reports whether an archive has the present manifest of a Sandbox. The cache has its hash alone.
 fn has_manifest(archive: &SandboxSnapshot, sandbox: &Sandbox) -> bool {
     let written = archive.annotations().get(annotations::ARCHIVED_SANDBOX);
-    let hash = archive::manifest_hash(&manifest_of(sandbox));
+    let hash = archive::manifest_hash(&archive::text(&archive::manifest(sandbox)));
     written.is_some_and(|written| *written == hash || archive::manifest_hash(written) == hash)
 }
 

@@ -21,14 +21,13 @@ use super::{
     },
     NOT_KEPT, archive, capabilities, condition_false, delete_snapshot, evicted, fence,
     hibernated_kept, hibernated_missing, hibernated_saving, hibernated_waiting, is_deleting,
-    is_terminating, node_of,
+    is_terminating, new_snapshot, node_of,
     origin::mismatch,
     phase, pod_condition,
     record::forget_record,
     show_hibernated, sleeps_in_place, snapshot_of_pod,
 };
 use crate::{
-    owners::owner_reference,
     sandbox::{dereference::Observed, metadata, validate::Desired},
     saved_pod,
 };
@@ -396,21 +395,13 @@ fn make(
     if observed.snapshots.contains_key(&name) {
         return name_taken(plan, &name);
     }
-    let mut snapshot = json!({
-        "apiVersion": "torpor.dev/v1alpha1",
-        "kind": "SandboxSnapshot",
-        "metadata": {
-            "name": name,
-            "namespace": desired.namespace,
-            "ownerReferences": [owner_reference(desired.sandbox)],
-        },
-        "spec": {
-            "sandboxName": desired.name,
-            "podUID": uid,
-            "nodeName": node,
-            "reason": "Suspend",
-        },
+    let spec = json!({
+        "sandboxName": desired.name,
+        "podUID": uid,
+        "nodeName": node,
+        "reason": "Suspend",
     });
+    let mut snapshot = new_snapshot(desired, &name, spec);
     if let Some(class) = &desired.settings.snapshot_class {
         snapshot["spec"]["snapshotClassName"] = class.as_str().into();
     }
