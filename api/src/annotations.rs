@@ -93,6 +93,10 @@ documented! {
     /// or `7d`, `now`, or `off`. Its image stays in the repository of its SnapshotClass, a
     /// SandboxSnapshot of reason Archive keeps its manifest, and the Sandbox is deleted.
     ARCHIVE_AFTER = "torpor.dev/archive-after";
+    /// Time asleep in place after which the image of a hibernated sandbox is also kept in the
+    /// repository of its SnapshotClass: a duration from 1s to 8760h such as `10m`, or `off`. If its
+    /// node is lost, the Sandbox continues from that image on another one.
+    BACK_UP_AFTER = "torpor.dev/back-up-after";
     /// `"true"` lets a request to the router resume a suspended sandbox.
     RESUME_ON_REQUEST = "torpor.dev/resume-on-request";
     /// Idle time after which a sandbox hibernates in place: a duration from 1s to 8760h such as
@@ -132,12 +136,18 @@ documented! {
     pub const OF_POOLS;
     /// On a SandboxTemplate: `"true"` makes a golden image on each node that has members of its
     /// pools. The controller starts one more sandbox there, saves it once it is Ready, and deletes
-    /// it. Later members start from that image, and not from the program's beginning.
+    /// it. Later members start from that image, and not from the program's beginning. With
+    /// `torpor.dev/snapshot-class` on the template, a class with a repository, the golden sandbox
+    /// of a further node continues from the first one's image.
     GOLDEN = "torpor.dev/golden";
     /// On a SandboxTemplate with `torpor.dev/golden`: command that must succeed in the golden
     /// sandbox before the sandbox is saved, a JSON array of words, up to 4096 bytes. It runs every
     /// second in the first container, in place of that container's startup probe.
     GOLDEN_READY_EXEC = "torpor.dev/golden-ready-exec";
+    /// On a SandboxTemplate: `"true"` brings the images of its containers to each node where a
+    /// member of its pools may run, before one does. A Pod on each such node pulls them and ends;
+    /// it is kept, so that the kubelet keeps the images.
+    STAGE_IMAGES = "torpor.dev/stage-images";
     /// On a SandboxWarmPool: how many members run. `hot=N,asleep=rest` keeps N running and lets the
     /// others sleep in an image; `hot=rest` keeps all running, which is the default. With
     /// `torpor.dev/golden` the default is `hot=1,asleep=rest`.
@@ -183,6 +193,9 @@ documented! {
     RESTORE_CLASS = "torpor.dev/restore-class";
     /// Cluster that archived `torpor.dev/restore-image`: the UID of its namespace `kube-system`.
     RESTORE_CLUSTER = "torpor.dev/restore-cluster";
+    /// Words for the condition Restored of a Pod that starts from a backup
+    /// (`torpor.dev/back-up-after`): why, and the backup's SandboxSnapshot and time.
+    RESTORE_BACKUP = "torpor.dev/restore-backup";
     /// Comma-separated golden images, one for each node that has one. The Pod starts from the one
     /// of its node: asleep, if it also has `torpor.dev/hibernate`. It starts cold on a node without
     /// one, and where the image cannot be restored.
@@ -219,7 +232,7 @@ documented! {
     /// the content of the file `/run/claim/env`.
     CLAIM_ENV = "torpor.dev/claim-env";
     /// On a claim's Sandbox with `torpor.dev/claim-files`, and on its Pod: `written` once the
-    /// Secret `<Sandbox>-claim` has the files; `pending` before, on the Sandbox.
+    /// Secret `torpor-claim-<UID>` has the files; `pending` before, on the Sandbox.
     CLAIM_SECRET = "torpor.dev/claim-secret";
     /// On a claim's Sandbox: time at which the token in its files is renewed.
     CLAIM_TOKEN_UNTIL = "torpor.dev/claim-token-until";
@@ -270,7 +283,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// All annotations of Torpor on a Pod. The controller alone writes them.
-pub const ON_POD: [&str; 24] = [
+pub const ON_POD: [&str; 25] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -283,6 +296,7 @@ pub const ON_POD: [&str; 24] = [
     RESTORE_DIGEST,
     RESTORE_CLASS,
     RESTORE_CLUSTER,
+    RESTORE_BACKUP,
     GOLDEN_IMAGES,
     POD_SNAPSHOT,
     ON_RESTORE_FAILURE,

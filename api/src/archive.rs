@@ -5,6 +5,7 @@ use kube::ResourceExt;
 use serde::{Deserialize, Serialize};
 
 use crate::annotations::{self, ArchiveAfter};
+use crate::snapshot::name_with;
 use crate::{OperatingMode, PodRecord, Sandbox, SandboxSnapshotStatus, labels};
 
 /// Longest manifest of a Sandbox in an archive, in bytes. The annotations of an object have at most
@@ -140,11 +141,7 @@ pub fn holder(sandbox: &Sandbox) -> Option<String> {
 
 /// Returns the name of the archive of an image of a Sandbox, at most 253 characters.
 pub fn name(sandbox: &str, image_id: &str) -> String {
-    let suffix = format!("-archive-{}", crate::name_hash(image_id));
-    let room = 253 - suffix.len();
-    // Names are ASCII (the apiserver checks them), so bytes are characters.
-    let cut = sandbox.get(..room).unwrap_or(sandbox);
-    format!("{}{suffix}", cut.trim_end_matches(['-', '.']))
+    name_with(sandbox, &format!("-archive-{}", crate::name_hash(image_id)))
 }
 
 #[cfg(test)]

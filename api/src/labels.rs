@@ -31,13 +31,20 @@ pub const NETWORK_POLICY: &str = "torpor.dev/network-policy";
 /// Hash of the template's name, on a golden Sandbox and its SandboxSnapshots. Torpor's.
 pub const GOLDEN: &str = "torpor.dev/golden";
 
+/// Hash of the template's name, on a Pod that stages the template's images. Torpor's.
+pub const STAGED_IMAGES: &str = "torpor.dev/staged-images";
+
 /// `true` on a Secret, ConfigMap or ServiceAccount: claims of its namespace may bring it to a
 /// sandbox (`torpor.dev/claim-files`). On a SandboxSnapshot: claims may fork it
 /// (`torpor.dev/fork-of`). Its owner writes the label. Torpor's.
 pub const CLAIMABLE: &str = "torpor.dev/claimable";
 
+/// `true` on a SandboxSnapshot that keeps the image of a sandbox asleep in place off its node
+/// (`torpor.dev/back-up-after`). Torpor's.
+pub const BACKUP: &str = "torpor.dev/backup";
+
 /// Every label of this module that a controller writes.
-pub const ALL: [&str; 12] = [
+pub const ALL: [&str; 14] = [
     SANDBOX_NAME_HASH,
     WARM_POOL_SANDBOX,
     SANDBOX_TEMPLATE_REF_HASH,
@@ -50,12 +57,14 @@ pub const ALL: [&str; 12] = [
     ADOPTABLE,
     NETWORK_POLICY,
     GOLDEN,
+    STAGED_IMAGES,
+    BACKUP,
 ];
 
 /// Reports whether a key is reserved for the controllers: it has one of upstream's prefixes, or it
 /// is one of Torpor's labels.
 pub fn is_system(key: &str) -> bool {
-    [NETWORK_POLICY, GOLDEN].contains(&key)
+    [NETWORK_POLICY, GOLDEN, STAGED_IMAGES, BACKUP].contains(&key)
         || SYSTEM_PREFIXES.iter().any(|prefix| key.starts_with(prefix))
 }
 

@@ -433,6 +433,9 @@ documented! {
         /// SandboxTemplate: it asks for golden images (`torpor.dev/golden`), and none can be made
         /// of it, or none was made in time. The message has the cause.
         GOLDEN_IMAGE_NOT_MADE = "GoldenImageNotMade";
+        /// SandboxTemplate: its images (`torpor.dev/stage-images`) are not on a node yet. The
+        /// message has the node and the registry's message.
+        IMAGES_NOT_STAGED = "ImagesNotStaged";
         /// SandboxTemplate or SandboxClaim: a NetworkPolicy of another owner has the name of the
         /// template's own.
         NETWORK_POLICY_NOT_OWNED = "NetworkPolicyNotOwned";

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -282,6 +283,11 @@ impl SandboxSnapshot {
         self.is_adopted() && (saved || self.spec.pod_uid.is_some())
     }
 
+    /// Returns when the image was complete and durable.
+    pub fn committed_at(&self) -> Option<Timestamp> {
+        Some(self.status.as_ref()?.committed_at.as_ref()?.0)
+    }
+
     /// Reports whether the image is complete and durable.
     pub fn is_committed(&self) -> bool {
         conditions::is_true(self.conditions(), conditions::COMMITTED)
@@ -326,14 +332,23 @@ impl SandboxSnapshot {
 /// the pod UID>`, at most 253 characters.
 pub fn suspend_snapshot_name(sandbox_name: &str, pod_uid: &str) -> String {
     let uid: String = pod_uid.chars().take(8).collect();
-    let room = 253 - 1 - uid.len();
+    name_with(sandbox_name, &format!("-{uid}"))
+}
+
+/// Returns the name of the backup of a sandbox that has been asleep in place since a time:
+/// `<sandbox>-backup-<hash>`, at most 253 characters.
+pub fn backup_name(sandbox_name: &str, pod_uid: &str, asleep_since: &str) -> String {
+    let sleep = crate::name_hash(&format!("{pod_uid}/{asleep_since}"));
+    name_with(sandbox_name, &format!("-backup-{sleep}"))
+}
+
+/// Returns a name with a suffix, cut to the 253 characters that the apiserver takes.
+pub(crate) fn name_with(name: &str, suffix: &str) -> String {
+    let room = 253 - suffix.len();
     // Names are ASCII (the apiserver checks them), so bytes are characters. A cut name must not end
     // with a separator.
-    let name = sandbox_name
-        .get(..room)
-        .unwrap_or(sandbox_name)
-        .trim_end_matches(['-', '.']);
-    format!("{name}-{uid}")
+    let cut = name.get(..room).unwrap_or(name);
+    format!("{}{suffix}", cut.trim_end_matches(['-', '.']))
 }
 
 /// Desired state of a SnapshotClass.
@@ -443,6 +458,16 @@ mod tests {
         let cut_at_a_dot = format!("{}.{}", "a".repeat(243), "b".repeat(9));
         let name = suspend_snapshot_name(&cut_at_a_dot, uid);
         assert!(crate::annotations::is_dns_subdomain(&name), "{name}");
+    }
+
+    #[test]
+    fn each_sleep_of_a_sandbox_has_a_backup_of_its_own_name() {
+        let since = "2026-01-01T00:00:00Z";
+        let name = backup_name("s1", "u", since);
+        assert!(name.starts_with("s1-backup-"), "{name}");
+        assert_ne!(name, backup_name("s1", "u", "2026-01-01T00:00:01Z"));
+        assert_ne!(name, backup_name("s1", "v", since));
+        assert_eq!(backup_name(&"a".repeat(253), "u", since).len(), 253);
     }
 
     #[test]

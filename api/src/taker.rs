@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_that_cannot_be_read_is_unknown_and_not_nobody() {
+    fn a_record_that_cannot_be_read_makes_the_taker_unknown() {
         let of = |value: Option<&str>| {
             let mut snapshot = SandboxSnapshot::default();
             let written = value.map(|value| (TAKEN_BY.to_owned(), value.to_owned()));

@@ -79,8 +79,20 @@ pub async fn list<K>(what: &str, api: &Api<DeserializeGuard<K>>) -> Result<Liste
 where
     K: Resource + Clone + DeserializeOwned + Debug,
 {
+    list_by(what, api, ListParams::default()).await
+}
+
+/// Lists the objects of a kind that these parameters select, page by page.
+pub async fn list_by<K>(
+    what: &str,
+    api: &Api<DeserializeGuard<K>>,
+    parameters: ListParams,
+) -> Result<Listed<K>, Error>
+where
+    K: Resource + Clone + DeserializeOwned + Debug,
+{
     let doing = format!("list {what}");
-    let mut parameters = ListParams::default().limit(PAGE);
+    let mut parameters = parameters.limit(PAGE);
     let mut all = Listed {
         items: Vec::new(),
         unread: Vec::new(),

@@ -1,8 +1,10 @@
-//! `pools`: warm pools with the heat of their members and their golden images. Pure.
+//! `pools`: warm pools with the heat of their members, their golden images and the nodes that have
+//! their containers' images. Pure.
 
 use std::collections::BTreeMap;
 
 use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde::Serialize;
 use torpor_api::conditions::{self, PROGRESSING, READY};
@@ -44,6 +46,11 @@ pub struct View {
     /// Nodes with a golden image of the template; none where the template asks for none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub golden_nodes: Option<Vec<String>>,
+    /// Nodes with a Pod that stages the images of the template's containers, each with whether it
+    /// has them; none where the template does not ask for that. A Pod without a node stands by its
+    /// own name in parentheses.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub staged_nodes: Option<BTreeMap<String, bool>>,
     pub created_at: Option<Timestamp>,
     /// Why the pool makes no progress.
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -57,6 +64,8 @@ pub struct Found {
     pub templates: Vec<SandboxTemplate>,
     pub sandboxes: Vec<Sandbox>,
     pub snapshots: Vec<SandboxSnapshot>,
+    /// Pods that stage images.
+    pub staging: Vec<Pod>,
 }
 
 /// Lists these pools; all if there are no names.
@@ -105,6 +114,7 @@ fn view(pool: &SandboxWarmPool, found: &Found) -> View {
         nodes,
         heat: pool.annotations().get(annotations::HEAT).cloned(),
         golden_nodes: golden_nodes(&namespace, &template, found),
+        staged_nodes: staged_nodes(&namespace, &template, found),
         created_at: created.map(|created| created.0),
         message: stalls
             .map(|stalls| stalls.message.clone())
@@ -132,19 +142,58 @@ fn count(counts: &mut Counts, member: &Sandbox) {
     }
 }
 
+/// Reports whether a template has the value "true" for an annotation.
+fn asks(found: &Found, namespace: &str, template: &str, annotation: &str) -> bool {
+    found.templates.iter().any(|one| {
+        one.namespace().as_deref() == Some(namespace)
+            && one.name_any() == template
+            && one
+                .annotations()
+                .get(annotation)
+                .is_some_and(|value| value == "true")
+    })
+}
+
+/// Reports whether an object of a namespace has this label and is not being deleted.
+fn is_labelled<K: ResourceExt>(object: &K, namespace: &str, label: &str, value: &str) -> bool {
+    object.namespace().as_deref() == Some(namespace)
+        && object
+            .labels()
+            .get(label)
+            .is_some_and(|found| found == value)
+        && object.meta().deletion_timestamp.is_none()
+}
+
+/// Returns the nodes of the Pods that stage images, each with whether the Pod has ended well; none
+/// where the template does not ask for them.
+fn staged_nodes(namespace: &str, template: &str, found: &Found) -> Option<BTreeMap<String, bool>> {
+    if !asks(found, namespace, template, annotations::STAGE_IMAGES) {
+        return None;
+    }
+    let hash = name_hash(template);
+    let pods = found.staging.iter();
+    let pods = pods.filter(|pod| is_labelled(*pod, namespace, labels::STAGED_IMAGES, &hash));
+    let nodes = pods.map(|pod| {
+        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+        let node = node.filter(|node| !node.is_empty());
+        let node = node.unwrap_or_else(|| format!("({})", pod.name_any()));
+        let phase = pod
+            .status
+            .as_ref()
+            .and_then(|status| status.phase.as_deref());
+        (node, phase == Some("Succeeded"))
+    });
+    Some(nodes.collect())
+}
+
 /// Returns the nodes with a golden image; none where the template asks for none.
 fn golden_nodes(namespace: &str, template: &str, found: &Found) -> Option<Vec<String>> {
-    let mut templates = found.templates.iter();
-    let template = templates
-        .find(|one| one.namespace().as_deref() == Some(namespace) && one.name_any() == template)?;
-    let asked = template.annotations().get(annotations::GOLDEN);
-    asked.filter(|value| *value == "true")?;
-    let hash = name_hash(&template.name_any());
+    if !asks(found, namespace, template, annotations::GOLDEN) {
+        return None;
+    }
+    let hash = name_hash(template);
     let images = found.snapshots.iter().filter(|snapshot| {
-        snapshot.namespace().as_deref() == Some(namespace)
-            && snapshot.labels().get(labels::GOLDEN) == Some(&hash)
-            && snapshot.is_committed()
-            && snapshot.metadata.deletion_timestamp.is_none()
+        is_labelled(*snapshot, namespace, labels::GOLDEN, &hash) && snapshot.is_committed()
     });
     let mut nodes: Vec<String> = images
         .filter_map(|snapshot| snapshot.spec.node_name.clone())
@@ -157,7 +206,7 @@ fn golden_nodes(namespace: &str, template: &str, found: &Found) -> Option<Vec<St
 impl Item for View {
     const RESOURCE: &'static str = "sandboxwarmpool.extensions.agents.x-k8s.io";
     const HEADINGS: &'static [&'static str] = &[
-        "NAME", "TEMPLATE", "WANTED", "HOT", "ASLEEP", "STARTING", "GOLDEN", "AGE",
+        "NAME", "TEMPLATE", "WANTED", "HOT", "ASLEEP", "STARTING", "GOLDEN", "STAGED", "AGE",
     ];
     const WIDE: &'static [&'static str] = &["HEAT", "NODES", "MESSAGE"];
 
@@ -176,6 +225,10 @@ impl Item for View {
             1 => "1 node".to_owned(),
             more => format!("{more} nodes"),
         };
+        let staged = |nodes: &BTreeMap<String, bool>| {
+            let there = nodes.values().filter(|is_there| **is_there).count();
+            format!("{there} of {} nodes", nodes.len())
+        };
         vec![
             self.name.clone(),
             self.template.clone(),
@@ -184,6 +237,7 @@ impl Item for View {
             self.counts.asleep.to_string(),
             self.counts.starting.to_string(),
             self.golden_nodes.as_ref().map_or_else(String::new, golden),
+            self.staged_nodes.as_ref().map_or_else(String::new, staged),
             self.created_at.map_or_else(String::new, age),
         ]
     }
@@ -262,12 +316,10 @@ mod tests {
     }
 
     fn template(name: &str, golden: bool) -> SandboxTemplate {
+        let asks = json!({"torpor.dev/golden": "true", "torpor.dev/stage-images": "true"});
         object(json!({
             "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxTemplate",
-            "metadata": {
-                "name": name, "namespace": "x",
-                "annotations": golden.then(|| json!({"torpor.dev/golden": "true"})),
-            },
+            "metadata": {"name": name, "namespace": "x", "annotations": golden.then_some(asks)},
             "spec": {"podTemplate": {"spec": {"containers": []}}},
         }))
     }
@@ -283,6 +335,18 @@ mod tests {
                 "type": "Committed", "status": "True", "reason": "Committed", "message": "",
                 "lastTransitionTime": "2026-11-21T11:40:00Z",
             }]},
+        }))
+    }
+
+    fn staging(template: &str, node: &str, phase: &str) -> Pod {
+        object(json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {
+                "name": "p", "namespace": "x",
+                "labels": {"torpor.dev/staged-images": name_hash(template)},
+            },
+            "spec": {"nodeName": node, "containers": []},
+            "status": {"phase": phase},
         }))
     }
 
@@ -311,6 +375,10 @@ mod tests {
                 member("sh", "node-2", true, false),
             ],
             snapshots: vec![image("python", "node-1"), image("python", "node-2")],
+            staging: vec![
+                staging("python", "node-1", "Succeeded"),
+                staging("python", "node-2", "Pending"),
+            ],
         };
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         super::listing(&found, &names, with_namespaces, at("2026-11-21T12:00:00Z"))

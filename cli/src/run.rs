@@ -6,7 +6,8 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use jiff::Timestamp;
 use kube::ResourceExt;
-use torpor_api::SandboxSnapshot;
+use kube::api::ListParams;
+use torpor_api::{SandboxSnapshot, labels};
 
 use crate::args::{
     Archive, Args, Change, Command, Connection, Drain, Fork, Format, ListArchives, Pools, Rollback,
@@ -19,7 +20,7 @@ use crate::drain::{self, Outcome, Plan, SuspendError, Target};
 use crate::error::{Error, full_message};
 use crate::goal::Goal;
 use crate::listing::Listing;
-use crate::objects::{Listed, Objects, Scope, list, readable};
+use crate::objects::{Listed, Objects, Scope, list, list_by, readable};
 use crate::output::{Render, print, print_error, rendered};
 use crate::view::{View, pod_of, pods_by_owner, views};
 use crate::why::{self, Evidence};
@@ -362,17 +363,19 @@ async fn snapshot_tree(cluster: &Cluster, args: &Snapshots) -> Result<String, Er
     Ok(tree::text(&snapshots, &sandboxes, &args.names, now))
 }
 
-/// Returns the output of `pools`. A user without the right to list templates or snapshots gets the
-/// table without the golden images.
+/// Returns the output of `pools`. A user without the right to list templates, snapshots or Pods
+/// gets the table without the golden or the staged images.
 async fn pool_listing(cluster: &Cluster, args: &Pools) -> Result<Listing<pools::View>, Error> {
     let (scope, client) = (scope(cluster, args.all_namespaces), &cluster.client);
     let (pools, templates) = (scope.api(client), scope.api(client));
-    let (sandboxes, snapshots) = (scope.api(client), scope.api(client));
-    let (pools, sandboxes, templates, snapshots) = tokio::join!(
+    let (sandboxes, snapshots, pods) = (scope.api(client), scope.api(client), scope.api(client));
+    let staging = ListParams::default().labels(labels::STAGED_IMAGES);
+    let (pools, sandboxes, templates, snapshots, pods) = tokio::join!(
         list("SandboxWarmPools", &pools),
         list("Sandboxes", &sandboxes),
         list("SandboxTemplates", &templates),
         list("SandboxSnapshots", &snapshots),
+        list_by("Pods", &pods, staging),
     );
     let mut unseen = Vec::new();
     let found = pools::Found {
@@ -380,6 +383,7 @@ async fn pool_listing(cluster: &Cluster, args: &Pools) -> Result<Listing<pools::
         sandboxes: readable(Ok(sandboxes?), &mut unseen),
         templates: readable(templates, &mut unseen),
         snapshots: readable(snapshots, &mut unseen),
+        staging: readable(pods, &mut unseen),
     };
     for unseen in unseen {
         print_error(&format!("warning: {unseen}"));

@@ -9,7 +9,7 @@ use torpor_api::annotations::{SAVED_POD, Settings};
 use torpor_api::conditions::{self, COMMITTED};
 use torpor_api::reasons::snapshot as reasons;
 use torpor_api::snapshot::SandboxSnapshotSpec;
-use torpor_api::{OperatingMode, Sandbox, SandboxSnapshot, SnapshotReason};
+use torpor_api::{OperatingMode, Sandbox, SandboxSnapshot, SnapshotReason, labels};
 
 use crate::change::{find, name_of};
 use crate::connect::{Cluster, call};
@@ -120,6 +120,9 @@ fn unusable(snapshot: &SandboxSnapshot, sandbox: &str) -> Option<String> {
     // The controller deletes it once the Sandbox has resumed.
     if snapshot.spec.reason == SnapshotReason::Suspend {
         return Some("is the memory from which the Sandbox resumes".to_owned());
+    }
+    if snapshot.labels().contains_key(labels::BACKUP) {
+        return Some("is a backup, which goes when the sandbox has run on".to_owned());
     }
     if snapshot.metadata.deletion_timestamp.is_some() {
         return Some("is being deleted".to_owned());

@@ -152,6 +152,8 @@ pub struct Apiserver {
     in_advance: Option<Advance>,
 }
 
+/// Number of objects in a page of a list.
+const PAGE: u32 = 100;
 /// Wait after a 429 without `retryAfterSeconds`.
 const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
 
@@ -279,6 +281,27 @@ impl Apiserver {
             .into_iter()
             .filter_map(|object| object.0.ok())
             .collect())
+    }
+
+    /// Lists a kind without namespaces from the apiserver itself, page by page, and keeps a part of
+    /// each object. `None` if this controller may not list it.
+    pub async fn list_cluster<K, T>(&self, keep: fn(K) -> T) -> Result<Option<Vec<T>>, Error>
+    where
+        K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned,
+    {
+        let api: Api<K> = Api::all(self.client());
+        let (mut kept, mut params) = (Vec::new(), ListParams::default().limit(PAGE));
+        loop {
+            let page = match self.limited(|| api.list(&params)).await {
+                Err(Error::Kube(error)) if is_forbidden(&error) => return Ok(None),
+                page => page?,
+            };
+            kept.extend(page.items.into_iter().map(keep));
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params = params.continue_token(&token),
+                None => return Ok(Some(kept)),
+            }
+        }
     }
 
     /// Lists a namespace from the apiserver itself. An object that cannot be deserialized is an

@@ -39,6 +39,7 @@ pub mod metadata;
 pub mod plan;
 pub mod sandbox_spec;
 pub mod status;
+pub mod wake;
 
 pub use self::after::Reports;
 use self::{

@@ -12,6 +12,7 @@ use crate::{
     metrics::{Counted, Metrics},
     pool,
     settings::Settings,
+    staging::nodes::Nodes,
     template,
     watches::{Caches, Queues},
 };
@@ -38,6 +39,8 @@ pub struct Context {
     pub pools: pool::memory::Memory,
     /// Events published about templates.
     pub templates: template::memory::Memory,
+    /// Nodes on which images may be staged.
+    pub nodes: Nodes,
 }
 
 impl Context {
@@ -49,6 +52,7 @@ impl Context {
             sandboxes: caches.sandboxes.clone(),
             pools: caches.pools.clone(),
             templates: caches.templates.clone(),
+            staged: caches.staged.clone(),
         });
         Self {
             api,
@@ -64,6 +68,7 @@ impl Context {
             claims: claim::memory::Memory::default(),
             pools: pool::memory::Memory::default(),
             templates: template::memory::Memory::default(),
+            nodes: Nodes::default(),
         }
     }
 }

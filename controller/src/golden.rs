@@ -14,7 +14,7 @@ use kube::ResourceExt;
 use serde_json::json;
 use torpor_api::{
     Sandbox, SandboxNode, SandboxSnapshot, SandboxTemplate, annotations, labels, name_hash,
-    reasons::event,
+    reasons::event, snapshot::REPOSITORY_PROVISIONER,
 };
 
 use crate::{
@@ -23,9 +23,9 @@ use crate::{
     calls::{self, Answer},
     candidates,
     context::Context,
-    events::{self, Note, Severity},
     pace::Advance,
     pool::member,
+    template::faults,
     watches::Caches,
 };
 
@@ -74,6 +74,11 @@ pub fn name(template: &SandboxTemplate, runtime_image: Option<&str>) -> String {
     ]);
     let suffix = format!("-golden-{}", name_hash(&version.to_string()));
     member::shortened(&template.name_any(), suffix.len()).to_owned() + &suffix
+}
+
+/// Returns the key of the Events about a template's golden images, by the template's UID.
+pub fn memory_key(uid: &str) -> String {
+    format!("golden {uid}")
 }
 
 /// Returns the state of a template's golden images. The template is whole.
@@ -174,15 +179,15 @@ pub async fn reconcile(
         execute(step, &observed, context).await?;
     }
     if let Some(message) = plan.problem {
-        let uid = format!("golden {}", template.uid().unwrap_or_default());
-        if context.templates.is_due(&uid, std::time::Instant::now()) {
-            let note = Note {
-                severity: Severity::Warning,
-                reason: event::GOLDEN_IMAGE_NOT_MADE,
-                message,
-            };
-            events::publish(&context.api.in_advance(Advance::Calm), &**template, note).await;
-        }
+        let key = memory_key(&template.uid().unwrap_or_default());
+        faults::warn(
+            template,
+            &key,
+            event::GOLDEN_IMAGE_NOT_MADE,
+            message,
+            context,
+        )
+        .await;
     }
     Ok(plan.requeue)
 }
@@ -200,6 +205,8 @@ fn gather(template: &Arc<SandboxTemplate>, isolated: bool, context: &Context) ->
         return None;
     }
     let name = name(template, context.settings.runtime_image.as_deref());
+    let class = template.annotations().get(annotations::SNAPSHOT_CLASS);
+    let class = class.and_then(|name| caches.snapshot_classes.get("", name));
     let mut pods = caches.pods.indexed(&namespace, &name_hash(&name));
     pods.retain(|pod| pod.metadata.deletion_timestamp.is_none());
     Some(Observed {
@@ -210,6 +217,7 @@ fn gather(template: &Arc<SandboxTemplate>, isolated: bool, context: &Context) ->
         member_nodes: member_nodes(template, &namespace, context),
         nodes: caches.nodes.filtered(|_| true),
         isolated,
+        uploads: class.is_some_and(|class| class.spec.provisioner == REPOSITORY_PROVISIONER),
         name,
     })
 }
@@ -251,12 +259,13 @@ async fn execute(
     let api = context.api.in_advance(Advance::Calm);
     let namespace = &observed.template.namespace().unwrap_or_default();
     let done = match step {
-        Action::CreateSandbox { node } => {
-            let object = sandbox::sandbox(&observed.template, &observed.name, node.as_deref());
+        Action::CreateSandbox { node, copied } => {
+            let (node, copied) = (node.as_deref(), copied.as_deref());
+            let object = sandbox::sandbox(&observed.template, &observed.name, node, copied);
             api.create::<Sandbox>(namespace, object).await.map(drop)
         }
-        Action::CreateSnapshot { pod } => {
-            let object = sandbox::snapshot(&observed.template, &observed.name, pod);
+        Action::CreateSnapshot { pod, uploads } => {
+            let object = sandbox::snapshot(&observed.template, &observed.name, pod, *uploads);
             api.create::<SandboxSnapshot>(namespace, object)
                 .await
                 .map(drop)

@@ -11,7 +11,7 @@ use std::{
 use jiff::Timestamp;
 use kube::ResourceExt;
 use prometheus_client::{
-    encoding::{EncodeLabelSet, text::encode},
+    encoding::text::encode,
     metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::Registry,
 };
@@ -21,9 +21,15 @@ use torpor_api::{
 
 use crate::{transport::Requests, watches::extensions::controller_of_kind};
 
+mod label_sets;
 pub mod lifecycle;
 mod scrape;
 
+use self::label_sets::{
+    BuildLabels, ClaimLabels, CreationLabels, ExpiredLabels, FailureLabels, FinishedLabels,
+    LifecycleLabels, NamespaceLabels, OutcomeLabels, PassLabels, QueueLabels, ResultLabels,
+    StartupLabels,
+};
 use self::lifecycle::{Change, Transition};
 pub use self::scrape::Counted;
 
@@ -42,99 +48,6 @@ const STARTUP_BUCKETS_MS: [f64; 24] = [
 const PASS_BUCKETS: [f64; 11] = [
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0,
 ];
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct CreationLabels {
-    namespace: String,
-    launch_type: &'static str,
-    sandbox_template: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct StartupLabels {
-    launch_type: &'static str,
-    sandbox_template: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ClaimLabels {
-    namespace: String,
-    sandbox_template: String,
-    launch_type: &'static str,
-    warmpool_name: String,
-    pod_condition: &'static str,
-    created_by: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct LifecycleLabels {
-    namespace: String,
-    sandbox_template: String,
-    owned_by: &'static str,
-}
-
-/// As [`LifecycleLabels`], with the result.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OutcomeLabels {
-    namespace: String,
-    sandbox_template: String,
-    owned_by: &'static str,
-    result: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct FinishedLabels {
-    namespace: String,
-    sandbox_template: String,
-    owned_by: &'static str,
-    reason: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ExpiredLabels {
-    namespace: String,
-    sandbox_template: String,
-    owned_by: &'static str,
-    shutdown_policy: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct QueueLabels {
-    name: &'static str,
-    controller: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct NamespaceLabels {
-    namespace: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct PassLabels {
-    controller: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct ResultLabels {
-    controller: &'static str,
-    result: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct FailureLabels {
-    controller: &'static str,
-    reason: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct BuildLabels {
-    git_version: &'static str,
-    git_commit: &'static str,
-    build_date: &'static str,
-    go_version: &'static str,
-    compiler: &'static str,
-    platform: &'static str,
-}
 
 /// Value of unknown labels.
 const UNKNOWN: &str = "unknown";

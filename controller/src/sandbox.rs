@@ -14,6 +14,7 @@ use torpor_api::{Sandbox, SandboxStatus, annotations, labels};
 use crate::{
     calls::{self, Answer, Apiserver},
     candidates,
+    claim::wake,
     context::Context,
     events,
     network::default_policy::{self, Isolation},
@@ -175,7 +176,7 @@ async fn full_sandbox(
 /// Returns the lane of a pass over the Sandbox.
 ///
 /// No client waits for a member of a pool, nor for the labels of a Pod whose Sandbox has just been
-/// handed to a claim, unless the claim arrives there by the same write.
+/// handed to a claim, unless the same write wakes the sandbox or brings the claim there.
 pub fn lane(sandbox: &Sandbox, context: &Context) -> Lane {
     if candidates::pool_of(sandbox).is_some() {
         return Lane::InAdvance;
@@ -183,11 +184,11 @@ pub fn lane(sandbox: &Sandbox, context: &Context) -> Lane {
     let namespace = sandbox.namespace().unwrap_or_default();
     let pod = dereference::pod_name(sandbox);
     let pod = context.caches.pods.get(&namespace, &pod);
-    let binds = annotations::binds(sandbox.annotations());
+    let waits = wake::is_asleep(sandbox) || annotations::binds(sandbox.annotations());
     let handed = |pod: Arc<k8s_openapi::api::core::v1::Pod>| {
         pod.labels().contains_key(labels::WARM_POOL_SANDBOX)
     };
-    match !binds && pod.is_some_and(handed) {
+    match !waits && pod.is_some_and(handed) {
         true => Lane::Following,
         false => Lane::Awaited,
     }

@@ -1,10 +1,7 @@
 //! Reconciler of SandboxTemplates: sets a label by which the template's Sandboxes are found, and
 //! writes one NetworkPolicy that they share. A template has no status.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::ResourceExt;
@@ -13,11 +10,10 @@ use torpor_api::{SandboxTemplate, reasons::event};
 use crate::{
     calls::{self, Answer, Namespaced},
     context::Context,
-    events::{self, Note, Severity},
-    golden, outline,
-    pace::Advance,
+    golden, outline, staging,
 };
 
+pub mod faults;
 pub mod memory;
 pub mod plan;
 
@@ -95,7 +91,12 @@ pub async fn reconcile(
                 .forget(&template.uid().unwrap_or_default());
             let isolated = plan::isolation(template, policy.as_deref(), except).is_ok();
             let golden = golden::reconcile(template, isolated, &context).await;
-            return golden.map_err(Error::Write);
+            let staged = staging::reconcile(template, &context).await;
+            let delays = [golden, staged].into_iter();
+            let delays = delays
+                .collect::<Result<Vec<_>, _>>()
+                .map_err(Error::Write)?;
+            return Ok(delays.into_iter().flatten().min());
         }
     }
     Err(Error::Unsettled)
@@ -114,19 +115,19 @@ async fn whole<K: Namespaced>(object: Arc<K>, context: &Context) -> Result<Optio
 /// no log, so that only the Event explains why no Sandbox of it is created.
 async fn publish_not_owned(template: &SandboxTemplate, policy: &str, context: &Context) {
     let uid = template.uid().unwrap_or_default();
-    if !context.templates.is_due(&uid, Instant::now()) {
-        return;
-    }
-    let note = Note {
-        severity: Severity::Warning,
-        reason: event::NETWORK_POLICY_NOT_OWNED,
-        message: format!(
-            "NetworkPolicy {policy:?} exists and is not controlled by this SandboxTemplate: it is not changed, and no Sandbox of the template is created without the template's rules \
+    let message = format!(
+        "NetworkPolicy {policy:?} exists and is not controlled by this SandboxTemplate: it is not changed, and no Sandbox of the template is created without the template's rules \
              (Sandboxes older than that NetworkPolicy are without them). Delete it or recreate it under another name, and the template's own is created; \
              or set spec.networkPolicyManagement: Unmanaged to keep it as the only one"
-        ),
-    };
-    events::publish(&context.api.in_advance(Advance::Calm), template, note).await;
+    );
+    faults::warn(
+        template,
+        &uid,
+        event::NETWORK_POLICY_NOT_OWNED,
+        message,
+        context,
+    )
+    .await;
 }
 
 /// Executes one step; one call per arm. Returns false if an object differed from the plan's input;

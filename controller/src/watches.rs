@@ -4,10 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use k8s_openapi::{
     api::{
-        core::v1::{
-            Container, ContainerState, ContainerStateRunning, ContainerStatus,
-            PersistentVolumeClaim, Pod, PodSpec, Service, ServiceSpec,
-        },
+        core::v1::{PersistentVolumeClaim, Pod, Service},
         networking::v1::NetworkPolicy,
         node::v1::RuntimeClass,
     },
@@ -17,31 +14,31 @@ use kube::{Resource, ResourceExt};
 use tokio::task::JoinSet;
 use torpor_api::{
     PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot,
-    SandboxTemplate, SandboxWarmPool, SnapshotClass, SnapshotReason, annotations, archive,
-    conditions, labels,
-    node::{SandboxReport, is_silence},
-    reasons::restored,
+    SandboxTemplate, SandboxWarmPool, SnapshotClass, SnapshotReason, annotations, conditions,
+    labels, node::is_silence, reasons::restored,
 };
 
-use self::follow::{
-    WatchSource, follow, follow_guarded, follow_of_cluster, in_pages, in_small_pages, unguarded,
+pub use self::trim::{trim_node, trim_pod, trim_snapshot, trim_staged};
+use self::{
+    follow::{
+        WatchSource, follow, follow_guarded, follow_of_cluster, in_pages, in_small_pages, unguarded,
+    },
+    trim::{trim, trim_claim, trim_sandbox, trim_service},
 };
 use crate::{
     cache::{Cache, Change, Key, key_of},
-    claim::adopt,
     context::Context,
     golden, outline,
     queue::{Lane, Queue},
     retention, sandbox, saved_pod,
     settings::Settings,
+    staging,
 };
 
 pub mod extensions;
 mod follow;
 mod pod_snapshots;
-
-/// Annotation with the object that kubectl applied last.
-const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
+mod trim;
 
 /// Time that a controller confined to namespaces waits at its start for namespaces that cannot be
 /// listed.
@@ -53,6 +50,8 @@ pub struct Caches {
     /// Indexed by the UID of the controller; see [`extensions::sandbox_index`].
     pub sandboxes: Cache<Sandbox>,
     pub pods: Cache<Pod>,
+    /// Pods that stage images. Indexed by the name hash of their template.
+    pub staged: Cache<Pod>,
     pub volume_claims: Cache<PersistentVolumeClaim>,
     pub services: Cache<Service>,
     pub snapshots: Cache<SandboxSnapshot>,
@@ -76,6 +75,7 @@ impl Default for Caches {
         Self {
             sandboxes: Cache::new(extensions::sandbox_index).keeping(outline::of_sandbox),
             pods: Cache::new(|pod| pod.labels().get(labels::SANDBOX_NAME_HASH).cloned()),
+            staged: Cache::new(staging::index),
             volume_claims: Cache::new(|_| None),
             services: Cache::new(|_| None),
             snapshots: Cache::new(golden::snapshot_index),
@@ -126,6 +126,7 @@ impl Caches {
                 self.claims.wait_ready(),
                 self.pools.wait_ready(),
                 self.templates.wait_ready(),
+                self.staged.wait_ready(),
             );
         }
         if settings.watches_policies() {
@@ -211,6 +212,7 @@ pub fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
     tasks.spawn(follow_of_cluster(source.clone(), trim_node, move |event| {
         for change in shared.caches.nodes.apply_seen(event) {
             golden::node_changed(&shared, &change);
+            staging::node_changed(&shared, &change);
             waiting_for_node(&change, &shared.caches)
                 .into_iter()
                 .for_each(|key| shared.queues.sandboxes.add(key));
@@ -526,127 +528,6 @@ fn naming_class(change: &Change<SnapshotClass>, sandboxes: &Cache<Sandbox>) -> V
     let name = class.name_any();
     let naming = sandboxes.filtered(|sandbox| names(sandbox, annotations::SNAPSHOT_CLASS, &name));
     naming.iter().map(|sandbox| key_of(&**sandbox)).collect()
-}
-
-/// Removes metadata that the controller does not read: the managed fields, and the whole object
-/// that kubectl applied last.
-fn trim<K: Resource>(object: &mut K) {
-    object.meta_mut().managed_fields = None;
-    forget_last_applied(object);
-}
-
-fn forget_last_applied<K: Resource>(object: &mut K) {
-    if let Some(all) = &mut object.meta_mut().annotations {
-        all.remove(LAST_APPLIED);
-    }
-}
-
-/// Trims a Sandbox. The managed fields of server-side apply are kept: an assignment must preserve
-/// them.
-fn trim_sandbox(sandbox: &mut Sandbox) {
-    forget_last_applied(sandbox);
-    if let Some(fields) = &mut sandbox.metadata.managed_fields {
-        fields.retain(adopt::was_applied);
-    }
-    if sandbox.managed_fields().is_empty() {
-        trim(sandbox);
-    }
-}
-
-/// Trims a SandboxSnapshot. The manifest of an archive may be large, and only clients read it: its
-/// hash takes its place.
-pub fn trim_snapshot(snapshot: &mut SandboxSnapshot) {
-    trim(snapshot);
-    let annotations = snapshot.metadata.annotations.as_mut();
-    if let Some(manifest) = annotations.and_then(|all| all.get_mut(annotations::ARCHIVED_SANDBOX)) {
-        *manifest = archive::manifest_hash(manifest);
-    }
-}
-
-/// Trims a SandboxNode to the Pods that have an image. The rest of its report about each sandbox
-/// grows with the node and is for users.
-pub fn trim_node(node: &mut SandboxNode) {
-    trim(node);
-    if let Some(status) = &mut node.status {
-        let all = std::mem::take(&mut status.sandboxes);
-        let with_image = all.into_iter().filter(|report| report.image_id.is_some());
-        status.sandboxes = with_image
-            .map(|report| SandboxReport {
-                image_id: report.image_id,
-                pod_uid: report.pod_uid,
-                ..SandboxReport::default()
-            })
-            .collect();
-    }
-}
-
-/// Trims a Pod to the fields that the controller reads, which removes most of it.
-pub fn trim_pod(pod: &mut Pod) {
-    trim(pod);
-    if let Some(spec) = pod.spec.take() {
-        pod.spec = Some(PodSpec {
-            // The names suffice: a record of the Pod is made when the image of each container is
-            // shared.
-            containers: named(spec.containers),
-            node_name: spec.node_name,
-            runtime_class_name: spec.runtime_class_name,
-            ..PodSpec::default()
-        });
-    }
-    if let Some(status) = &mut pod.status {
-        // Running containers distinguish a Pod with memory of its own from one that was refused its
-        // image.
-        for container in status.container_statuses.iter_mut().flatten() {
-            let running = container.state.take().and_then(|state| state.running);
-            *container = ContainerStatus {
-                state: Some(ContainerState {
-                    running: running.map(|_| ContainerStateRunning::default()),
-                    ..ContainerState::default()
-                }),
-                ..image_of(container)
-            };
-        }
-        for container in status.init_container_statuses.iter_mut().flatten() {
-            *container = image_of(container);
-        }
-        status.ephemeral_container_statuses = None;
-    }
-}
-
-fn named(containers: Vec<Container>) -> Vec<Container> {
-    let name = |container: Container| Container {
-        name: container.name,
-        ..Container::default()
-    };
-    containers.into_iter().map(name).collect()
-}
-
-/// Returns name and image of a container from its status.
-fn image_of(container: &mut ContainerStatus) -> ContainerStatus {
-    ContainerStatus {
-        name: std::mem::take(&mut container.name),
-        image_id: std::mem::take(&mut container.image_id),
-        ..ContainerStatus::default()
-    }
-}
-
-fn trim_service(service: &mut Service) {
-    trim(service);
-    service.status = None;
-    if let Some(spec) = service.spec.take() {
-        service.spec = Some(ServiceSpec {
-            cluster_ip: spec.cluster_ip,
-            ports: spec.ports,
-            selector: spec.selector,
-            ..ServiceSpec::default()
-        });
-    }
-}
-
-fn trim_claim(claim: &mut PersistentVolumeClaim) {
-    trim(claim);
-    claim.spec = None;
-    claim.status = None;
 }
 
 #[cfg(test)]

@@ -120,15 +120,27 @@ func (n node) provideImages() error {
 		return err
 	}
 	if names := imageCopies(have, lacking); len(names) > 0 {
-		archive := n.state("images.tar")
-		defer os.Remove(archive)
-		if _, err := inner.ctr(append([]string{"images", "export", archive}, names...)...); err != nil {
-			return err
+		// `ctr images export` has reported success once and left an archive that was cut short.
+		err := n.copyImages(names)
+		for tries := 1; err != nil && tries < 3; tries++ {
+			say("the images are copied again: %v", err)
+			err = n.copyImages(names)
 		}
-		if _, err := n.ctr("images", "import", archive); err != nil {
+		if err != nil {
 			return err
 		}
 		say("copied %d images from %s to %s", len(names), inner.name(), n.name())
 	}
 	return writeFile(n.imagesMark(), nil, 0o644)
+}
+
+// copyImages copies images of node-0 into the node's containerd.
+func (n node) copyImages(names []string) error {
+	archive := n.state("images.tar")
+	defer os.Remove(archive)
+	if _, err := inner.ctr(append([]string{"images", "export", archive}, names...)...); err != nil {
+		return err
+	}
+	_, err := n.ctr("images", "import", archive)
+	return err
 }

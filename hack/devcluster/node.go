@@ -234,7 +234,7 @@ podLogsDir: %[12]s
 volumePluginDir: %[13]s
 evictionHard: {nodefs.available: 1Mi, imagefs.available: 1Mi, memory.available: 50Mi}
 imageGCHighThresholdPercent: 100
-maxPods: 500
+maxPods: 1010
 serializeImagePulls: false
 kubeAPIQPS: 500
 kubeAPIBurst: 1000

@@ -36,7 +36,7 @@ func releaseNotes(r *release) string {
 		say("ctr -n k8s.io images import images/%s.tar", name)
 		say("ctr -n k8s.io images tag --force %s:%s $REGISTRY/%s@%s", tagged, r.version, name, r.digestOf(name))
 	}
-	say("```\n\n## Install\n\nBy the manifests, with an overlay over `torpor.yaml` where nodes differ from the installer's defaults (README, \"Install on a cluster of your own\"):\n")
+	say("```\n\n## Install\n\nBy the manifests, with an overlay over `torpor.yaml` where nodes differ from the installer's defaults (docs/how-to/install.md):\n")
 	say("```\nkubectl apply --server-side -f torpor.yaml\n```\n\nOr by Helm:\n")
 	registry := ""
 	if r.registry == "torpor.invalid" {

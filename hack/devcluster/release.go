@@ -317,7 +317,7 @@ func valuesByDigest(values, registry string, digests map[string]string) (string,
 // shippedCrates are the packages whose programs the bundle has, by their folders.
 var shippedCrates = map[string]string{
 	"controller": "torpor-controller", "router": "torpor-router", "runtime": "torpor-runtime",
-	"node-agent": "torpor-agent", "node-agent/shim": "torpor-shim", "cli": "torpor-cli",
+	"node-agent": "torpor-agent", "node-agent/shim": "torpor-shim", "node-agent/inside": "torpor-inside", "cli": "torpor-cli",
 }
 
 // writeBills says what each program is made of. cargo-cyclonedx writes beside each Cargo.toml, so

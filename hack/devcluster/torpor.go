@@ -42,6 +42,9 @@ type builtImages map[string]string
 // shimProgram is the program that containerd starts for each pod.
 const shimProgram = "containerd-shim-torpor-v1"
 
+// insideProgram is the helper that shims run in sandboxes.
+const insideProgram = "torpor-inside"
+
 // buildTorpor compiles Torpor, makes its images and, if the cluster runs, loads those it lacks.
 func buildTorpor() (builtImages, error) {
 	tools, err := builtTools(true)
@@ -76,6 +79,7 @@ func torporImages(target string, tools toolset) []torporImage {
 		{agentImage, "torpor-agent", map[string]string{
 			"torpor-agent": filepath.Join(target, "torpor-agent"),
 			shimProgram:    filepath.Join(target, shimProgram),
+			insideProgram:  filepath.Join(target, insideProgram),
 			"runsc":        tools["runsc"],
 		}},
 	}
@@ -134,9 +138,9 @@ func cargoEnvironment(environ []string) []string {
 func cargoArguments(profile string) (arguments []string, folder string, err error) {
 	switch profile {
 	case "", "cluster":
-		return []string{"build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-shim"}, "cluster", nil
+		return []string{"build", "--locked", "--profile", "cluster", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-shim", "-p", "torpor-inside"}, "cluster", nil
 	case "release":
-		return []string{"build", "--locked", "--release", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-shim", "-p", "torpor-cli"}, "release", nil
+		return []string{"build", "--locked", "--release", "-p", "torpor-controller", "-p", "torpor-router", "-p", "torpor-runtime", "-p", "torpor-agent", "-p", "torpor-shim", "-p", "torpor-inside", "-p", "torpor-cli"}, "release", nil
 	case "dev":
 		return []string{"build", "--locked", "--workspace", "--exclude", "torpor-tests", "--bins", "--tests"}, "debug", nil
 	default:

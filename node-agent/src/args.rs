@@ -130,10 +130,6 @@ pub(crate) struct RunArgs {
     /// they may swap
     #[arg(long, default_value = "/sys/fs/cgroup", value_parser = absolute, env = "TORPOR_CGROUP_ROOT")]
     pub(crate) cgroup_root: PathBuf,
-    /// Mount point of the host's /proc, from which the agent reads whether a sandbox's processes
-    /// run. The default is right for an agent in the host's PID namespace
-    #[arg(long, default_value = "/proc", value_parser = absolute, env = "TORPOR_PROC_ROOT")]
-    pub(crate) proc_root: PathBuf,
     #[command(flatten)]
     pub(crate) pressure: PressureArgs,
     #[command(flatten)]

@@ -21,7 +21,7 @@ mod restart;
 mod runsc;
 mod zram;
 
-pub(crate) use apply::{Outcome, SHIM};
+pub(crate) use apply::Outcome;
 pub(crate) use error::Error;
 
 use crate::args::{InstallArgs, UninstallArgs};

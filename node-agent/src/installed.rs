@@ -8,10 +8,8 @@
 //!
 //! An upgrade may therefore roll out either of the two DaemonSets first: the agent always follows
 //! the installation on its node. An installer leaves runsc builds and shims of earlier versions to
-//! their Pods, and an agent of any version serves these Pods.
+//! their Pods.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -69,15 +67,6 @@ impl Installed {
     /// Reads the installation again and returns its change.
     pub(crate) fn change(&self) -> Change {
         change(&self.config, Config::read(&self.path))
-    }
-}
-
-/// Sets mode 0700 on a directory that the kubelet may have made: after a reboot the agent may start
-/// before the installer.
-pub(crate) fn close(dir: &Path) {
-    let closed = std::fs::set_permissions(dir, Permissions::from_mode(0o700));
-    if let Err(error) = closed {
-        tracing::warn!(dir = %dir.display(), %error, "cannot make the directory private");
     }
 }
 
@@ -157,7 +146,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_agent_that_is_there_first_waits_says_for_whom_and_goes_on_when_it_is_installed() {
+    async fn an_agent_before_its_installation_waits_reports_this_and_goes_on_afterwards() {
         let dir = tempfile::tempdir().expect("a directory");
         let paths = NodePaths {
             install_dir: dir.path().to_owned(),

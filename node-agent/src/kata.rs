@@ -24,13 +24,12 @@ use torpor_core::steps::{Action, Outcome, Step};
 use torpor_kata::containerd::Containerd;
 use torpor_kata::driver::{Driver, Seen};
 use torpor_kata::sandbox::Sandbox;
+use torpor_records::Rules;
 use torpor_records::{Depth, Probes, SleepNote, WakeCause, WakeNote};
-use torpor_runsc::keeper::Rules;
 
 use crate::args::KataArgs;
 use crate::policy::idle::Watched;
 use crate::policy::swap::{SwapRoom, has_swap};
-use crate::reconcile::node::CALL_LIMIT;
 use crate::reconcile::observe::words;
 use crate::report::metrics::Metrics;
 
@@ -41,6 +40,8 @@ mod node_status;
 use history::History;
 use listener::{PacketListener, Target};
 
+/// Limit for containerd's answer to a call that does no work.
+const CONTAINERD_LIMIT: Duration = Duration::from_secs(10);
 /// The reason why Kata sandboxes do not hibernate (Kata 4.1: docs/Limitations.md; its shims refuse
 /// Checkpoint).
 const NO_IMAGES: &str = "Kata cannot snapshot a running sandbox";
@@ -124,7 +125,11 @@ impl Kata {
             return Ok(None);
         }
         let runtime = Handle::current();
-        let containerd = Containerd::at(&args.kata_containerd_socket, runtime.clone(), CALL_LIMIT);
+        let containerd = Containerd::at(
+            &args.kata_containerd_socket,
+            runtime.clone(),
+            CONTAINERD_LIMIT,
+        );
         // kata-deploy writes these names into containerd's configuration.
         let runtimes = args.kata_handlers.iter();
         let runtimes = runtimes.map(|handler| format!("io.containerd.{handler}.v2"));

@@ -100,5 +100,8 @@ fn serve(run: args::RunArgs) -> anyhow::Result<()> {
         .thread_keep_alive(IDLE_THREAD_LIMIT)
         .enable_all()
         .build()?;
-    runtime.block_on(run::run(run))
+    let ended = runtime.block_on(run::run(run));
+    // A thread may still wait for a shim, which goes on without it.
+    runtime.shutdown_background();
+    ended
 }

@@ -10,8 +10,8 @@
 //! | fetches | caches, repositories | images; SandboxNode `status.fetched` |
 //! | servers | metrics, readiness | – |
 //!
-//! The end of the agent ends no sandbox. The agent waits for a running step before it exits. At its
-//! next start the agent continues with the result of that step.
+//! The end of the agent ends no sandbox and no step: the shims go on with what they were asked for.
+//! At its next start the agent continues with the result.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,10 +30,9 @@ use torpor_core::ids::PodUid;
 use torpor_core::state::Policy;
 use torpor_daemon::spans::Exporter;
 use torpor_records::config::FILE_NAME;
-use torpor_runsc::process;
 
 use crate::args::RunArgs;
-use crate::installed::{self, Change, Installed};
+use crate::installed::{Change, Installed};
 use crate::kata::Kata;
 use crate::policy::pressure::{self, NodePressure};
 use crate::policy::saves::Saves;
@@ -59,9 +58,11 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(10);
 /// file.
 const INSTALLATION_CHECK: Duration = Duration::from_secs(2);
 
+/// Longest wait for the tasks of the Pods to end. A task may wait for a shim that saves a sandbox.
+const STOP_LIMIT: Duration = Duration::from_secs(3);
+
 /// Runs until SIGTERM or SIGINT.
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
-    process::read_below(args.proc_root.clone());
     let mut ends = Ends::new()?;
     let stop = CancellationToken::new();
     let ready = Readiness::default();
@@ -76,7 +77,6 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         ended = ends.reached(&mut tasks) => return ended,
     };
     let config = installed.config().clone();
-    installed::close(&config.state_dir);
     let config_file = args.paths.bin_dir().join(FILE_NAME);
     let cgroups = args.cgroup_root.clone();
     let swap = Arc::new(SwapRoom::new(&args.swap));
@@ -196,7 +196,16 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
 
     let ended = wait_for_end(&mut ends, &installed, &mut tasks).await;
     stop.cancel();
-    driver.stopped().await;
+    match &for_end {
+        // The agent itself takes the steps for Kata's sandboxes.
+        Some(_) => driver.stopped().await,
+        None => {
+            let stopped = tokio::time::timeout(STOP_LIMIT, driver.stopped());
+            if stopped.await.is_err() {
+                tracing::info!("steps are under way: the Pods' shims complete them");
+            }
+        }
+    }
     if let Some(kata) = &for_end {
         kata.end().await;
     }

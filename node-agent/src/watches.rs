@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn snapshots_are_listed_in_pages_and_kept_without_what_nobody_reads() {
+    async fn snapshots_are_listed_in_pages_and_kept_without_unused_metadata() {
         let server = Apiserver::new();
         for n in 0..PAGE + 1 {
             server.create("sandboxsnapshots", large_snapshot(&format!("s{n}")));
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn runtime_classes_are_kept_with_what_they_say() {
+    async fn runtime_classes_are_kept_with_their_annotations() {
         let server = Apiserver::new();
         let class = json!({
             "metadata": { "name": "torpor", "labels": {"a": "b"}, "annotations": { "torpor.dev/doze-after": "30s" } },
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_kept_without_its_labels_and_with_what_it_says_and_whose_it_is() {
+    fn a_pod_is_kept_without_its_labels_and_with_its_annotations_and_owners() {
         let mut pod: Pod = serde_json::from_value(json!({
             "metadata": {
                 "name": "p", "labels": {"a": "b"}, "annotations": {"a": "b"},

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_that_lies_is_refused() {
+    fn an_index_with_wrong_or_inconsistent_content_is_refused() {
         let plain = index(None).encode("c", &image("i"), None).expect("encoded");
         let refuse = |bytes: &[u8]| {
             Index::decode(bytes, "c", &image("i"), &Keys::default()).expect_err("refused");

@@ -133,7 +133,7 @@ async fn an_image_comes_back_as_it_was() {
 }
 
 #[tokio::test]
-async fn a_second_image_sends_what_changed() {
+async fn a_second_image_sends_only_changed_chunks() {
     let repository = Repository::in_store(Arc::new(InMemory::new()), "c", keys());
     let mut content = random(32 << 20, 1);
     upload(&repository, "p.1", &content)
@@ -237,7 +237,7 @@ async fn an_image_needs_the_key_that_sealed_it() {
 }
 
 #[tokio::test]
-async fn a_sweep_keeps_what_an_index_names_and_what_is_young() {
+async fn a_sweep_keeps_chunks_that_an_index_names_and_young_chunks() {
     let there = InDirectory::new(keys());
     let repository = &there.repository;
     let (kept, gone) = (random(2 << 20, 1), random(2 << 20, 2));

@@ -51,6 +51,14 @@ impl Agent {
         })
     }
 
+    /// Waits for the agent: its Pod may just be replaced.
+    pub async fn running() -> anyhow::Result<Self> {
+        wait::until("the agent", COMEBACK_LIMIT, async || {
+            Ok(Self::find().map_err(|error| error.to_string()))
+        })
+        .await
+    }
+
     /// Returns the UID of the agent's Pod; `None` if a developer runs the agent by hand.
     fn pod(&self) -> Option<String> {
         let cgroups = std::fs::read_to_string(format!("/proc/{}/cgroup", self.process.pid)).ok()?;

@@ -24,6 +24,7 @@ pub mod node;
 pub mod plugin;
 pub mod pods;
 pub mod pools;
+pub mod registry;
 pub mod remains;
 pub mod retag;
 pub mod sandboxes;

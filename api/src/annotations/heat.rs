@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_heat_says_how_many_members_run() {
+    fn a_heat_sets_the_number_of_members_that_run() {
         for (value, members, hot) in [
             ("hot=rest", 7, 7),
             ("hot=2,asleep=rest", 7, 2),

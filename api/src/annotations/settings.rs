@@ -6,11 +6,11 @@ use std::time::Duration;
 use jiff::Timestamp;
 
 use super::{
-    ARCHIVE_AFTER, ArchiveAfter, DOZE_AFTER, HIBERNATE, INJECT_RUNTIME, InvalidAnnotation,
-    LATE_BIND, LateBind, NETWORK_POLICY, NEXT_WAKEUP, NetworkIsolation, ON_CLAIM_EXEC, ON_CRASH,
-    ON_RESTORE_EXEC, ON_RESTORE_FAILURE, OnCrash, OnRestoreFailure, RESTORE_FROM,
-    RESUME_ON_REQUEST, SNAPSHOT_CLASS, SUSPENSION_STRATEGY, SleepAfter, SuspensionStrategy,
-    WAKE_AT, WAKE_ON, WakeOn, hibernate_after,
+    ARCHIVE_AFTER, ArchiveAfter, BACK_UP_AFTER, DOZE_AFTER, HIBERNATE, INJECT_RUNTIME,
+    InvalidAnnotation, LATE_BIND, LateBind, NETWORK_POLICY, NEXT_WAKEUP, NetworkIsolation,
+    ON_CLAIM_EXEC, ON_CRASH, ON_RESTORE_EXEC, ON_RESTORE_FAILURE, OnCrash, OnRestoreFailure,
+    RESTORE_FROM, RESUME_ON_REQUEST, SNAPSHOT_CLASS, SUSPENSION_STRATEGY, SleepAfter,
+    SuspensionStrategy, WAKE_AT, WAKE_ON, WakeOn, hibernate_after,
     values::{
         parse_command, parse_flag, parse_hibernate, parse_isolation, parse_name, parse_on_crash,
         parse_policy, parse_strategy, parse_time,
@@ -32,6 +32,8 @@ pub struct Settings {
     pub snapshot_class: Option<String>,
     /// `None` when unset or `off`.
     pub archive_after: Option<Duration>,
+    /// `None` when unset or `off`.
+    pub back_up_after: Option<Duration>,
     pub resume_on_request: bool,
     pub hibernate_after: Option<SleepAfter>,
     pub doze_after: Option<SleepAfter>,
@@ -86,6 +88,12 @@ impl Settings {
             ArchiveAfter::Off => None,
             ArchiveAfter::Suspended(time) => Some(time),
         });
+        let back_up_after = checked(
+            value(BACK_UP_AFTER),
+            |v| SleepAfter::parse(BACK_UP_AFTER, v),
+            &mut problems,
+        );
+        let back_up_after = back_up_after.and_then(SleepAfter::duration);
         let resume_on_request = checked(
             value(RESUME_ON_REQUEST),
             |v| parse_flag(RESUME_ON_REQUEST, v),
@@ -133,6 +141,7 @@ impl Settings {
             restore_from,
             snapshot_class,
             archive_after,
+            back_up_after,
             resume_on_request: resume_on_request.unwrap_or_default(),
             hibernate_after,
             doze_after,
@@ -213,6 +222,7 @@ mod tests {
             (ON_RESTORE_EXEC, "/bin/true"),
             (RESTORE_FROM, "Not A Name"),
             (SNAPSHOT_CLASS, ""),
+            (BACK_UP_AFTER, "never"),
             (RESUME_ON_REQUEST, "1"),
             (HIBERNATE_AFTER, "soon"),
             (DOZE_AFTER, "0"),
@@ -234,6 +244,7 @@ mod tests {
                 r#"annotation torpor.dev/on-restore-exec: value "/bin/true" is not allowed; allowed: a command as a JSON array of words of up to 4096 bytes, such as ["/bin/sh","-c","kill -USR1 1"]"#,
                 r#"annotation torpor.dev/restore-from: value "Not A Name" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
                 r#"annotation torpor.dev/snapshot-class: value "" is not allowed; allowed: the name of an object (a DNS-1123 subdomain)"#,
+                r#"annotation torpor.dev/back-up-after: value "never" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
                 r#"annotation torpor.dev/resume-on-request: value "1" is not allowed; allowed: true, false"#,
                 r#"annotation torpor.dev/hibernate-after: value "soon" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,
                 r#"annotation torpor.dev/doze-after: value "0" is not allowed; allowed: off, or a duration from 1s to 8760h, such as 30m or 1h30m"#,

@@ -220,6 +220,9 @@ async fn a_snapshot_that_is_named_has_to_be_one_of_the_sandbox() {
     create(&server, "demo");
     taken(&server, "golden", "demo");
     taken(&server, "theirs", "another");
+    taken(&server, "kept", "demo");
+    let backup = json!({"metadata": {"labels": {"torpor.dev/backup": "true"}}});
+    server.edit("sandboxsnapshots", "x", "kept", &backup);
     let cluster = cluster(&server);
     let mut args = forking(1, Some("golden"));
     args.timeout = Duration::from_millis(1);
@@ -230,6 +233,7 @@ async fn a_snapshot_that_is_named_has_to_be_one_of_the_sandbox() {
     for (named, words) in [
         ("theirs", "is one of Sandbox another"),
         ("gone", "there is no SandboxSnapshot gone"),
+        ("kept", "is a backup"),
     ] {
         let error = fork(&cluster, &forking(1, Some(named)), &quiet).await;
         let error = error.unwrap_err().to_string();

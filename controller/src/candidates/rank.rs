@@ -14,10 +14,10 @@ use torpor_api::{
     annotations::NODE_PREFERENCE,
     conditions::{self, PRESSURE, RESTORED},
     labels,
-    reasons::restored::COLD_STARTED,
 };
 
 use super::Stage;
+use crate::claim::wake;
 
 /// Time for which members that sleep on a node come last after one of them could not continue from
 /// its image there.
@@ -95,8 +95,10 @@ pub(super) fn failed_on<'a>(
 ) -> Option<&'a str> {
     let has_failed = |sandbox: &Sandbox| {
         let status = sandbox.status.as_ref()?;
-        let restored = conditions::find(&status.conditions, RESTORED)?;
-        Some(restored.status == "False" && restored.reason == COLD_STARTED)
+        Some(wake::is_cold(conditions::find(
+            &status.conditions,
+            RESTORED,
+        )?))
     };
     let is_warm = |sandbox: &Sandbox| {
         let launched = sandbox.labels().get(labels::LAUNCH_TYPE);

@@ -3,6 +3,7 @@
 //! Each patch carries uid and resourceVersion, so that it applies to exactly the version of the
 //! Sandbox that it was computed from.
 
+use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ManagedFieldsEntry;
 use kube::ResourceExt;
 use serde_json::{Map, Value, json};
@@ -12,6 +13,7 @@ use super::{
     late_bind::Additions,
     metadata::{self, Invalid, lists},
     sandbox_spec::created_by,
+    wake,
 };
 use crate::{merge_patch, owners::owner_reference};
 
@@ -59,7 +61,7 @@ pub fn assignment(
     owners.retain(|owner| owner.controller != Some(true));
     owners.push(owner_reference(claim));
     patch["metadata"]["ownerReferences"] = json!(owners);
-    if !somebody_applied(member) {
+    if !has_applied_fields(member) {
         // `[{}]` makes the apiserver drop the managed fields. Until the assignment this controller
         // alone wrote the object; recomputing them from a whole Pod template is a quarter of the
         // cost of this write (docs/history/performance.md).
@@ -69,8 +71,16 @@ pub fn assignment(
     patch
 }
 
+/// Adds to an assignment that the member wakes, if it sleeps. One that fell asleep by itself has no
+/// `hibernate` whose removal would wake it.
+pub fn wake(patch: &mut Value, member: &Sandbox, now: Timestamp) {
+    if wake::is_asleep(member) {
+        patch["metadata"]["annotations"][annotations::WAKE_AT] = now.to_string().into();
+    }
+}
+
 /// Reports whether server-side apply manages fields of the Sandbox; it needs their record later.
-fn somebody_applied(sandbox: &Sandbox) -> bool {
+fn has_applied_fields(sandbox: &Sandbox) -> bool {
     sandbox.managed_fields().iter().any(was_applied)
 }
 

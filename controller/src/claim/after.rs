@@ -93,7 +93,7 @@ fn count(session: &Session, sandbox: Option<&Sandbox>, context: &Context, now: T
         .effects
         .iter()
         .any(|what| matches!(what, Effect::Adopted(_) | Effect::Created(_)));
-    if got {
+    if got && context.claims.count_got(claim) {
         context.metrics.count_claim(claim, sandbox);
     }
     if is_ready(claim) && context.claims.count(claim, now) {

@@ -15,10 +15,12 @@ use torpor_api::{
 
 use super::{
     Error, annotate,
+    binding::{self, Binding},
     deliver::{self, Failure, Kept},
     dereference::Session,
     files, fork,
-    plan::{Action, Offered, Plan, Refusal},
+    plan::{Action, Observed, Offered, Plan, Refusal},
+    wake,
 };
 use crate::{
     calls::{self, Answer},
@@ -196,7 +198,7 @@ async fn note_files(
 }
 
 /// Reads the whole objects where the caches have only outlines and the plan needs more: the claim's
-/// own Sandboxes, the offered member, and the template of a claim without a Sandbox.
+/// own Sandboxes, the offered member, and the template of a claim that is to get a Sandbox.
 pub async fn complete(session: &mut Session, context: &Context) -> Result<(), Error> {
     let owned = session.observed.sandboxes.owned.values();
     let owned: Vec<String> = owned
@@ -206,9 +208,20 @@ pub async fn complete(session: &mut Session, context: &Context) -> Result<(), Er
     for name in owned {
         look_up(&name, session, context).await?;
     }
-    let observed = &session.observed;
-    let template = observed.template.as_deref();
-    if observed.sandboxes.owned.is_empty() && template.is_some_and(outline::is_outline) {
+    let Observed {
+        claim,
+        sandboxes,
+        template,
+        ..
+    } = &session.observed;
+    let takes = match binding::bind(claim, sandboxes) {
+        Binding::Unbound { .. } => true,
+        Binding::Bound { sandbox, .. } => {
+            binding::committed_name(claim).is_none() && wake::has_failed(&sandbox, claim)
+        }
+        Binding::Lookup(_) | Binding::Mark { .. } => false,
+    };
+    if takes && template.as_deref().is_some_and(outline::is_outline) {
         refresh(session, context).await?;
     }
     if let Offered::Sandbox(member) = &session.observed.offer

@@ -19,6 +19,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use kube::ResourceExt;
 use torpor_api::{Sandbox, SandboxClaim, annotations, labels};
 
+use super::wake;
 use crate::watches::extensions::controller_of;
 
 /// Decision about a claim's Sandbox.
@@ -141,13 +142,14 @@ fn bind_committed(name: &str, claim: &SandboxClaim, sandboxes: &ClaimSandboxes) 
 }
 
 /// Returns the Sandbox to commit among several assigned ones: the one noted on the claim, then the
-/// one with the claim's name, then the first by name. A Sandbox that is being deleted is chosen
-/// only if there is no other.
+/// one with the claim's name, then the first by name. A Sandbox that is being deleted or could not
+/// wake is chosen only if there is no other.
 fn first(claim: &SandboxClaim, sandboxes: &ClaimSandboxes) -> Option<Arc<Sandbox>> {
     let rank = |sandbox: &Arc<Sandbox>| {
         let name = sandbox.name_any();
         (
             sandbox.metadata.deletion_timestamp.is_some(),
+            wake::has_failed(sandbox, claim),
             noted_name(claim) != Some(&name),
             claim.name_any() != name,
             name,

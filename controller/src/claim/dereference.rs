@@ -16,6 +16,7 @@ use super::{
     binding::{self, ClaimSandboxes, noted_name, owns},
     fork,
     plan::{self, Observed, Offered},
+    wake,
 };
 use crate::{
     blueprint::Blueprint,
@@ -50,6 +51,9 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
         not_owned: BTreeSet::new(),
         unsettled: context.claims.of(&claim, Timestamp::now()).unsettled,
     };
+    let mut waking = sandboxes.owned.values();
+    let waits = waking.any(|sandbox| wake::is_asleep(sandbox));
+    let waits_since = waits.then(|| context.claims.waits_since(&claim, Timestamp::now()));
     let pool = caches.pools.get(namespace, &claim.spec.warm_pool_ref.name);
     let template = pool.as_ref().and_then(|pool| {
         caches
@@ -76,6 +80,7 @@ pub fn dereference(claim: Arc<SandboxClaim>, context: &Context) -> Session {
         lost: 0,
         label_domains: context.settings.claims.label_domains.clone(),
         candidate_grace: context.settings.claims.candidate_grace,
+        waits_since,
         claim,
     };
     Session {

@@ -37,6 +37,10 @@ pub struct Remembered {
     pub first_seen: Timestamp,
     /// Sandbox whose assignment or creation has an unknown outcome.
     pub unsettled: Option<String>,
+    /// Time since which the claim waits for a member that sleeps.
+    pub waits_since: Option<Timestamp>,
+    /// True if it was counted that the claim has got a Sandbox.
+    pub got: bool,
     /// True if the first Ready was counted, by this process or an earlier one.
     pub counted: bool,
     /// Time at which this process counted the first Ready.
@@ -66,6 +70,23 @@ impl Memory {
         if let Some(remembered) = self.lock().get_mut(&uid) {
             remembered.unsettled = sandbox;
         }
+    }
+
+    /// Returns the time since which the claim waits for a member that sleeps: this one at first.
+    pub fn waits_since(&self, claim: &SandboxClaim, now: Timestamp) -> Timestamp {
+        let uid = claim.uid().unwrap_or_default();
+        let mut all = self.lock();
+        let remembered = all.get_mut(&uid);
+        remembered.map_or(now, |remembered| *remembered.waits_since.get_or_insert(now))
+    }
+
+    /// Counts that the claim has got a Sandbox. Returns false if this process counted it before: a
+    /// member that could not wake was replaced.
+    pub fn count_got(&self, claim: &SandboxClaim) -> bool {
+        let uid = claim.uid().unwrap_or_default();
+        let mut all = self.lock();
+        let remembered = all.get_mut(&uid);
+        remembered.is_none_or(|remembered| !std::mem::replace(&mut remembered.got, true))
     }
 
     /// Counts the first Ready. Returns false if it was counted before.
@@ -132,6 +153,8 @@ fn first(claim: &SandboxClaim, now: Timestamp) -> Remembered {
     Remembered {
         first_seen: earlier.and_then(|time| time.parse().ok()).unwrap_or(now),
         unsettled: None,
+        waits_since: None,
+        got: false,
         counted: annotation(annotations::CLAIM_FIRST_READY_AT).is_some()
             || conditions.is_some_and(|all| conditions::is_true(all, conditions::READY)),
         ready_at: None,
@@ -170,6 +193,16 @@ mod tests {
         assert!(memory.count(&claim, at(4)));
         assert!(!memory.count(&claim, at(5)));
         assert_eq!(memory.of(&claim, at(6)).ready_at, Some(at(4)));
+    }
+
+    #[test]
+    fn a_claim_gets_a_sandbox_once_and_waits_since_it_first_did() {
+        let memory = Memory::default();
+        let claim = claim(json!({}), Value::Null);
+        memory.see(&claim, at(1));
+        assert!(memory.count_got(&claim) && !memory.count_got(&claim));
+        assert_eq!(memory.waits_since(&claim, at(5)), at(5));
+        assert_eq!(memory.waits_since(&claim, at(9)), at(5));
     }
 
     #[test]

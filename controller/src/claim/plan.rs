@@ -26,6 +26,7 @@ use super::{
     late_bind::{self, Additions},
     metadata::{self, Invalid},
     sandbox_spec::{self, Rejected},
+    wake,
 };
 use crate::{
     blueprint::Blueprint,
@@ -61,6 +62,8 @@ pub struct Observed {
     pub label_domains: Vec<String>,
     /// Time after its creation that the claim waits for a member without an address.
     pub candidate_grace: Duration,
+    /// Time since which the claim waits for a member that sleeps.
+    pub waits_since: Option<Timestamp>,
 }
 
 /// Offer of the pool.
@@ -232,6 +235,9 @@ const CACHE_LAG_RETRY: Duration = Duration::from_millis(200);
 const AT_ONCE: Duration = Duration::from_millis(1);
 /// Most members that are tried in one pass.
 pub const ATTEMPTS: usize = 3;
+/// Most members that a claim takes in place of others that could not wake. A golden image that is
+/// damaged affects all members of its node.
+const REPLACEMENTS: usize = 2;
 
 /// Plans the steps for one claim.
 pub fn plan(observed: &Observed, now: Timestamp) -> Plan {
@@ -341,7 +347,10 @@ fn plan_active(observed: &Observed, now: Timestamp) -> Plan {
             ..Plan::default()
         },
         Binding::Bound { sandbox, surplus } => {
-            let mut plan = plan_bound(claim, allowed, sandbox, now);
+            if let Some(plan) = plan_replacement(observed, &sandbox, now) {
+                return plan;
+            }
+            let mut plan = plan_bound(observed, allowed, sandbox, now);
             plan.steps.extend(surplus.iter().map(|other| {
                 // Only in the version that was read: a pass that commits this Sandbox writes it
                 // first.
@@ -378,11 +387,12 @@ fn refused(why: Refusal, sandbox: Option<Arc<Sandbox>>) -> Plan {
 /// A forbidden edit is reported, and the Sandbox stays unchanged. Clients read the claim's
 /// annotations when the claim becomes Ready, so that the annotations are written before.
 fn plan_bound(
-    claim: &SandboxClaim,
+    observed: &Observed,
     allowed: Result<(), Invalid>,
     sandbox: Arc<Sandbox>,
     now: Timestamp,
 ) -> Plan {
+    let claim = &*observed.claim;
     let noted = claim.annotations().get(annotations::SANDBOX_NAME);
     if noted != Some(&sandbox.name_any()) && !is_ready(claim) {
         return Plan {
@@ -415,18 +425,45 @@ fn plan_bound(
                 })
                 .into_iter()
                 .collect(),
-            keeps_status: binding::committed_name(claim).is_none()
-                && late_bind::is_from_before(&sandbox),
             outlook: Outlook::Sandbox(Arc::clone(&sandbox)),
             ..Plan::default()
         },
     };
+    if matches!(plan.outlook, Outlook::Sandbox(_)) && binding::committed_name(claim).is_none() {
+        let patience = wake::patience(&sandbox, claim, observed.waits_since, now);
+        plan.keeps_status = patience.is_some() || late_bind::is_from_before(&sandbox);
+        plan.requeue = patience;
+    }
     let renewal = files::renewal_in(&sandbox, now);
     plan.requeue = plan.requeue.into_iter().chain(renewal).min();
     if files::need_upkeep(&sandbox, now) {
         plan.steps.push(Action::KeepFiles(sandbox));
     }
     plan
+}
+
+/// Plans to take another member in place of the claim's, which could not continue from its image
+/// and starts cold; `None` if there is none, or if a client may have seen the first one.
+///
+/// The first one is surplus once the other is committed ([`binding`]).
+fn plan_replacement(observed: &Observed, failed: &Sandbox, now: Timestamp) -> Option<Plan> {
+    let is_seen = binding::committed_name(&observed.claim).is_some();
+    if is_seen
+        || !wake::has_failed(failed, &observed.claim)
+        || observed.sandboxes.owned.len() > REPLACEMENTS
+    {
+        return None;
+    }
+    metadata::check(&observed.claim, &observed.label_domains).ok()?;
+    // A member that is not Ready is no better than this one.
+    if let Offered::Sandbox(member) = &observed.offer
+        && !sandbox::status::is_ready(member.status.as_ref())
+    {
+        return None;
+    }
+    let plan = plan_unbound(observed, None, now).ok()?;
+    let takes = |step: &Action| matches!(step, Action::Assign { .. });
+    (plan.wants_member || plan.steps.iter().any(takes)).then_some(plan)
 }
 
 fn plan_unbound(
@@ -485,7 +522,8 @@ fn plan_unbound(
         Offered::Sandbox(member) => {
             // The policy may have been deleted since the member was made.
             isolated()?;
-            let patch = adopt::assignment(claim, member, &pod_metadata, &additions, replaces);
+            let mut patch = adopt::assignment(claim, member, &pod_metadata, &additions, replaces);
+            adopt::wake(&mut patch, member, now);
             let name = member.name_any();
             Ok(Plan {
                 steps: vec![Action::Assign { name, patch }],

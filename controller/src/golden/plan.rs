@@ -1,7 +1,7 @@
 //! No client required. Plans the golden Sandbox of a template and its snapshots: pure, total,
 //! deterministic.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{cmp::Reverse, collections::BTreeSet, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -12,9 +12,13 @@ use torpor_api::{
 };
 
 use super::{images, sandbox};
+use crate::time_left::time_left;
 
 /// Time that a golden sandbox has until it is saved. Another one is then started.
 pub const LIMIT: Duration = Duration::from_secs(600);
+/// Time for which the next node waits for the upload of an image before it starts a golden sandbox
+/// cold.
+const UPLOAD: Duration = Duration::from_secs(120);
 
 /// Input of the plan for one template.
 #[derive(Clone, Debug, Default)]
@@ -33,17 +37,23 @@ pub struct Observed {
     pub nodes: Vec<Arc<SandboxNode>>,
     /// True if the template's NetworkPolicy is in place.
     pub isolated: bool,
+    /// True if the SnapshotClass that the template names has a repository.
+    pub uploads: bool,
 }
 
 /// Step of a plan: one call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// `node`: the only node on which it may run; `None`: any.
+    /// `node`: the only node on which it may run; `None`: any. `copied`: golden SandboxSnapshot of
+    /// another node from which it continues; `None`: it starts cold.
     CreateSandbox {
         node: Option<String>,
+        copied: Option<String>,
     },
+    /// `uploads`: the image goes to the repository of the class that the template names.
     CreateSnapshot {
         pod: PodRecord,
+        uploads: bool,
     },
     DeleteSandbox {
         name: String,
@@ -158,13 +168,13 @@ fn is_left_over(observed: &Observed, snapshot: &SandboxSnapshot) -> bool {
 /// Reports whether the node of a snapshot can still restore its image. A node that does not report
 /// may come back.
 fn fits(observed: &Observed, snapshot: &SandboxSnapshot) -> bool {
-    let Some((record, _)) = images::image(snapshot) else {
-        return true;
-    };
-    let node = observed
-        .nodes
-        .iter()
-        .find(|node| node.name_any() == record.node_name);
+    images::image(snapshot).is_none_or(|(record, _)| fits_on(observed, snapshot, &record.node_name))
+}
+
+/// Reports whether a node can restore the image of a snapshot, as far as is known.
+fn fits_on(observed: &Observed, snapshot: &SandboxSnapshot, node: &str) -> bool {
+    let mut nodes = observed.nodes.iter();
+    let node = nodes.find(|one| one.name_any() == node);
     let offered = node.and_then(|node| node.status.as_ref()?.fingerprint.as_ref());
     let made_with = snapshot
         .status
@@ -193,7 +203,10 @@ fn plan_golden(plan: &mut Plan, observed: &Observed, golden: &Sandbox, now: Time
         (Some(saved), ..) if saved.is_committed() => return delete_sandbox(plan, golden),
         (None, Some(record), Some(ready)) if ready.status == "True" => {
             let pod = record.clone();
-            plan.steps.push(Action::CreateSnapshot { pod });
+            // One image in the repository suffices for all nodes of a kind.
+            let mut uploaded = current(observed).filter(|(image, _)| image.is_uploaded());
+            let uploads = !uploaded.any(|(image, _)| fits_on(observed, image, &pod.node_name));
+            plan.steps.push(Action::CreateSnapshot { pod, uploads });
         }
         _ => {}
     }
@@ -219,28 +232,53 @@ fn plan_golden(plan: &mut Plan, observed: &Observed, golden: &Sandbox, now: Time
 }
 
 /// Plans the next golden Sandbox: the first one anywhere, then one on each node that has members
-/// and no image. A node on which it cannot start holds the others up for [`LIMIT`] at most.
+/// and no image. A node on which it cannot start holds the others up for [`LIMIT`] at most. It
+/// continues from an image in a repository, if there is one.
 fn plan_next(plan: &mut Plan, observed: &Observed, now: Timestamp) {
     if !observed.isolated {
         return;
     }
+    let mut made: Vec<_> = current(observed).collect();
+    made.sort_by_key(|(image, _)| Reverse(image.metadata.creation_timestamp.clone()));
+    let nodes: BTreeSet<String> = made.iter().map(|(_, node)| node.clone()).collect();
+    let without: Vec<&String> = observed.member_nodes.difference(&nodes).collect();
+    let turn = now.as_second().unsigned_abs() / LIMIT.as_secs();
+    let node = without.get(usize::try_from(turn).unwrap_or_default() % without.len().max(1));
+    if nodes.is_empty() {
+        let (node, copied) = (None, None);
+        plan.steps.push(Action::CreateSandbox { node, copied });
+    } else if let Some(node) = node {
+        let images = made.iter().map(|(image, _)| *image);
+        let fitting: Vec<_> = images.filter(|one| fits_on(observed, one, node)).collect();
+        let uploaded = fitting.iter().find(|image| image.is_uploaded());
+        if uploaded.is_none()
+            && observed.uploads
+            && let Some(left) = fitting.iter().filter_map(|image| upload(image, now)).max()
+        {
+            plan.requeue = Some(left);
+            return;
+        }
+        plan.steps.push(Action::CreateSandbox {
+            node: Some((*node).clone()),
+            copied: uploaded.map(|image| image.name_any()),
+        });
+    }
+}
+
+/// Returns the committed images of this version that their nodes can restore, each with its node.
+fn current(observed: &Observed) -> impl Iterator<Item = (&SandboxSnapshot, String)> {
     let made = observed.snapshots.iter().filter(|one| {
         one.spec.sandbox_name == observed.name
             && one.metadata.deletion_timestamp.is_none()
             && fits(observed, one)
     });
-    let nodes: BTreeSet<String> = made
-        .filter_map(|one| Some(images::image(one)?.0.node_name))
-        .collect();
-    let without: Vec<&String> = observed.member_nodes.difference(&nodes).collect();
-    let turn = now.as_second().unsigned_abs() / LIMIT.as_secs();
-    let node = without.get(usize::try_from(turn).unwrap_or_default() % without.len().max(1));
-    if nodes.is_empty() || node.is_some() {
-        let node = node
-            .filter(|_| !nodes.is_empty())
-            .map(|node| (*node).clone());
-        plan.steps.push(Action::CreateSandbox { node });
-    }
+    made.filter_map(|one| Some((&**one, images::image(one)?.0.node_name)))
+}
+
+/// Returns how long another node still waits for the upload of an image.
+fn upload(image: &SandboxSnapshot, now: Timestamp) -> Option<Duration> {
+    image.spec.snapshot_class_name.as_ref()?;
+    time_left(UPLOAD, Some(image.committed_at()?), now)
 }
 
 #[cfg(test)]

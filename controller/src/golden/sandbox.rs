@@ -11,8 +11,14 @@ use crate::{blueprint, owners::owner_reference, sandbox::pod_spec, saved_pod};
 /// second. The controller then starts another golden sandbox.
 const MOST_FAILURES: u32 = 600;
 
-/// Returns the golden Sandbox. `node`: the only node on which it may run; `None`: any.
-pub(super) fn sandbox(template: &SandboxTemplate, name: &str, node: Option<&str>) -> Value {
+/// Returns the golden Sandbox. `node`: the only node on which it may run; `None`: any. `copied`:
+/// SandboxSnapshot from which it continues.
+pub(super) fn sandbox(
+    template: &SandboxTemplate,
+    name: &str,
+    node: Option<&str>,
+    copied: Option<&str>,
+) -> Value {
     let mut pod = blueprint::secured_pod_spec(template);
     forget_other_pods(&mut pod);
     if let Some(node) = node {
@@ -39,6 +45,11 @@ pub(super) fn sandbox(template: &SandboxTemplate, name: &str, node: Option<&str>
     for key in [annotations::DOZE_AFTER, annotations::HIBERNATE_AFTER] {
         on_sandbox[key] = "off".into();
     }
+    if let Some(snapshot) = copied {
+        on_sandbox[annotations::RESTORE_FROM] = snapshot.into();
+        let cold = annotations::OnRestoreFailure::ColdStart;
+        on_sandbox[annotations::ON_RESTORE_FAILURE] = cold.as_str().into();
+    }
     let template_hash = name_hash(&template.name_any());
     json!({
         "apiVersion": torpor_api::Sandbox::api_version(&()),
@@ -58,9 +69,8 @@ pub(super) fn sandbox(template: &SandboxTemplate, name: &str, node: Option<&str>
     })
 }
 
-/// Removes the rules of placement beside other Pods. The golden Pod has the members' labels, goes
-/// to a node with members, and ends soon.
-fn forget_other_pods(pod: &mut Map<String, Value>) {
+/// Removes the rules of placement beside other Pods, for a Pod that goes to one node and ends soon.
+pub fn forget_other_pods(pod: &mut Map<String, Value>) {
     pod.remove("topologySpreadConstraints");
     if let Some(affinity) = pod.get_mut("affinity").and_then(Value::as_object_mut) {
         affinity.remove("podAffinity");
@@ -86,7 +96,14 @@ pub(super) fn snapshot_name(sandbox: &str, pod: &PodRecord) -> String {
 
 /// Returns the SandboxSnapshot of the golden Sandbox' Pod. It has the record of that Pod from the
 /// beginning: the golden Sandbox does not outlive it.
-pub(super) fn snapshot(template: &SandboxTemplate, sandbox: &str, pod: &PodRecord) -> Value {
+///
+/// `uploads`: it has the SnapshotClass that the template names.
+pub(super) fn snapshot(
+    template: &SandboxTemplate,
+    sandbox: &str,
+    pod: &PodRecord,
+    uploads: bool,
+) -> Value {
     let mut on_snapshot = saved_pod::annotation(pod);
     on_snapshot[annotations::SANDBOX_TEMPLATE_REF] = json!(template.name_any());
     // The controller of a snapshot would be its Sandbox.
@@ -95,7 +112,7 @@ pub(super) fn snapshot(template: &SandboxTemplate, sandbox: &str, pod: &PodRecor
         block_owner_deletion: Some(false),
         ..owner_reference(template)
     };
-    json!({
+    let mut snapshot = json!({
         "apiVersion": SandboxSnapshot::api_version(&()),
         "kind": SandboxSnapshot::kind(&()),
         "metadata": {
@@ -111,5 +128,10 @@ pub(super) fn snapshot(template: &SandboxTemplate, sandbox: &str, pod: &PodRecor
             "nodeName": pod.node_name,
             "reason": "Manual",
         },
-    })
+    });
+    let class = template.annotations().get(annotations::SNAPSHOT_CLASS);
+    if let Some(class) = class.filter(|_| uploads) {
+        snapshot["spec"]["snapshotClassName"] = class.clone().into();
+    }
+    snapshot
 }

@@ -6,6 +6,8 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use prometheus_client::{
     collector::Collector,
@@ -18,7 +20,12 @@ use torpor_api::{
 };
 
 use super::{UNKNOWN, launch_type, owned_by};
-use crate::{cache::Cache, pool::heat, watches::extensions::controller_of_kind};
+use crate::{
+    cache::Cache,
+    pool::heat,
+    staging::{self, pod::Progress},
+    watches::extensions::controller_of_kind,
+};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
 struct SandboxLabels {
@@ -47,6 +54,12 @@ struct HeatLabels {
     heat: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelSet)]
+struct StagingLabels {
+    namespace: String,
+    state: &'static str,
+}
+
 /// States of a pool's Ready members.
 const HEATS: [&str; 2] = ["hot", "asleep"];
 
@@ -59,6 +72,8 @@ pub struct Counted {
     pub sandboxes: Cache<Sandbox>,
     pub pools: Cache<SandboxWarmPool>,
     pub templates: Cache<SandboxTemplate>,
+    /// Pods that stage images.
+    pub staged: Cache<Pod>,
 }
 
 impl Counted {
@@ -90,7 +105,7 @@ impl fmt::Debug for Scrape {
 impl Collector for Scrape {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
         let (mut counts, mut members) = (BTreeMap::<_, i64>::new(), BTreeMap::<_, i64>::new());
-        let mut ready = BTreeMap::<_, i64>::new();
+        let (mut ready, mut staged) = (BTreeMap::<_, i64>::new(), BTreeMap::<_, i64>::new());
         if let Some(counted) = self.counted.get() {
             let pools = counted.pools.filtered(|_| true);
             // A pool without members is shown with zeros.
@@ -106,6 +121,13 @@ impl Collector for Scrape {
                 .iter()
                 .map(|pool| (pool.metadata.uid.clone(), pool))
                 .collect();
+            for pod in counted.staged.filtered(|_| true) {
+                let namespace = pod.namespace().unwrap_or_default();
+                let state = staging_state(&pod);
+                *staged
+                    .entry(StagingLabels { namespace, state })
+                    .or_default() += 1;
+            }
             for sandbox in counted.sandboxes.filtered(|_| true) {
                 *counts.entry(sandbox_labels(counted, &sandbox)).or_default() += 1;
                 let owner = controller_of_kind(&*sandbox, "SandboxWarmPool");
@@ -137,6 +159,12 @@ impl Collector for Scrape {
             "torpor_warmpool_ready_members",
             "Ready members of SandboxWarmPools by heat",
             &ready,
+        )?;
+        gauges(
+            &mut encoder,
+            "torpor_image_staging_pods",
+            "Pods that stage the images of SandboxTemplates on nodes, by state",
+            &staged,
         )
     }
 }
@@ -152,6 +180,14 @@ fn gauges<L: EncodeLabelSet>(
         ConstGauge::new(*count).encode(family.encode_family(labels)?)?;
     }
     Ok(())
+}
+
+fn staging_state(pod: &Pod) -> &'static str {
+    match staging::pod::progress(pod, Timestamp::now()) {
+        Progress::Staged => "staged",
+        Progress::Pulling => "pulling",
+        Progress::Held(_) | Progress::Failed(_) => "failing",
+    }
 }
 
 fn heat_labels(pool: &SandboxWarmPool, heat: &'static str) -> HeatLabels {

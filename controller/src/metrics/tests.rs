@@ -1,3 +1,4 @@
+use k8s_openapi::api::core::v1::Pod;
 use kube::runtime::watcher::Event;
 use rstest::rstest;
 use serde_json::json;
@@ -151,6 +152,7 @@ fn metrics_of(template: &str) -> Metrics {
         sandboxes,
         pools,
         templates: templates(),
+        staged: Cache::new(|_| None),
     });
     let now = Timestamp::from_millisecond(120).unwrap();
     let ready = status(&[(conditions::READY, Status::True, 1)]);
@@ -230,17 +232,32 @@ fn dashboards_and_alerts_name_metrics_and_labels_that_the_controller_has() {
     .unwrap();
     let pools = Cache::new(|_: &SandboxWarmPool| None);
     pools.apply(kube::runtime::watcher::Event::Apply(pool));
+    let pod: Pod = serde_json::from_value(serde_json::json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {"name": "t-images-1", "namespace": "ns", "resourceVersion": "1"},
+        "status": {"phase": "Succeeded"},
+    }))
+    .unwrap();
+    let staged = Cache::new(|_: &Pod| None);
+    staged.apply(kube::runtime::watcher::Event::Apply(pod));
     metrics.count(Counted {
         sandboxes,
         pools,
         templates: templates(),
+        staged,
     });
     let now = Timestamp::from_millisecond(120).unwrap();
     metrics.observe_claim_ready(&claim(), &member, now, now);
     metrics.count_claim(&claim(), &member);
     metrics.observe_pass("sandbox", Duration::from_millis(2), Some("Refused"), false);
     let text = metrics.text().unwrap();
-    for prefix in ["agent_sandbox", "controller_runtime_", "leader_election_"] {
+    for prefix in [
+        "agent_sandbox",
+        "controller_runtime_",
+        "leader_election_",
+        "torpor_warmpool",
+        "torpor_image_staging",
+    ] {
         torpor_test_monitoring::check(prefix, &text);
     }
 }

@@ -11,11 +11,10 @@ use serde_json::{Value, json};
 use torpor_api::{
     Sandbox, SandboxWarmPool,
     annotations::{self, Heat, InvalidAnnotation},
-    conditions,
 };
 
-use super::plan::{Action, Observed, Plan, is_ready, replicas, unseen};
-use crate::golden::Golden;
+use super::plan::{Action, Observed, Plan, is_ready, pause, replicas, unseen};
+use crate::{claim::wake, golden::Golden};
 
 /// Time in which claims that took members heat as many others.
 pub const SOON: Duration = Duration::from_secs(3);
@@ -42,10 +41,7 @@ pub fn is_asleep(member: &Sandbox) -> bool {
 
 /// Reports whether a member runs: it is not to sleep, and has woken if it slept.
 pub fn is_awake(member: &Sandbox) -> bool {
-    let status = member.status.as_ref();
-    let sleeps = status
-        .is_some_and(|status| conditions::is_true(&status.conditions, conditions::HIBERNATED));
-    !is_asleep(member) && !sleeps
+    !is_asleep(member) && !wake::is_asleep(member)
 }
 
 /// Returns the heat that the pool's annotation asks for.
@@ -93,7 +89,12 @@ pub fn plan(plan: &mut Plan, observed: &Observed, keep: &[&Arc<Sandbox>]) {
             .map(|member| Arc::clone(member))
             .collect()
     };
-    let steps: Vec<Action> = if awake.len() < hot {
+    let steps: Vec<Action> = if awake.len() < hot
+        && let Some(pause) = pause(observed)
+    {
+        plan.requeue = plan.requeue.into_iter().chain([pause]).min();
+        Vec::new()
+    } else if awake.len() < hot {
         let oldest = by_age(asleep).into_iter();
         let heated = oldest.take(hot - awake.len());
         heated.map(|member| step(&member, Value::Null)).collect()

@@ -21,6 +21,11 @@ use crate::{events::Note, settings::PoolSettings};
 /// came and went.
 const FORGET_AFTER: Duration = Duration::from_secs(300);
 
+/// Longest time for which a pool neither creates nor wakes a member after a claim took one that
+/// sleeps. A wake takes a tenth of a second of both processors of a small node, and the claim waits
+/// for it.
+const WAKE_PAUSE: Duration = Duration::from_millis(300);
+
 /// Memory of pools, by UID.
 #[derive(Debug, Default)]
 pub struct Memory(Mutex<HashMap<String, Pool>>);
@@ -38,6 +43,7 @@ struct Pool {
     awaits_golden: Option<Instant>,
     /// End of the delay after members have left.
     hold: Option<Instant>,
+    pause: Option<Pause>,
     tokens: Option<(f64, Instant)>,
     status_written: Option<Instant>,
     /// Time of the last Event about a stall, unless an Event about its end followed.
@@ -52,6 +58,15 @@ struct Pool {
     told: Option<String>,
     /// Counter that makes names differ from pass to pass.
     names: u64,
+}
+
+/// Pause while a member that a claim took wakes.
+#[derive(Debug)]
+struct Pause {
+    /// Latest end.
+    until: Instant,
+    /// UID of the Sandbox that wakes.
+    sandbox: String,
 }
 
 #[derive(Debug)]
@@ -79,6 +94,8 @@ pub struct Remembered {
     pub awaits_golden: Duration,
     /// Time for which no member is created.
     pub hold: Option<Duration>,
+    /// Time for which no member is created or woken, because one that a claim took wakes.
+    pub pause: Option<Duration>,
     /// Number of members that may be created now; `None`: no limit.
     pub allowance: Option<usize>,
     /// Time until one more member may be created.
@@ -121,6 +138,10 @@ impl Memory {
             hold: pool
                 .hold
                 .and_then(|until| until.checked_duration_since(now)),
+            pause: pool
+                .pause
+                .as_ref()
+                .and_then(|pause| pause.until.checked_duration_since(now)),
             allowance,
             next_token,
             forgotten_in: pool.forgotten_in(now),
@@ -211,6 +232,31 @@ impl Memory {
         if let Some(pool) = self.lock().get_mut(pool_uid) {
             pool.hold = Some(Instant::now() + delay);
         }
+    }
+
+    /// Records that a claim took a member that sleeps. A pause is not prolonged: a pool with many
+    /// claims would get no member.
+    pub fn wakes(&self, pool_uid: &str, sandbox_uid: String, now: Instant) {
+        if let Some(pool) = self.lock().get_mut(pool_uid)
+            && pool.pause.as_ref().is_none_or(|pause| pause.until <= now)
+        {
+            pool.pause = Some(Pause {
+                until: now + WAKE_PAUSE,
+                sandbox: sandbox_uid,
+            });
+        }
+    }
+
+    /// Records that a Sandbox sleeps no more. Returns the UID of the pool that waited for it.
+    pub fn woke(&self, sandbox_uid: &str) -> Option<String> {
+        let mut all = self.lock();
+        let is_of = |pool: &Pool| {
+            let pause = pool.pause.as_ref();
+            pause.is_some_and(|pause| pause.sandbox == sandbox_uid)
+        };
+        let (uid, pool) = all.iter_mut().find(|(_, pool)| is_of(pool))?;
+        pool.pause = None;
+        Some(uid.clone())
     }
 
     /// Forgets a deleted pool.
@@ -457,6 +503,23 @@ mod tests {
         memory.left("p", Duration::from_secs(5));
         memory.left("p", Duration::from_secs(60));
         assert!(of(&memory).hold.unwrap() > Duration::from_secs(50));
+    }
+
+    #[test]
+    fn a_pool_pauses_while_a_claims_member_wakes_and_no_longer() {
+        let (memory, begin) = (Memory::default(), Instant::now());
+        let pause = |at: Duration| {
+            let settings = PoolSettings::default();
+            memory.remembered("p", &settings, begin + at).pause
+        };
+        assert_eq!(pause(Duration::ZERO), None);
+        memory.wakes("p", "first".to_owned(), begin);
+        memory.wakes("p", "second".to_owned(), begin + WAKE_PAUSE / 2);
+        assert_eq!(pause(WAKE_PAUSE / 2), Some(WAKE_PAUSE / 2));
+        assert_eq!(pause(WAKE_PAUSE + Duration::from_millis(1)), None);
+        assert_eq!(memory.woke("second"), None);
+        assert_eq!(memory.woke("first").as_deref(), Some("p"));
+        assert_eq!(pause(WAKE_PAUSE / 2), None);
     }
 
     #[test]

@@ -419,6 +419,10 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered, a
         plan.requeue = remembered.hold;
         return;
     }
+    if let Some(pause) = pause(observed) {
+        plan.requeue = Some(pause);
+        return;
+    }
     let most = observed.settings.max_batch.min(plan.missing);
     let now = remembered.allowance.unwrap_or(most).min(most);
     if now < plan.missing {
@@ -431,6 +435,13 @@ fn plan_creates(plan: &mut Plan, observed: &Observed, remembered: &Remembered, a
         Creation { name, asleep }
     });
     plan.create.extend(new);
+}
+
+/// Returns the time for which the pool leaves the node to a member that wakes for a claim. A pool
+/// that runs low does not wait.
+pub(super) fn pause(observed: &Observed) -> Option<Duration> {
+    let waits = observed.advance == Advance::Calm;
+    observed.remembered.pause.filter(|_| waits)
 }
 
 /// Plans for a pool without its template: it keeps its members and creates none, and its user is

@@ -83,7 +83,7 @@ fn kept_since(snapshot: &SandboxSnapshot) -> Option<Timestamp> {
     if !by_user || !snapshot.is_committed() {
         return None;
     }
-    let committed = snapshot.status.as_ref()?.committed_at.as_ref()?.0;
+    let committed = snapshot.committed_at()?;
     // The node's clock may be behind.
     let created = snapshot.metadata.creation_timestamp.as_ref();
     Some(created.map_or(committed, |created| committed.max(created.0)))

@@ -59,6 +59,8 @@ pub enum ImageUse {
     Resume,
     /// A Pod starts as a copy of the image.
     Copy,
+    /// A Pod starts as a copy of the image, which must not be older than its sandbox.
+    Backup,
 }
 
 /// Conditions for the deletion of a snapshot.
@@ -348,6 +350,7 @@ fn expire(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed) {
         plan.step(Area::Pod, delete_pod(pod, None));
         memory::forget_record(plan, desired);
     }
+    memory::discard_backups(plan, desired, observed);
     if let Some(service) = &observed.service
         && ownership(&**service, sandbox) == Ownership::Ours
     {

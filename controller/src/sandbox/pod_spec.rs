@@ -34,6 +34,8 @@ pub struct Memory {
     pub completed: Vec<String>,
     /// Name of the saved Pod, which was its hostname.
     pub pod_name: Option<String>,
+    /// Words for the condition of a Pod that starts from a backup.
+    pub backup: Option<String>,
     /// PodSnapshot that the SDK expects the Pod to have restored once it is Ready.
     pub pod_snapshot: Option<String>,
 }
@@ -99,6 +101,7 @@ impl Memory {
             pod_name: saved
                 .map(|saved| saved.name.clone())
                 .or_else(|| status.pod_name.clone()),
+            backup: None,
             pod_snapshot: None,
         })
     }
@@ -203,6 +206,9 @@ pub fn pod(
         }
         if memory.copy {
             on_pod.insert(annotations::RESTORE_COPY.to_owned(), "true".to_owned());
+        }
+        if let Some(words) = &memory.backup {
+            on_pod.insert(annotations::RESTORE_BACKUP.to_owned(), words.clone());
         }
         if let Some(snapshot) = &memory.pod_snapshot {
             on_pod.insert(annotations::POD_SNAPSHOT.to_owned(), snapshot.clone());
@@ -405,6 +411,27 @@ pub(crate) fn require_nodes(spec: &mut Map<String, Value>, nodes: &[String]) {
         nodes.iter().map(of).collect()
     };
     *terms = terms.iter().flat_map(for_each_node).collect();
+}
+
+/// Returns the only nodes on which a Pod may run, if each term of its required node affinity names
+/// some.
+pub(crate) fn named_nodes(spec: &Map<String, Value>) -> Option<Vec<String>> {
+    let affinity = spec.get("affinity")?.get("nodeAffinity")?;
+    let required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")?;
+    let named = |term: &Value| -> Option<Vec<String>> {
+        let mut fields = term.get("matchFields")?.as_array()?.iter();
+        let field = fields.find(|one| one["key"] == "metadata.name" && one["operator"] == "In")?;
+        let values = field["values"].as_array()?.iter();
+        Some(
+            values
+                .filter_map(Value::as_str)
+                .map(str::to_owned)
+                .collect(),
+        )
+    };
+    let terms = required.get("nodeSelectorTerms")?.as_array()?;
+    let names: Option<Vec<_>> = terms.iter().map(named).collect();
+    names.map(|names| names.concat())
 }
 
 /// Returns a term that also requires the node.

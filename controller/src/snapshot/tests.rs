@@ -99,7 +99,7 @@ fn deleted_at(time: &str) -> SandboxSnapshot {
 #[case::its_pod_is_gone_and_was_never_named(json!({}), json!({"nodeName": "n1"}), true)]
 #[case::an_agent_has_it(of_a_pod(), json!({"nodeName": "n1"}), false)]
 #[case::saved(json!({}), json!({"nodeName": "n1", "podUID": "u-p"}), false)]
-fn a_deleted_snapshot_that_no_agent_knows_is_released_though_its_node_exists(
+fn a_deleted_snapshot_that_no_agent_adopted_is_released_though_its_node_exists(
     #[case] spec: Value,
     #[case] status: Value,
     #[case] let_go: bool,

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn the_message_says_who_has_the_image() {
+    fn the_message_names_the_node_that_has_the_image() {
         let damaged = Health::Damaged("x".to_owned());
         let message = |node| {
             let draft = verdict(&snapshot("True", "Uploaded", node), &damaged);

@@ -1,7 +1,11 @@
 //! Watches of SandboxClaim, SandboxTemplate, SandboxWarmPool and NetworkPolicy, and the effects of
 //! a change of a Sandbox on its claim or its pool.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -16,14 +20,20 @@ use torpor_api::{
     labels,
 };
 
-use super::{WatchSource, copied_from, follow, follow_guarded, in_pages, in_small_pages, trim};
+use super::{
+    WatchSource, copied_from, follow, follow_guarded, in_pages, in_small_pages, trim, trim_staged,
+};
 use crate::{
     cache::{Change, key_of},
     candidates::pool_of,
-    claim::binding::{committed_name, owns},
+    claim::{
+        binding::{committed_name, owns},
+        wake,
+    },
     context::Context,
     golden,
     network::default_policy::{self, Isolation},
+    staging,
     template::plan::template_of_policy,
 };
 
@@ -56,6 +66,13 @@ pub(super) fn start(context: &Arc<Context>, tasks: &mut JoinSet<()>) {
             }
         },
     ));
+    let shared = Arc::clone(context);
+    let staged = in_pages().labels(labels::STAGED_IMAGES);
+    tasks.spawn(follow(source.clone(), staged, trim_staged, move |event| {
+        for change in shared.caches.staged.apply_seen(event) {
+            staging::pod_changed(&shared, &change);
+        }
+    }));
     let shared = Arc::clone(context);
     tasks.spawn(follow_guarded(
         source,
@@ -129,7 +146,10 @@ pub(super) fn sandbox_changed(context: &Context, change: &Change<Sandbox>) {
     remember(context, change);
     let (before, after) = (change.before.as_deref(), change.after.as_deref());
     let matters = match (before, after) {
-        (Some(before), Some(after)) => matters_to_owner(before, after),
+        (Some(before), Some(after)) => {
+            resume_pool(context, before, after);
+            matters_to_owner(before, after)
+        }
         _ => true,
     };
     for sandbox in [before, after].into_iter().flatten() {
@@ -172,6 +192,23 @@ fn remember(context: &Context, change: &Change<Sandbox>) {
     if pool_of(after) != Some(was) {
         let delay = context.settings.pools.replenish_delay;
         context.pools.left(was, delay);
+        if before.is_some_and(wake::is_asleep) {
+            let uid = after.uid().unwrap_or_default();
+            context.pools.wakes(was, uid, Instant::now());
+        }
+    }
+}
+
+/// Ends the pause of the pool that waited until this Sandbox of a claim runs.
+fn resume_pool(context: &Context, before: &Sandbox, after: &Sandbox) {
+    if !wake::is_asleep(before) || wake::is_asleep(after) || pool_of(after).is_some() {
+        return;
+    }
+    let waited = context.pools.woke(&after.uid().unwrap_or_default());
+    if waited.is_some() {
+        for pool in context.caches.pools.filtered(|pool| pool.uid() == waited) {
+            context.queues.pools.add(key_of(&*pool));
+        }
     }
 }
 
@@ -202,9 +239,18 @@ fn matters_to_owner(before: &Sandbox, after: &Sandbox) -> bool {
             find(&status.conditions, type_)
                 .map(|c| (c.status.clone(), c.reason.clone(), c.message.clone()))
         });
+        // Claims wait for a member that wakes; the messages change for other reasons.
+        let woke = [conditions::HIBERNATED, conditions::RESTORED]
+            .map(|type_| {
+                find(&status.conditions, type_).map(|c| (c.status.clone(), c.reason.clone()))
+            })
+            .into_iter()
+            .filter(|_| pool_of(sandbox).is_none());
+        let woke: Vec<_> = woke.collect();
         let meta = &sandbox.metadata;
         (
             shown,
+            woke,
             status.pod_ips,
             meta.deletion_timestamp.is_some(),
             meta.owner_references.clone(),
@@ -238,6 +284,7 @@ pub fn pool_changed(context: &Context, change: &Change<SandboxWarmPool>) {
     if change.after.is_some() && generation(&change.before) != generation(&change.after) {
         queue_unbound_claims(context, &key.0, &key.1);
     }
+    staging::pool_changed(context, change);
     if change.after.is_none() {
         context.pools.forget(&pool.uid().unwrap_or_default());
     }
@@ -255,9 +302,10 @@ pub fn template_changed(context: &Context, change: &Change<SandboxTemplate>) {
         |template: &Option<Arc<SandboxTemplate>>| template.as_ref()?.metadata.generation;
     let other = change.after.is_some() && generation(&change.before) != generation(&change.after);
     if change.after.is_none() {
-        context
-            .templates
-            .forget(&template.uid().unwrap_or_default());
+        let uid = template.uid().unwrap_or_default();
+        context.templates.forget(&uid);
+        context.templates.forget(&golden::memory_key(&uid));
+        context.templates.forget(&staging::memory_key(&uid));
     }
     for template in [&change.before, &change.after].into_iter().flatten() {
         copied_from(context, &key.0, template.spec.pod_template.restore_from());

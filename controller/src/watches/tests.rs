@@ -1,6 +1,7 @@
 use kube::runtime::watcher::Event;
 use serde_json::{Value, json};
 use torpor_api::PodRecord;
+use torpor_api::node::SandboxReport;
 
 use super::*;
 

@@ -538,7 +538,7 @@ async fn another_cluster_restores_an_archive_where_its_class_allows_that() {
 #[case::no_key(json!({"archivesOf": CLUSTER, "encryption": "required"}), "InvalidClass", "torpor-repository-keys")]
 #[case::damaged(json!({"archivesOf": CLUSTER, "damaged": "true"}), "ArchiveCorrupt", "damaged")]
 #[tokio::test]
-async fn an_archive_that_cannot_be_read_says_why_and_is_read_later(
+async fn an_archive_that_cannot_be_read_reports_why_and_is_read_later(
     #[case] parameters: Value,
     #[case] reason: &str,
     #[case] words: &str,

@@ -54,12 +54,6 @@ fn nodes(world: &World) -> Vec<String> {
     terms.iter().filter_map(node).collect()
 }
 
-fn node_is_gone(world: &World) {
-    let old_heartbeat = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
-    world.api.edit("sandboxnodes", "", "n1", &old_heartbeat);
-    world.api.remove("nodes", "", "n1");
-}
-
 /// Writes a claim of node `n2` on the image.
 fn claim(world: &World, pod: &str, state: &str) {
     let claim = json!({"imageID": "i.1", "namespace": NS, "podUID": pod, "state": state});
@@ -117,9 +111,7 @@ async fn a_claim_of_a_node_without_the_pod_is_ignored(
 async fn a_pod_of_a_node_that_is_gone_is_left_to_the_users_policy() {
     let (world, name) = uploaded().await;
     taken_by(&world, &name, r#"{"nodeName":"n2","uid":"pod-before"}"#);
-    let old_heartbeat = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
-    world.api.edit("sandboxnodes", "", "n2", &old_heartbeat);
-    world.api.remove("nodes", "", "n2");
+    world.node_leaves("n2");
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert_eq!(world.pod(), None);
@@ -184,7 +176,7 @@ async fn an_uploaded_image_may_continue_on_each_node_and_preferably_on_its_own()
 #[tokio::test]
 async fn a_node_that_is_gone_does_not_take_an_uploaded_image_with_it() {
     let (world, _) = uploaded().await;
-    node_is_gone(&world);
+    world.node_leaves("n1");
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert_eq!(nodes(&world), ["n2"]);
@@ -201,11 +193,10 @@ async fn a_node_that_does_not_fit_is_no_place() {
 }
 
 #[tokio::test]
-async fn without_any_place_the_reason_names_both() {
+async fn the_message_names_the_gone_node_and_the_lack_of_another_node() {
     let (world, _) = uploaded().await;
-    let silent = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
-    world.api.edit("sandboxnodes", "", "n2", &silent);
-    node_is_gone(&world);
+    world.node_falls_silent("n2");
+    world.node_leaves("n1");
     world.edit_sandbox(&mode("Running"));
     world.settle().await;
     assert_eq!(world.pod(), None);

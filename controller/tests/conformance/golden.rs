@@ -1,6 +1,7 @@
 //! Tests of golden images: the controller makes them, members start from them, and claims take
 //! members that sleep.
 
+use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::{
@@ -144,6 +145,131 @@ async fn a_claim_wakes_the_member_that_it_takes_and_the_pool_wakes_as_many_ahead
     let members = members(&cluster);
     assert_eq!(members.len(), 4);
     assert!(asleep(&members) < 4, "one is awake for the next claim");
+}
+
+/// Replaces Torpor's conditions of a Pod, and others of their types, by these.
+fn reports(cluster: &Cluster, pod: &str, conditions: &[Value]) {
+    let found = cluster.api.get("pods", NS, pod).expect("a Pod");
+    let mut all: Vec<Value> = found["status"]["conditions"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
+    let replaced = |one: &Value| conditions.iter().any(|new| new["type"] == one["type"]);
+    all.retain(|one| !one["type"].to_string().contains("torpor.dev/") && !replaced(one));
+    all.extend_from_slice(conditions);
+    let status = json!({"status": {"conditions": all}});
+    cluster.api.edit("pods", NS, pod, &status);
+}
+
+/// Runs passes of the one controller until each object has seen the others' changes.
+async fn settle(cluster: &Cluster) {
+    for _ in 0..4 {
+        cluster.passes().await;
+    }
+}
+
+/// Returns a cluster whose members sleep, by their Pods, and the names of the members.
+async fn sleeping(replicas: i32, template: &Value) -> (Cluster, Vec<String>) {
+    let cluster = cluster();
+    cluster.edit("sandboxtemplates", "t", template);
+    let none = json!({
+        "metadata": {"annotations": {"torpor.dev/heat": "hot=0,asleep=rest"}},
+        "spec": {"replicas": replicas},
+    });
+    cluster.edit("sandboxwarmpools", "p", &none);
+    passes(&cluster, true).await;
+    let members = members(&cluster);
+    let names: Vec<String> = members.iter().map(|one| name(one).to_owned()).collect();
+    for name in &names {
+        let asleep = condition("torpor.dev/Hibernated", "True", "Hibernated", "");
+        reports(&cluster, name, &[asleep]);
+    }
+    cluster.passes().await;
+    (cluster, names)
+}
+
+fn ready_of(cluster: &Cluster, claim: &str) -> Value {
+    let claim = cluster
+        .api
+        .get("sandboxclaims", NS, claim)
+        .expect("a claim");
+    let all = claim["status"]["conditions"].as_array();
+    let ready = all.into_iter().flatten().find(|one| one["type"] == "Ready");
+    ready.cloned().unwrap_or_default()["status"].clone()
+}
+
+/// Returns the Sandboxes that a claim controls, with and without its commitment.
+fn controlled(cluster: &Cluster, claim: &str) -> Vec<String> {
+    let claim = cluster
+        .api
+        .get("sandboxclaims", NS, claim)
+        .expect("a claim");
+    let mut all = cluster.api.list("sandboxes");
+    all.retain(|one| one["metadata"]["ownerReferences"][0]["uid"] == claim["metadata"]["uid"]);
+    all.iter().map(|one| name(one).to_owned()).collect()
+}
+
+#[tokio::test]
+async fn a_claim_is_ready_once_its_member_runs() {
+    let (cluster, _) = sleeping(1, &json!({})).await;
+    cluster.claim("c", json!({}));
+    settle(&cluster).await;
+    let taken = controlled(&cluster, "c");
+    assert_eq!((taken.len(), cluster.held_by("c")), (1, None));
+    let taken = &taken[0];
+    let pod = cluster.api.get("pods", NS, taken).expect("its Pod");
+    assert!(pod["metadata"]["annotations"][HIBERNATE].is_null());
+
+    let restored = condition("torpor.dev/Restored", "True", "Restored", "");
+    reports(&cluster, taken, &[restored]);
+    settle(&cluster).await;
+    assert_eq!(cluster.held_by("c").as_ref(), Some(taken));
+    assert_eq!(ready_of(&cluster, "c"), "True");
+}
+
+/// Returns a template whose caches have its outline only, as its Pods have a large variable.
+fn large() -> Value {
+    let container = json!({
+        "name": "c", "image": "img", "env": [{"name": "A", "value": "x".repeat(40_000)}],
+    });
+    let metadata = json!({"labels": {"app": "notebook"}});
+    json!({"spec": {"podTemplate": {"metadata": metadata, "spec": {"containers": [container]}}}})
+}
+
+#[rstest]
+#[case::small(json!({"spec": {"podTemplate": {"metadata": {"labels": {"app": "notebook"}}}}}))]
+#[case::large(large())]
+#[tokio::test]
+async fn a_claim_takes_another_member_where_one_cannot_wake(#[case] template: Value) {
+    let (cluster, names) = sleeping(2, &template).await;
+    cluster.claim("c", json!({}));
+    settle(&cluster).await;
+    let first = controlled(&cluster, "c").pop().expect("a member");
+    let mut others = names.iter().filter(|name| **name != first);
+    let other = others.next().expect("another member");
+    let cold = condition(
+        "torpor.dev/Restored",
+        "False",
+        "ColdStarted",
+        "it is damaged",
+    );
+    reports(
+        &cluster,
+        &first,
+        &[cold, condition("Ready", "False", "ContainersNotReady", "")],
+    );
+    settle(&cluster).await;
+    assert!(controlled(&cluster, "c").contains(other));
+    assert_eq!(cluster.held_by("c"), None, "the other one sleeps still");
+
+    let restored = condition("torpor.dev/Restored", "True", "Restored", "");
+    reports(&cluster, other, &[restored]);
+    settle(&cluster).await;
+    assert_eq!(cluster.held_by("c").as_ref(), Some(other));
+    assert_eq!(ready_of(&cluster, "c"), "True");
+    assert_eq!(controlled(&cluster, "c"), std::slice::from_ref(other));
+    let labels = &cluster.get_sandbox(other)["spec"]["podTemplate"]["metadata"]["labels"];
+    assert_eq!(labels["app"], "notebook");
 }
 
 #[tokio::test]

@@ -222,7 +222,7 @@ fn decoded(secret: &Value, file: &str) -> String {
 }
 
 #[tokio::test]
-async fn files_and_a_token_of_a_claim_are_in_a_secret_before_the_node_hears_of_the_claim() {
+async fn claim_files_and_token_are_in_a_secret_before_the_pod_names_the_claim() {
     let cluster = cluster(all_late());
     passes(&cluster).await;
     sources(&cluster, true);
@@ -290,7 +290,7 @@ fn secret_name(sandbox: &Value) -> String {
 }
 
 #[tokio::test]
-async fn a_file_that_its_owner_does_not_release_reaches_no_sandbox_and_the_claim_says_why() {
+async fn a_file_that_is_not_released_reaches_no_sandbox_and_the_claim_reports_why() {
     let cluster = cluster(all_late());
     passes(&cluster).await;
     sources(&cluster, false);

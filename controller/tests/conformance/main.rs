@@ -2,6 +2,7 @@
 //! random sequences of events.
 
 mod archives;
+mod backups;
 mod claims;
 mod cluster;
 mod conditions;
@@ -33,6 +34,7 @@ mod sandbox_events;
 mod schedules;
 mod scoped;
 mod snapshots;
+mod staging;
 mod suspensions;
 mod sync;
 mod takeover;

@@ -227,7 +227,7 @@ async fn a_refill_can_be_limited_to_a_rate_and_delayed() {
 #[case::recreate(strategy("Recreate"), image("new"), true)]
 #[case::recreate_but_only_metadata(strategy("Recreate"), json!({"spec": {"podTemplate": {"metadata": {"labels": {"a": "b"}}}}}), false)]
 #[tokio::test]
-async fn a_new_template_replaces_members_as_the_strategy_says(
+async fn a_new_template_replaces_members_by_the_strategy(
     #[case] pool: Value,
     #[case] change: Value,
     #[case] replaced: bool,

@@ -227,11 +227,8 @@ fn agent_is_gone(world: &World) {
     world.api.remove("sandboxnodes", "", "n1");
 }
 
-/// The SandboxNode stays, since its agent no longer writes it.
 fn node_is_gone(world: &World) {
-    let old_heartbeat = json!({"status": {"heartbeatTime": "2020-01-01T00:00:00Z"}});
-    world.api.edit("sandboxnodes", "", "n1", &old_heartbeat);
-    world.api.remove("nodes", "", "n1");
+    world.node_leaves("n1");
 }
 
 fn runtime_is_another(world: &World) {

@@ -18,6 +18,7 @@ pub(crate) fn all(api: &Apiserver, context: &Context) {
     let Caches {
         sandboxes: _,
         pods,
+        staged,
         volume_claims,
         services,
         snapshots,
@@ -38,6 +39,11 @@ pub(crate) fn all(api: &Apiserver, context: &Context) {
             .is_some()
     };
     fill_trimmed(api, pods, "pods", hashed, watches::trim_pod);
+    let is_staged = |object: &Value| {
+        let labels = &object["metadata"]["labels"];
+        labels.get("torpor.dev/staged-images").is_some()
+    };
+    fill_trimmed(api, staged, "pods", is_staged, watches::trim_staged);
     fill(api, volume_claims, "persistentvolumeclaims", hashed);
     fill(api, services, "services", |_| true);
     fill(api, snapshots, "sandboxsnapshots", |_| true);

@@ -247,6 +247,18 @@ impl World {
         own["metadata"]["name"].as_str().map(str::to_owned)
     }
 
+    /// The node's agent has not reported for long.
+    pub(crate) fn node_falls_silent(&self, node: &str) {
+        let old_heartbeat = json!({"status": {"heartbeatTime": LONG_AGO}});
+        self.api.edit("sandboxnodes", "", node, &old_heartbeat);
+    }
+
+    /// Removes a Node. Its SandboxNode stays, since its agent no longer writes it.
+    pub(crate) fn node_leaves(&self, node: &str) {
+        self.node_falls_silent(node);
+        self.api.remove("nodes", "", node);
+    }
+
     pub(crate) fn edit_snapshot(&self, name: &str, patch: &Value) {
         self.api.edit("sandboxsnapshots", NS, name, patch);
     }

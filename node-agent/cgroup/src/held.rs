@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_counts_in_swap_or_not_and_files_do_not() {
+    fn swapped_and_unswapped_memory_counts_and_file_cache_does_not() {
         let (_dir, v1) = group(true, &[("memory.stat", V1)]);
         assert_eq!(held(&v1, true), Some(1130));
         let files = [("memory.stat", V2), ("memory.swap.current", "30\n")];
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn swap_that_nobody_counts_leaves_the_sum_unknown() {
+    fn swap_without_a_count_leaves_the_sum_unknown() {
         let (_dir, v2) = group(false, &[("memory.stat", V2)]);
         assert_eq!(held(&v2, true), None);
         assert_eq!(held(&v2, false), Some(1100));

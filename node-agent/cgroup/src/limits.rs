@@ -108,7 +108,7 @@ mod tests {
     #[rstest]
     #[case::v2(&[("memory.max", "268435456"), ("cpu.max", "150000 100000")])]
     #[case::v1(&[("memory.limit_in_bytes", "268435456"), ("cpu.cfs_quota_us", "150000"), ("cpu.cfs_period_us", "100000")])]
-    fn they_are_the_pods_own_also_while_it_is_woken(#[case] files: &[(&str, &str)]) {
+    fn the_limits_are_the_pods_own_during_a_wake_too(#[case] files: &[(&str, &str)]) {
         let (root, hierarchies) = with_pod(files);
         let pod = Path::new(POD);
         let own = Limits {

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_go_is_waited_for_and_not_for_ever() {
+    fn a_reclaim_is_repeated_while_memory_is_left_up_to_a_limit_of_rounds() {
         const MIB: u64 = 1 << 20;
         // Measured on a Python program of 28 MB just after its save: 32 pages per round, then none,
         // and a moment later all of them.
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn what_could_be_in_swap_is_not_what_is_of_files() {
+    fn swappable_memory_does_not_include_file_cache() {
         let dir = tempfile::tempdir().expect("a directory");
         assert_eq!(swappable(dir.path()), 0, "nobody says");
         let stat =
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn on_v2_the_sandbox_may_swap_and_all_it_has_is_asked_back() {
+    fn on_v2_a_reclaim_of_all_memory_lifts_the_swap_limit_for_its_duration() {
         let (root, hierarchies) = v2_tree();
         // State during the reclaim. It stays like this if the process is killed.
         let relative = Path::new("kubepods/pod1/leaf");
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn what_forbids_swap_in_a_cgroup_of_others_is_obeyed_and_named() {
+    fn a_swap_limit_in_a_foreign_cgroup_is_obeyed_and_named() {
         let (root, hierarchies) = v2_tree();
         let leaf = Path::new("kubepods/pod1/leaf");
         let error = reclaim(&hierarchies, leaf, Whose::Others).expect_err("refused");

@@ -207,7 +207,7 @@ mod tests {
     #[rstest]
     #[case::v2("memory.max", "memory.current", "")]
     #[case::v1("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")]
-    fn room_is_made_and_given_back_once_what_is_used_fits(
+    fn room_is_made_and_given_back_once_the_used_memory_fits(
         #[case] limit: &str,
         #[case] usage: &str,
         #[case] prefix: &str,
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wider_limit_follows_what_is_used_down_and_never_up() {
+    fn a_wider_limit_follows_the_used_memory_down_and_never_up() {
         const MIB: u64 = 1 << 20;
         let (root, hierarchies) = pod(&[("memory.max", "268435456\n"), ("memory.current", "0\n")]);
         let path = |file: &str| root.path().join(POD).join(file);
@@ -277,7 +277,7 @@ mod tests {
 
     /// Needs root and a hierarchy that counts memory, as the development cluster does.
     #[test]
-    fn the_limit_that_memory_in_use_does_not_fit_is_refused_by_v1_and_kills_by_v2() {
+    fn a_limit_below_the_memory_in_use_is_refused_on_v1_and_kills_on_v2() {
         const MIB: u64 = 1 << 20;
         let hierarchies = Hierarchies::find(Path::new("/sys/fs/cgroup")).expect("found");
         let group = PathBuf::from(format!("torpor-room-test-{}", std::process::id()));

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_forbids_swap_beside_or_below_is_not_said_of_all_pods() {
+    fn a_swap_limit_beside_or_below_is_not_reported_for_all_pods() {
         for limits in [
             &[("kubepods.slice", "max"), ("system.slice", "0")][..],
             &[("kubepods", "max"), ("kubepods/besteffort", "0")],
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_forbids_swap_above_one_pod_is_found() {
+    fn a_swap_limit_above_one_pod_is_found() {
         let limits = [
             ("kubepods", "max"),
             ("kubepods/besteffort", "0"),
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn an_awake_sandbox_has_no_swap_but_what_the_kubelet_gives_its_containers() {
+    fn an_awake_sandbox_has_only_the_swap_that_the_kubelet_gives_its_containers() {
         let leaf = "kubepods/pod1/torpor-1";
         let limits = [
             (leaf, "max"),
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn on_v1_no_cgroup_forbids_swap_to_those_below_it() {
+    fn on_v1_no_cgroup_forbids_swap_to_cgroups_below_it() {
         let root = tempfile::tempdir().expect("a directory");
         set(root.path(), "memory", "cgroup.procs", "");
         for (file, text) in [

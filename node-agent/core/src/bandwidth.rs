@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_may_begin_when_the_one_before_is_paid_for() {
+    fn an_image_may_begin_when_the_image_before_it_is_paid_for() {
         let mut disk = account();
         assert!(disk.free_at(false) <= Some(at(0)));
         let first = disk.begin(Some(50), true, at(0));
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_counts_and_not_what_was_thought() {
+    fn the_written_size_counts_and_not_the_expected_size() {
         let mut disk = account();
         let first = disk.begin(Some(1000), true, at(0));
         let asked = disk.begin(Some(20), false, at(5));
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_free_while_nobody_knows_how_much_is_being_written() {
+    fn the_disk_is_not_free_while_the_size_of_an_image_is_unknown() {
         let mut disk = account();
         let unknown = disk.begin(None, false, at(0));
         assert_eq!(disk.free_at(true), None);
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn the_overdue_have_a_tenth_whatever_does_not_wait() {
+    fn overdue_images_get_a_tenth_of_the_bandwidth_beside_images_that_do_not_wait() {
         let mut disk = account();
         disk.begin(Some(10_000), false, at(0));
         assert!(disk.free_at(true) <= Some(at(0)));

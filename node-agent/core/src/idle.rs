@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_is_idle_since_the_last_sign_of_life() {
+    fn a_sandbox_is_idle_since_its_last_work_or_use() {
         let open = |second| Look {
             in_use: true,
             ..look(second, 0)
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn who_works_right_after_a_sleep_is_not_measured_by_the_sleep() {
+    fn work_right_after_a_sleep_is_not_averaged_over_the_sleep() {
         let half_an_hour = 1800;
         let worked = look(10 + half_an_hour + 5, 3_000);
         let mut watch = watched(&[look(10, 0)]);
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn work_is_what_gvisor_and_the_host_count_less_what_probes_took() {
+    fn work_must_be_in_the_counts_of_gvisor_and_host_and_excludes_probes() {
         let ms = Duration::from_millis;
         // Returns the begin of the idle time after ten seconds with `in_gvisor` ms of work by
         // gVisor's count.
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn who_uses_more_than_half_of_a_small_limit_works() {
+    fn a_sandbox_above_half_of_a_small_processor_limit_counts_as_working() {
         let worked = |used, in_gvisor, limit| {
             let looks = [
                 given(10, 0, 0, 0, limit),
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn who_works_around_a_sleep_of_the_machine_or_a_clock_that_is_set_forward_is_not_idle() {
+    fn a_sandbox_that_works_across_a_clock_jump_or_a_machine_sleep_is_not_idle() {
         // Five seconds of the machine, in which the clock went on by an hour.
         let after_it = |cpu_ms| Look {
             up: Duration::from_secs(15),

@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_that_a_path_could_climb_with_is_an_id() {
+    fn a_text_that_could_leave_a_directory_is_no_id() {
         for text in [
             "", ".", "..", "../x", "a/b", "a\0b", "-a", "a-", "A", "ä", "a..1", "a/../b.1",
             ".tmp-a.1", "a_b", "a b", "a\n",

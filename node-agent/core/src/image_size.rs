@@ -1,13 +1,16 @@
 //! The largest size of an image. The sandbox writes its image and is hostile. The kernel's count of
 //! its Pod's memory therefore gives the expected size, and the size at which a save is stopped.
 
+use serde::{Deserialize, Serialize};
+
 const MIB: u64 = 1 << 20;
 /// Bytes by which an image may be larger than the count, if a quarter of the count is less. An
 /// image contains the sandbox's state beside its memory, so that a small excess is no fault.
 const LEAST_MARGIN: u64 = 64 * MIB;
 
 /// Sizes of a sandbox before its save, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Figures {
     /// Memory by the sandbox's own count. This count is used only where the kernel does not count
     /// the memory of cgroups.
@@ -77,7 +80,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     #[test]
-    fn the_kernels_count_decides_and_not_the_sandboxs_word() {
+    fn the_kernels_count_decides_and_not_the_sandboxs_report() {
         for told in [None, Some(0), Some(GIB), Some(u64::MAX)] {
             let figures = Figures {
                 by_sandbox: told,
@@ -90,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_counted_gives_no_cap_and_the_best_figure_there_is() {
+    fn memory_without_a_count_has_no_cap_and_the_best_known_estimate() {
         let told = Some(GIB);
         let not_counted = Figures {
             by_sandbox: told,

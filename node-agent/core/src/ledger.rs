@@ -433,6 +433,13 @@ impl LedgerState {
         self.images.get(image).is_some_and(|record| record.left)
     }
 
+    /// Returns whether the sandbox had gone back to `image` after a crash and never ran again: the
+    /// image is its memory, and older than what it did. Another Pod that continues from it goes
+    /// back in time, too.
+    pub fn has_gone_back_to(&self, image: &ImageId) -> bool {
+        !self.is_stale(image) && self.was_left(image)
+    }
+
     /// Returns the newest committed image that was made for the snapshot or adopted by it.
     pub fn image_of(&self, snapshot: &SnapshotUid) -> Option<&ImageId> {
         let is_its = |record: &ImageRecord| record.committed && record.snapshots.contains(snapshot);

@@ -17,7 +17,7 @@
 //! - [`steps`]: plans, their steps, and the outcome of a step
 //! - [`status`]: conditions and snapshot states for users
 //! - [`planner`]: the decisions
-//! - [`transition`]: waking, running on, staying in an image: once, for the shim, the agent and
+//! - [`transition`]: waking, running on, staying in an image: written once, for the shim and for
 //!   the simulation
 //! - [`wake_line`]: the order of restores when more sandboxes are to wake than may at once
 //! - [`wake_on`]: the packets that wake a sandbox

@@ -75,14 +75,14 @@ pub fn plan(desired: &Desired, observed: &Observed, policy: &Policy, now: Timest
 }
 
 impl Plan {
-    /// Returns the step for which a running sandbox is about to stop, if that is for an image: the
-    /// checkpoint, or the doze whose image a plan of its own makes. If there is no room for the
-    /// image, the caller fails this step before any step begins.
-    pub fn stops_for(&self, observed: &Observed) -> Option<&Step> {
+    /// Returns the index of the step for which a running sandbox is about to stop, if that is for
+    /// an image: the checkpoint, or the doze whose image a plan of its own makes. If there is no
+    /// room for the image, this step fails before any step begins.
+    pub fn stops_for(&self, observed: &Observed) -> Option<usize> {
         let runs = observed.live == Live::Running && observed.capable.is_ok();
         let needs_room =
-            |step: &&Step| matches!(step.action, Action::Checkpoint { .. } | Action::Doze);
-        self.steps.iter().find(needs_room).filter(|_| runs)
+            |step: &Step| matches!(step.action, Action::Checkpoint { .. } | Action::Doze);
+        self.steps.iter().position(needs_room).filter(|_| runs)
     }
 }
 

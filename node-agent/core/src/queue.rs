@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_asked_for_comes_before_what_a_timer_wants() {
+    fn a_requested_save_comes_before_a_timers_save() {
         let mut queue = Queue::new(CAPACITY);
         let idle = queue.join(wish(Urgency::ByItself, "a"), at(0));
         let asked = queue.join(wish(Urgency::Asked, "a"), at(1));
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timer_waits_while_somebody_waits_for_a_wake_but_not_for_ever() {
+    fn a_timers_save_waits_for_a_pending_wake_but_not_for_ever() {
         let mut queue = Queue::new(CAPACITY);
         let idle = queue.join(wish(Urgency::ByItself, "a"), at(0));
         let asked = queue.join(wish(Urgency::Asked, "a"), at(0));
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn who_gives_up_takes_nobodys_turn() {
+    fn a_save_that_leaves_the_queue_takes_no_turn_from_another() {
         let mut queue = Queue::new(CAPACITY);
         let first = queue.join(wish(Urgency::Asked, "a"), at(0));
         let second = queue.join(wish(Urgency::Asked, "a"), at(0));
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_save_that_hangs_does_not_keep_the_others_from_theirs() {
+    fn a_save_that_hangs_does_not_keep_other_saves_from_their_turn() {
         let mut queue = Queue::new(CAPACITY);
         let hangs = queue.join(wish(Urgency::Asked, "a"), at(0));
         let waits = queue.join(wish(Urgency::Asked, "a"), at(0));
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn while_the_size_of_an_image_is_not_known_only_those_go_that_wait_for_nothing() {
+    fn while_the_size_of_an_image_is_unknown_only_unpaced_saves_begin() {
         let (mut queue, image) = bandwidth(10, Urgency::ByItself, None);
         let unknown = queue.join(image.clone(), at(0));
         assert_eq!(queue.admit(false, at(0)), Some(unknown));
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_node_needs_comes_after_what_somebody_asked_for() {
+    fn a_save_under_pressure_comes_after_a_requested_and_before_a_timers_save() {
         let mut queue = Queue::new(CAPACITY);
         let mut join = |urgency| queue.join(wish(urgency, "a"), at(0));
         let (idle, pressed, asked) = (
@@ -412,7 +412,7 @@ mod tests {
         /// While other saves keep coming, no more saves than allowed have their turn at once. No
         /// later save goes before a save that has waited for as long as its patience.
         #[test]
-        fn nobody_starves(
+        fn no_save_starves_in_the_queue(
             at_once in 1..4_usize,
             events in proptest::collection::vec((0..5_u8, 0..3_u8, any::<bool>()), 1..200),
         ) {
@@ -452,7 +452,7 @@ mod tests {
         /// second allows, plus one image. A paced save that is not overdue begins when all images
         /// before it are paid for, requested or not.
         #[test]
-        fn the_rate_holds(
+        fn paced_saves_keep_to_the_rate(
             at_once in 1..4_usize,
             events in proptest::collection::vec((0..6_u8, 0..3_usize, 0..300_u64, 0..3_u8), 1..200),
         ) {
@@ -496,7 +496,7 @@ mod tests {
         /// While requested saves without end need more than the disk can write, the paced saves
         /// have a tenth of its bandwidth, in their order.
         #[test]
-        fn who_waits_for_bandwidth_has_its_turn(sizes in proptest::collection::vec(0..200_u64, 1..8)) {
+        fn a_save_that_waits_for_bandwidth_has_its_turn(sizes in proptest::collection::vec(0..200_u64, 1..8)) {
             let mut queue = Queue::new(Capacity { bandwidth: NonZeroU64::new(10), ..CAPACITY });
             let waiting: Vec<_> = sizes.iter().map(|bytes| {
                 let wish = Wish { size: Some(*bytes), ..wish(Urgency::ByItself, "a") };

@@ -36,7 +36,7 @@ pub enum Power {
     /// The memory is in an image; there are no processes.
     Asleep,
     /// The sandbox is paused and its memory stays in place. A sandbox that sleeps already stays
-    /// asleep: sleep is at least as still.
+    /// asleep, because a sleeping sandbox does not run either.
     Frozen,
     /// The sandbox is paused; its memory is in an image and pushed out of main memory. The API has
     /// no such request: the sandbox dozes because it is idle. For a runtime that makes no images

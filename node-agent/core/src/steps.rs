@@ -14,7 +14,9 @@
 //! checks before the first step that there is room for that image.
 //!
 //! After a plan with steps, observe and plan again at once. After a plan without steps, wait for a
-//! change or for `wake_at`. The whole plan, observation included, runs under the sandbox's lock.
+//! change or for `wake_at`. The steps of a plan run under the sandbox's lock. The observation does
+//! too, and the lock is free between them: where the state differs from the observed one, no step
+//! is taken.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -156,6 +158,40 @@ pub enum Outcome {
     },
     /// The fence did not match; nothing was tried.
     Stale,
+}
+
+impl Outcome {
+    /// Returns a failure with the error's text.
+    pub fn failed(reason: &str, error: &(dyn std::error::Error + 'static)) -> Self {
+        Self::Failed {
+            reason: reason.to_owned(),
+            message: words(error),
+        }
+    }
+
+    /// Returns an outcome that is not known because of the error.
+    pub fn unknown(error: &(dyn std::error::Error + 'static)) -> Self {
+        Self::Unknown {
+            message: words(error),
+        }
+    }
+
+    /// Reports whether the next step of the plan may follow.
+    pub fn is_success(&self) -> bool {
+        matches!(self, Self::Done | Self::Already)
+    }
+}
+
+/// Returns the text of an error with all its causes.
+pub fn words(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
 }
 
 /// A reason for the content of a plan, for logs, events and tests.

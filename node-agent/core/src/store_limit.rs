@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_lose_memory_or_block_a_drain_is_not_refused() {
+    fn a_save_for_a_suspend_or_an_eviction_is_never_refused() {
         for power in [Power::Awake, Power::Asleep, Power::Dozing] {
             assert!(applies_to(&desired(power)), "{power:?}");
         }

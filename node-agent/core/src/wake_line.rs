@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_an_answer_comes_first() {
+    fn a_wake_that_a_caller_waits_for_comes_first() {
         let mut node = Node::default();
         for (name, deferrable) in [("a", true), ("a", true), ("b", true), ("c", false)] {
             node.join(name, deferrable);
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_died_is_passed_over() {
+    fn a_wake_whose_process_ended_loses_its_place_in_the_line() {
         let mut node = Node::default();
         let places = ["a", "b", "c", "d"].map(|name| node.join(name, false));
         node.dead.extend([places[0].clone(), places[1].clone()]);
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_dead_behind_one_that_stands_still_keep_no_turn_from_the_others() {
+    fn ended_processes_behind_a_stalled_process_take_no_turn() {
         let mut node = Node::default();
         let places = ["a", "b", "c", "d"].map(|name| node.join(name, false));
         node.still.insert(places[0].clone());
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_stands_still_holds_up_no_round() {
+    fn a_stalled_process_holds_up_no_round() {
         let place = |round, name| Place {
             deferrable: false,
             round,
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_is_its_name_and_nothing_else_is() {
+    fn only_a_well_formed_name_is_a_place_in_the_line() {
         for name in ["called-0-team-a", "asked-18446744073709551615-b"] {
             let place = Place::parse(name).unwrap();
             assert_eq!(place.to_string(), name);
@@ -276,7 +276,7 @@ mod tests {
         /// However many processes keep coming: a process with `own` places of its namespace before
         /// it waits for at most `own` + 2 turns of every other namespace.
         #[test]
-        fn a_namespace_that_needs_many_sandboxes_waits_for_itself(
+        fn a_namespace_that_needs_many_wakes_delays_only_itself(
             limit in 1..4_usize,
             events in proptest::collection::vec((0..5_u8, 0..NAMES.len()), 1..300),
         ) {
@@ -304,7 +304,7 @@ mod tests {
         /// If processes die while they wait, no turn stays free while a living process waits for
         /// it, except one turn for each stalled process.
         #[test]
-        fn the_dead_keep_nobody_waiting(
+        fn ended_processes_keep_no_process_waiting(
             limit in 1..4_usize,
             events in proptest::collection::vec((0..7_u8, 0..NAMES.len(), any::<bool>(), 0..100_usize), 1..200),
         ) {

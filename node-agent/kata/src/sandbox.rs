@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_is_its_container_and_those_that_name_it() {
+    fn a_sandbox_is_its_sandbox_container_and_the_containers_that_name_it() {
         let containers = [
             container('b', KATA, &spec("container", 'a', "/kubepods/pod1/b")),
             container('a', KATA, &spec("sandbox", 'a', "/kubepods/pod1/a")),
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn of_other_runtimes_and_of_what_is_not_understood_nothing_is_touched() {
+    fn containers_of_other_runtimes_and_malformed_specs_are_left_alone() {
         let of = |runtime| container('a', runtime, &spec("sandbox", 'a', "/kubepods/pod1/a"));
         for (runtime, expected) in [
             ("io.containerd.kata.v2", 1),
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn how_a_sandbox_is_follows_from_its_tasks() {
+    fn the_state_of_a_sandbox_follows_from_its_tasks() {
         use Status::*;
         let task = |status: Status| {
             Some(Process {

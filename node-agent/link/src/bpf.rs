@@ -530,7 +530,7 @@ mod tests {
 
     /// Needs root.
     #[test]
-    fn a_refused_program_comes_with_the_verifiers_words() {
+    fn the_error_of_a_refused_program_has_the_verifiers_message() {
         let error = load(
             Hook::SocketLookup,
             &[copy(Register::R1, Register::R2), exit()],

@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_said_otherwise_so_it_is_a_probe() {
+    fn an_undecided_connection_counts_as_a_probe_after_its_waiting_time() {
         let now = Instant::now();
         let mut doubts = UndecidedConnections::default();
         assert_eq!(doubts.settled_in(now), None);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_that_is_not_probed_any_more_settles_it_at_once() {
+    fn an_undecided_connection_to_an_unprobed_port_is_settled_at_once() {
         let now = Instant::now();
         let mut doubts = UndecidedConnections::default();
         assert!(doubts.add(&ends(1), b"syn", now));
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn only_so_many_wait() {
+    fn the_number_of_undecided_connections_is_limited() {
         let now = Instant::now();
         let mut doubts = UndecidedConnections::default();
         let waiting = (0..100).filter(|port| doubts.add(&ends(*port), b"syn", now));

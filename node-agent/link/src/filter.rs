@@ -162,7 +162,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_what_is_for_routers_is_left_out() {
+    fn the_filter_leaves_out_only_packets_for_routers() {
         // The kernel runs the filter of any socket that takes datagrams.
         let (sender, socket) = std::os::unix::net::UnixDatagram::pair().expect("a pair");
         leave_out_for_routers(&socket).expect("attached");

@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_that_are_repeated_for_hours_take_no_room() {
+    fn repeated_ends_of_connections_take_no_further_room() {
         let mut held = Held::default();
         for repetition in 0..20 {
             for port in 0..100 {
@@ -85,7 +85,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_waits_is_bounded_and_in_order_and_a_segment_is_never_there_twice(
+        fn held_packets_are_bounded_and_in_order_and_have_no_segment_twice(
             frames in proptest::collection::vec((0_u8..40, 0_usize..3000, any::<bool>()), 0..2500),
         ) {
             let mut held = Held::default();

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_by_arp_is_told_the_link_of_the_address() {
+    fn an_arp_request_is_answered_with_the_link_of_the_address() {
         let reply = answer(&arp(ArpOperation::REQUEST, [10, 0, 0, 7]), &own(), POD);
         let reply = reply.expect("an answer");
         let packet = LaxSlicedPacket::from_ethernet(&reply).expect("a frame");
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn who_solicits_is_told_and_who_wants_the_address_is_told_by_way_of_all() {
+    fn a_solicitation_is_answered_and_a_duplicate_check_is_answered_to_all_nodes() {
         let payload = [&own_v6().octets()[..], &[2, 1], &POD].concat();
         for (source, to, to_mac, flags) in [
             ("fd00::9", "fd00::9", PEER, 0x60),
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_else_is_answered() {
+    fn only_a_valid_request_for_an_own_address_is_answered() {
         let whole = solicitation("fd00::9", "fd00::7", 255, 135);
         for (frame, why) in [
             (
@@ -227,7 +227,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn whatever_comes_is_read_without_a_panic(frame in proptest::collection::vec(0_u8.., 0..120)) {
+        fn any_frame_is_read_without_a_panic(frame in proptest::collection::vec(0_u8.., 0..120)) {
             let _ = answer(&frame, &own(), POD);
         }
     }

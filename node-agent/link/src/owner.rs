@@ -98,6 +98,25 @@ impl Kubelet {
         })
     }
 
+    /// Reports whether the kubelet has a connection to one of these ports of the pod, or begins
+    /// one.
+    pub fn is_connected_to(&mut self, pod: &[IpAddr], ports: &[u16]) -> Result<bool, Error> {
+        for family in [AF_INET, AF_INET6] {
+            let states = StateFlags::ESTABLISHED | StateFlags::SYN_SENT;
+            for found in query(family, states, any(family), true)? {
+                let (address, port) = found.remote;
+                if pod.contains(&address)
+                    && ports.contains(&port)
+                    && found.inode != 0
+                    && self.has_socket(found.inode)?
+                {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
     fn has_socket(&mut self, socket: u32) -> Result<bool, Error> {
         if let Some(Listener {
             process,
@@ -139,19 +158,15 @@ fn socket_of(connection: &Ends) -> Result<Option<u32>, Error> {
         AF_INET6
     };
     let found = query(family, StateFlags::all(), id, false)?;
-    Ok(found.first().map(|(_, inode)| *inode))
+    Ok(found.first().map(|socket| socket.inode))
 }
 
 /// Returns the process that listens on the port, and its socket.
 fn listener(port: u16) -> Result<Option<Listener>, Error> {
     for family in [AF_INET6, AF_INET] {
-        let mut any = SocketId::new_v4();
-        if family == AF_INET6 {
-            any.source_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
-            any.destination_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
-        }
-        let listening = query(family, StateFlags::LISTEN, any, true)?;
-        for (_, socket) in listening.into_iter().filter(|(at, _)| *at == port) {
+        let listening = query(family, StateFlags::LISTEN, any(family), true)?;
+        for found in listening.into_iter().filter(|found| found.port == port) {
+            let socket = found.inode;
             let mut process_ids = process_ids().map_err(Error::Processes)?;
             if let Some(process) = process_ids.find(|process| has_open(*process, socket)) {
                 return Ok(Some(Listener { process, socket }));
@@ -161,7 +176,26 @@ fn listener(port: u16) -> Result<Option<Listener>, Error> {
     Ok(None)
 }
 
-/// Returns local port and inode number of each socket that matches `socket_id` and `states`.
+/// A socket of this machine.
+#[derive(Debug, Clone, Copy)]
+struct Found {
+    port: u16,
+    remote: (IpAddr, u16),
+    /// 0 if no process has it open any more.
+    inode: u32,
+}
+
+/// Returns the id that matches any socket of the family.
+fn any(family: u8) -> SocketId {
+    let mut any = SocketId::new_v4();
+    if family == AF_INET6 {
+        any.source_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+        any.destination_address = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+    }
+    any
+}
+
+/// Returns each socket that matches `socket_id` and `states`.
 ///
 /// `all`: requests a dump of all of them; else the kernel returns the one with exactly these ends.
 fn query(
@@ -169,7 +203,7 @@ fn query(
     states: StateFlags,
     socket_id: SocketId,
     all: bool,
-) -> Result<Vec<(u16, u32)>, Error> {
+) -> Result<Vec<Found>, Error> {
     let mut socket = Socket::new(NETLINK_SOCK_DIAG).map_err(Error::Ask)?;
     socket.bind_auto().map_err(Error::Ask)?;
     socket.connect(&SocketAddr::new(0, 0)).map_err(Error::Ask)?;
@@ -199,7 +233,12 @@ fn query(
             rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
             match message.payload {
                 NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => {
-                    found.push((response.header.socket_id.source_port, response.header.inode));
+                    let id = &response.header.socket_id;
+                    found.push(Found {
+                        port: id.source_port,
+                        remote: (id.destination_address, id.destination_port),
+                        inode: response.header.inode,
+                    });
                     if !all {
                         return Ok(found);
                     }
@@ -272,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_of_another_machine_is_nobodys_here() {
+    fn a_connection_of_another_machine_has_no_owner_here() {
         let elsewhere = Ends {
             remote: IpAddr::from([192, 0, 2, 1]),
             remote_port: 40_000,
@@ -284,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_the_kubelets_when_the_process_has_it_that_listens_on_its_port() {
+    fn a_connection_is_the_kubelets_if_its_process_listens_on_the_kubelets_port() {
         let (port, _server, stream) = connected("127.0.0.1:0");
         let ends = ends(&stream);
         // The entry is outdated, as after a restart of the kubelet.
@@ -315,7 +354,24 @@ mod tests {
     }
 
     #[test]
-    fn somebody_elses_connection_is_not_the_kubelets() {
+    fn a_connection_of_the_kubelet_is_seen_while_it_lasts_and_no_other() {
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let (port, server, stream) = connected(address);
+            let ip = stream.peer_addr().expect("an address").ip();
+            let mut kubelet = Kubelet::at(port);
+            let mut to =
+                |ips: &[IpAddr], ports: &[u16]| kubelet.is_connected_to(ips, ports).expect("asked");
+            assert!(to(&[ip], &[1, port]), "{address}");
+            assert!(!to(&[ip], &[1]), "another port");
+            assert!(!to(&[IpAddr::from([192, 0, 2, 1])], &[port]), "another pod");
+            let (accepted, _) = server.accept().expect("accepted");
+            drop((stream, accepted));
+            assert!(!to(&[ip], &[port]), "it is closed");
+        }
+    }
+
+    #[test]
+    fn a_connection_of_another_process_is_not_the_kubelets() {
         let (_, _server, stream) = connected("127.0.0.1:0");
         // No process listens on this port, so no process is the kubelet.
         let nobody = TcpListener::bind("127.0.0.1:0").expect("listens");
@@ -340,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn the_addresses_of_this_machine_are_told_from_others() {
+    fn addresses_of_this_machine_are_distinguished_from_foreign_addresses() {
         assert!(is_of_this_machine(IpAddr::from([127, 0, 0, 1])));
         // An address for documentation.
         assert!(!is_of_this_machine(IpAddr::from([192, 0, 2, 1])));

@@ -298,7 +298,7 @@ mod tests {
 
     /// Needs root and iproute2, as the development cluster does.
     #[test]
-    fn a_silenced_link_receives_nothing_but_questions_for_its_address() {
+    fn a_packet_drop_lets_only_the_allowed_sender_and_address_resolution_pass() {
         let (near, far) = (Namespace::empty("near"), Namespace::empty("far"));
         let (a, b) = (near.name(), far.name());
         sh(&format!(
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_muted_link_is_heard_by_the_known_sender_alone_and_answers_questions_for_its_address() {
+    fn an_egress_hold_lets_only_the_allowed_sender_and_address_resolution_pass() {
         let (pod, host) = (Namespace::empty("muted"), Namespace::empty("hears"));
         let (p, h) = (pod.name(), host.name());
         sh(&format!(
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn only_neighbours_talk_passes_a_muted_link() {
+    fn an_egress_hold_lets_only_arp_and_neighbour_discovery_pass() {
         let frame = |kind: u16, next: u8, message: u8| {
             let mut frame = vec![0; 64];
             frame[12..14].copy_from_slice(&kind.to_be_bytes());

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_question_is_a_keepalive_of_the_pod() {
+    fn a_keepalive_probe_has_the_form_of_a_keepalive_of_the_pod() {
         for (local, remote) in own().into_iter().zip(remotes()) {
             for timestamps in [Some((70, 60)), None] {
                 let connection = Unacknowledged {
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_is_the_one_before_the_first_that_was_not_acknowledged() {
+    fn a_probes_number_is_just_before_the_first_unacknowledged_number() {
         let from = |first, after| Unacknowledged {
             first,
             after,
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_asked_in_the_name_of_others_or_together_with_others() {
+    fn no_probe_has_a_foreign_source_or_goes_to_several_peers() {
         let four = over_ipv4();
         let local = |local| Ends { local, ..four.ends };
         let remote = |remote| Ends {
@@ -244,7 +244,7 @@ mod tests {
         /// For any packets of the sandbox: a question has no data, begins and ends nothing, has an
         /// address of the pod, and goes where the pod's packet went.
         #[test]
-        fn a_question_is_never_more_than_the_sandbox_could_have_sent(connection in anything()) {
+        fn a_probe_has_only_content_that_the_sandbox_could_have_sent(connection in anything()) {
             let Some(question) = KeepaliveProbe::of(&connection, &own()) else { return Ok(()) };
             let frame = question.frame(POD).expect("a frame");
             prop_assert_eq!((&frame[..6], &frame[6..12]), (&connection.neighbour[..], &POD[..]));
@@ -261,7 +261,7 @@ mod tests {
 
         /// Unacknowledged data makes a question, for all numbers.
         #[test]
-        fn every_peer_of_the_pod_is_asked(first in any::<u32>(), length in 1..=HALF) {
+        fn every_peer_with_unacknowledged_data_is_probed(first in any::<u32>(), length in 1..=HALF) {
             let connection = Unacknowledged { first, after: first.wrapping_add(length), ..over_ipv4() };
             prop_assert_eq!(sequence(&connection), Some(first.wrapping_sub(1)));
         }

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn the_number_is_the_one_that_follows_what_was_said() {
+    fn a_reminders_number_follows_the_data_of_the_last_segment() {
         let segment = over_ipv4();
         assert_eq!(number(&segment), Some(105));
         assert_eq!(
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn of_who_has_said_nothing_the_next_number_is_not_known() {
+    fn a_segment_without_data_makes_no_reminder() {
         let segment = over_ipv4();
         for nothing in [
             Segment {
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_else_in_it_is_new() {
+    fn a_reminder_differs_from_the_last_segment_only_in_number_and_length() {
         let over_ipv6 = data(
             IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 1]),
             IpAddr::from([0xfd00, 0, 0, 0, 0, 0, 0, 3]),

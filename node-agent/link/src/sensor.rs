@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_before_and_was_not_answered_wakes_at_once() {
+    fn an_earlier_packet_without_an_answer_wakes_at_once() {
         let now = Instant::now();
         let mut sensor = Sensor::default();
         sensor.record_earlier_packet();
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_is_kept_and_wakes_nobody() {
+    fn a_packet_without_a_listener_is_kept_and_wakes_no_sandbox() {
         let now = Instant::now();
         let mut sensor = Sensor::default();
         sensor.asleep(now);
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_to_wake_it_is_lost_while_it_sleeps_and_kept_around_that() {
+    fn an_unwanted_packet_is_lost_during_sleep_and_kept_during_save_and_wake() {
         let now = Instant::now();
         let mut sensor = Sensor::default();
         let unwanted =

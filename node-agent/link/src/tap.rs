@@ -211,7 +211,7 @@ mod tests {
 
     /// Needs root, as the development cluster does.
     #[test]
-    fn there_is_room_for_what_waits_however_little_the_kernel_gives_of_itself() {
+    fn a_tap_has_its_buffer_size_whatever_limit_the_kernel_sets() {
         const MUCH: libc::c_int = 1 << 29;
         let socket = OwnedFd::from(UdpSocket::bind("127.0.0.1:0").expect("bound"));
         make_room(&socket, MUCH).expect("set");
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_pod_says_to_routers_is_collected_and_what_it_hears_of_others_is_not() {
+    fn only_a_tap_of_a_pod_receives_the_pods_packets_for_routers() {
         const LOOPBACK: u32 = 1;
         let (mut host, mut pod) = (
             Tap::open(LOOPBACK).expect("a tap"),
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_bears_its_mark() {
+    fn a_sent_frame_has_the_mark_of_its_sender() {
         const MARK: u32 = 0x7001;
         // The first link of every namespace.
         const LOOPBACK: u32 = 1;

@@ -1,8 +1,8 @@
 //! Reads, replaces and removes the files of records.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -28,6 +28,11 @@ pub(super) fn write_error(path: &Path, source: std::io::Error) -> Error {
 
 pub(super) fn make_dir(path: &Path) -> Result<(), Error> {
     locks::make_dir(path).map_err(|source| write_error(path, source))
+}
+
+/// Makes a directory in which the agent may make and remove files.
+pub(super) fn make_dir_of_agent(path: &Path) -> Result<(), Error> {
+    locks::make_dir_of_agent(path).map_err(|source| write_error(path, source))
 }
 
 /// Removes a directory with its files. Tries again if another process makes a file while the
@@ -69,6 +74,11 @@ pub(super) fn list(dir: &Path) -> Result<Vec<String>, Error> {
     }
 }
 
+/// Mode of records. Only root and the agent's group reach their directories.
+const READABLE: u32 = 0o644;
+/// Mode of records that are not for the agent.
+const PRIVATE: u32 = 0o600;
+
 pub(super) fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Error> {
     write_json_as_of(path, value, None)
 }
@@ -79,23 +89,55 @@ pub(super) fn write_json_as_of<T: Serialize>(
     value: &T,
     time: Option<std::time::SystemTime>,
 ) -> Result<(), Error> {
+    write_json_with(path, value, time, READABLE)
+}
+
+/// Replaces a file by `value` as JSON. The agent cannot read it.
+pub(super) fn write_private_json<T: Serialize>(path: &Path, value: &T) -> Result<(), Error> {
+    write_json_with(path, value, None, PRIVATE)
+}
+
+fn write_json_with<T: Serialize>(
+    path: &Path,
+    value: &T,
+    time: Option<std::time::SystemTime>,
+    mode: u32,
+) -> Result<(), Error> {
     let bytes = serde_json::to_vec(value).map_err(|source| Error::Parse {
         path: path.into(),
         source,
     })?;
     let temporary = temporary_for(path);
-    let written = OpenOptions::new()
-        .create(true)
-        .truncate(true)
-        .write(true)
-        .mode(0o600)
-        .open(&temporary)
+    let written = make_new(&temporary)
         .and_then(|mut file| {
+            file.set_permissions(Permissions::from_mode(mode))?;
             file.write_all(&bytes)?;
             time.map_or(Ok(()), |time| file.set_modified(time))
         })
         .and_then(|()| std::fs::rename(&temporary, path));
     written.map_err(|source| write_error(path, source))
+}
+
+/// Makes a file in a directory in which another user may have put something of this name. A file of
+/// a process with the same number, which died while it wrote, is replaced.
+fn make_new(path: &Path) -> std::io::Result<File> {
+    let make = || {
+        let mut options = OpenOptions::new();
+        options.create_new(true).write(true).mode(PRIVATE);
+        options.open(path)
+    };
+    match make() {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            std::fs::remove_file(path)?;
+            make()
+        }
+        made => made,
+    }
+}
+
+/// Makes an empty file.
+pub(super) fn make_empty(path: &Path) -> std::io::Result<()> {
+    make_new(path).map(drop)
 }
 
 /// Returns a name beside `path` that no other write of this or another process uses now.
@@ -115,7 +157,10 @@ pub(super) fn read_if_there<T: DeserializeOwned>(path: &Path) -> Result<Option<T
 }
 
 pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, Error> {
-    let file = match File::open(path) {
+    let mut options = OpenOptions::new();
+    // The directory may be the agent's: no link is followed, and no pipe waited for.
+    let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
+    let file = match options.read(true).custom_flags(flags).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == ErrorKind::NotFound => {
             return Err(Error::Missing(path.into()));
@@ -147,7 +192,7 @@ mod tests {
     use crate::tests::one_pod;
 
     #[test]
-    fn a_pod_is_removed_also_while_others_look_at_it() {
+    fn a_pod_is_removed_even_while_its_records_are_read() {
         let (_dir, records, sandbox) = one_pod();
         for _ in 0..50 {
             std::thread::scope(|scope| {

@@ -57,6 +57,7 @@ mod notes;
 mod pod;
 mod records;
 mod reports;
+mod rules;
 mod runsc;
 mod volumes;
 
@@ -69,6 +70,7 @@ pub use pod::{
     Addresses, ContainerRecord, FetchFailure, PodRecord, RestoreReport, Role, SandboxState,
 };
 pub use records::{PodLock, Records};
+pub use rules::Rules;
 pub use runsc::RunscRecord;
 pub use volumes::{SandboxVolume, VolumeDirectory};
 

@@ -8,13 +8,16 @@ use std::path::PathBuf;
 use torpor_core::ids::{ContainerId, SandboxId};
 
 use crate::error::Error;
-use crate::files::{list, make_dir, remove_dir, remove_file, write_error, write_json};
+use crate::files::{
+    list, make_dir, make_dir_of_agent, remove_dir, remove_file, write_error, write_json,
+};
 use crate::pod::{ContainerRecord, Role};
-use crate::records::Records;
+use crate::records::{CONTAINER, Records};
 
 impl Records {
-    /// Makes a pod's directory.
+    /// Makes a pod's directory, and the one in which the agent writes about Pods.
     pub fn create_pod_dir(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        make_dir_of_agent(&self.reports)?;
         make_dir(&self.members_dir(sandbox))
     }
 
@@ -37,7 +40,7 @@ impl Records {
             .mode(0o600)
             .open(&path);
         made.map_err(|source| write_error(&path, source))?;
-        let path = self.container_dir(&container.id).join("container.json");
+        let path = self.container_dir(&container.id).join(CONTAINER);
         write_json(&path, container)
     }
 

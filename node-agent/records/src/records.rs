@@ -1,8 +1,9 @@
 //! The records of this node: locks, specs, states and the limits that a wake changes.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions, Permissions};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::PathBuf;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use nix::fcntl::{Flock, FlockArg};
@@ -14,10 +15,60 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::files::{
     list, make_dir, modified, read_if_there, read_json, remove_dir, remove_file, write_error,
-    write_json, write_json_as_of,
+    write_json, write_json_as_of, write_private_json,
 };
 use crate::locks;
 use crate::pod::{ContainerRecord, PodRecord, SandboxState};
+
+/// Modes of directories of records: the agent reads them, or writes to them.
+pub(crate) const READABLE: u32 = 0o750;
+pub(crate) const OF_AGENT: u32 = 0o770;
+/// Name of a container's record.
+pub(crate) const CONTAINER: &str = "container.json";
+
+/// Accepts a file or directory that was removed meanwhile.
+fn if_there<T>(result: std::io::Result<T>) -> std::io::Result<Option<T>> {
+    match result {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+/// Lets everyone that reaches a record of root read it. A link to a file elsewhere is left: the
+/// agent may have made it.
+fn make_readable(path: &Path) -> std::io::Result<()> {
+    let mut options = OpenOptions::new();
+    options
+        .read(true)
+        .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK);
+    let file = options.open(path)?;
+    let found = file.metadata()?;
+    if found.is_file() && found.uid() == 0 && found.nlink() == 1 {
+        file.set_permissions(Permissions::from_mode(0o644))?;
+    }
+    Ok(())
+}
+
+/// Sets the mode of a directory and of those below it down to `depth`, and lets the agent read
+/// their records of this name; none: all.
+fn hand_over(dir: &Path, mode: u32, depth: u32, records: Option<&str>) -> std::io::Result<()> {
+    if if_there(locks::share(dir, mode))?.is_none() {
+        return Ok(());
+    }
+    for entry in if_there(std::fs::read_dir(dir))?.into_iter().flatten() {
+        let entry = entry?;
+        let (path, kind) = (entry.path(), entry.file_type()?);
+        let name = entry.file_name();
+        let is_record = path.extension().is_some_and(|end| end == "json")
+            && records.is_none_or(|record| name == record);
+        if kind.is_dir() && depth > 0 {
+            hand_over(&path, mode, depth - 1, records)?;
+        } else if kind.is_file() && is_record {
+            if_there(make_readable(&path))?;
+        }
+    }
+    Ok(())
+}
 
 /// The lock of one pod, held until it is dropped. The kernel releases the lock of a process that
 /// dies.
@@ -41,11 +92,24 @@ pub struct Records {
 
 impl Records {
     pub fn new(config: &Config) -> Self {
+        Self::below(&config.state_dir)
+    }
+
+    /// Returns the records below a directory of state.
+    pub fn below(state_dir: &Path) -> Self {
         Self {
-            pods: config.pods_dir(),
-            containers: config.containers_dir(),
-            reports: config.state_dir.join("reports"),
+            pods: state_dir.join("pods"),
+            containers: state_dir.join("containers"),
+            reports: state_dir.join("reports"),
         }
+    }
+
+    /// Lets the agent read the records of Pods of an earlier version, which only root could read.
+    pub fn hand_over(&self) -> std::io::Result<()> {
+        // Below a pod's directory is the list of its containers.
+        hand_over(&self.pods, READABLE, 2, None)?;
+        hand_over(&self.containers, READABLE, 1, Some(CONTAINER))?;
+        hand_over(&self.reports, OF_AGENT, 0, None)
     }
 
     /// Returns the directory of a pod.
@@ -132,16 +196,17 @@ impl Records {
     }
 
     pub fn container(&self, container: &ContainerId) -> Result<ContainerRecord, Error> {
-        read_json(&self.container_dir(container).join("container.json"))
+        read_json(&self.container_dir(container).join(CONTAINER))
     }
 
-    /// Writes the spec that runsc reads from the container's directory.
+    /// Writes the spec that runsc reads from the container's directory. The agent cannot read it:
+    /// it has the program's environment.
     pub fn write_spec(
         &self,
         container: &ContainerId,
         spec: &serde_json::Value,
     ) -> Result<(), Error> {
-        write_json(&self.container_dir(container).join("config.json"), spec)
+        write_private_json(&self.container_dir(container).join("config.json"), spec)
     }
 
     /// Reads the spec that [`Self::write_spec`] wrote.

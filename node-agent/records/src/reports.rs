@@ -1,12 +1,14 @@
 //! Records of a Pod that outlive its sandboxes: the result of its last restore, the failure of a
-//! fetch and the mark of a suspend.
+//! fetch and the mark of a suspend. The shim writes the first, the agent the others.
 
 use std::path::PathBuf;
 
 use torpor_core::ids::PodUid;
 
 use crate::error::Error;
-use crate::files::{list, make_dir, read_if_there, remove_file, write_error, write_json};
+use crate::files::{
+    list, make_dir_of_agent, make_empty, read_if_there, remove_file, write_error, write_json,
+};
 use crate::pod::{FetchFailure, RestoreReport};
 use crate::records::Records;
 
@@ -14,7 +16,7 @@ impl Records {
     /// Writes the result of a restore. It outlives the sandbox, because the kubelet removes a
     /// sandbox at once if its restore fails.
     pub fn write_report(&self, pod: &PodUid, report: &RestoreReport) -> Result<(), Error> {
-        make_dir(&self.reports)?;
+        make_dir_of_agent(&self.reports)?;
         write_json(&self.report_path(pod), report)
     }
 
@@ -42,10 +44,10 @@ impl Records {
     /// stays in its image until another Pod continues the image.
     pub fn note_suspends(&self, pod: &PodUid, suspends: bool) -> Result<(), Error> {
         let path = self.suspends_path(pod);
-        match (suspends, path.exists()) {
+        match (suspends, path.symlink_metadata().is_ok()) {
             (true, false) => {
-                make_dir(&self.reports)?;
-                std::fs::write(&path, "").map_err(|source| write_error(&path, source))
+                make_dir_of_agent(&self.reports)?;
+                make_empty(&path).map_err(|source| write_error(&path, source))
             }
             (false, true) => remove_file(&path),
             _ => Ok(()),
@@ -54,14 +56,14 @@ impl Records {
 
     /// Reports whether [`Self::note_suspends`] has set the mark.
     pub fn suspends(&self, pod: &PodUid) -> bool {
-        self.suspends_path(pod).exists()
+        self.suspends_path(pod).symlink_metadata().is_ok()
     }
 
     /// Writes or removes the reason why the image that the Pod continues from was not fetched.
     pub fn note_fetch(&self, pod: &PodUid, failure: Option<&FetchFailure>) -> Result<(), Error> {
         match failure {
             Some(failure) => {
-                make_dir(&self.reports)?;
+                make_dir_of_agent(&self.reports)?;
                 write_json(&self.fetch_path(pod), failure)
             }
             None => remove_file(&self.fetch_path(pod)),

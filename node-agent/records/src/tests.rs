@@ -29,7 +29,7 @@ pub(crate) fn one_pod() -> (tempfile::TempDir, Records, SandboxId) {
 }
 
 #[test]
-fn that_a_pod_is_being_suspended_is_noted_and_forgotten() {
+fn the_suspend_of_a_pod_is_noted_and_forgotten() {
     let (_dir, records, _) = one_pod();
     let pod = PodUid::new("pod-a").expect("a uid");
     for suspends in [false, true, true, false, false] {
@@ -47,8 +47,7 @@ fn that_a_pod_is_being_suspended_is_noted_and_forgotten() {
 }
 
 #[test]
-fn a_sandbox_sleeps_since_it_was_paused_to_be_saved_however_long_that_took_and_how_often_it_is_ended()
- {
+fn a_sandbox_sleeps_since_the_pause_of_its_save_however_often_it_is_ended() {
     let (_dir, records, sandbox) = one_pod();
     let image = |number| ImageId::parse(&format!("pod-a.{number}")).expect("an id");
     let earlier = |seconds| {
@@ -86,4 +85,50 @@ fn a_sandbox_sleeps_since_it_was_paused_to_be_saved_however_long_that_took_and_h
     let written = records.write_hibernated(&sandbox, &image(3));
     written.expect("written");
     assert!(records.asleep_since(&sandbox) > Some(again));
+}
+
+#[test]
+fn records_that_only_root_could_read_are_handed_over_and_the_specs_are_not() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
+
+    if !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let (dir, records, sandbox) = one_pod();
+    let (pod, container) = (
+        records.pod_dir(&sandbox),
+        dir.path().join("containers").join("c"),
+    );
+    std::fs::create_dir_all(&container).expect("made");
+    let elsewhere = dir.path().join("elsewhere.json");
+    std::fs::write(&elsewhere, "").expect("written");
+    let report = dir.path().join("reports").join("pod-a.json");
+    let link = dir.path().join("reports").join("pod-b.json");
+    std::os::unix::fs::symlink(&elsewhere, link).expect("linked");
+    let files = [
+        pod.join("pod.json"),
+        pod.join("lock"),
+        container.join("container.json"),
+        container.join("config.json"),
+        report,
+        elsewhere,
+    ];
+    let private = |path: &std::path::Path, mode| {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).expect("set");
+    };
+    for path in &files {
+        std::fs::write(path, "").expect("written");
+        private(path, 0o600);
+    }
+    for path in [&pod, &container] {
+        private(path, 0o700);
+    }
+    records.hand_over().expect("handed over");
+    let mode = |path: &std::path::PathBuf| {
+        let found = std::fs::metadata(path).expect("there");
+        found.mode() & 0o777
+    };
+    let modes: Vec<_> = files.iter().map(mode).collect();
+    assert_eq!(modes, [0o644, 0o600, 0o644, 0o600, 0o644, 0o600]);
+    assert_eq!([mode(&pod), mode(&container)], [0o750, 0o750]);
 }

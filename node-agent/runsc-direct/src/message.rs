@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::gofer::plan::ServeArgs;
 use super::plan::BootArgs;
-use torpor_runsc::keeper::{receive, send};
+use torpor_messages::wire::{receive, send};
 
 /// A message on the connection between the process and the wake that begins it.
 #[derive(Debug, Serialize, Deserialize)]

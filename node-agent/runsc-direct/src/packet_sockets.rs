@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_all_descriptors_only_packet_sockets_are_copied() {
+    fn only_packet_sockets_are_copied_from_a_process() {
         let own = i32::try_from(std::process::id()).expect("a number");
         let process = pidfd_open(Pid::from_raw(own).expect("a number"), PidfdFlags::empty());
         let process = process.expect("opened");

@@ -52,7 +52,7 @@ fn kept(record: Value) -> RunscRecord {
 }
 
 #[test]
-fn how_a_sandbox_begins_is_told_from_how_runsc_began_it() {
+fn the_plan_of_a_sandbox_is_derived_from_runscs_record() {
     let plan = plan::plan(&kept(record()), &json!({}), "s").expect("known");
     let expected = Plan {
         root: Root::Image("/opt/pause.erofs".into()),
@@ -64,7 +64,7 @@ fn how_a_sandbox_begins_is_told_from_how_runsc_began_it() {
 }
 
 #[test]
-fn what_runsc_has_no_record_of_is_told_from_an_earlier_time() {
+fn a_missing_record_of_runsc_is_taken_from_an_earlier_copy() {
     let of = |records: &[(&str, i32)]| {
         let records = records
             .iter()
@@ -97,7 +97,7 @@ fn a_first_container_that_is_served_has_a_plan_of_its_gofer() {
 }
 
 #[test]
-fn what_is_not_known_is_left_to_runsc() {
+fn a_record_with_an_unknown_setting_is_left_to_runsc() {
     let known = |pointer: &str, value: Value| {
         let mut record = record();
         let (parent, key) = pointer.rsplit_once('/').expect("a pointer");
@@ -203,7 +203,7 @@ fn runsc_finds_in_its_record_the_sandbox_that_runs_now() {
 }
 
 #[test]
-fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
+fn the_last_execution_of_runsc_has_the_arguments_of_runscs_own() {
     let image = BootArgs {
         flags: vec!["--root=/r".to_owned(), "--platform=systrap".to_owned()],
         bundle: "/b".into(),
@@ -254,7 +254,7 @@ fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
 }
 
 #[test]
-fn what_gvisor_cannot_read_in_its_root_it_is_told() {
+fn settings_of_the_host_that_gvisor_cannot_read_are_given_as_flags() {
     let machine = |path: &str| match path {
         "/sys/devices/virtual/dmi/id/product_name" => Some("Box 1\n".to_owned()),
         "/sys/kernel/mm/transparent_hugepage/shmem_enabled" => {

@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_release_is_what_runsc_says_and_nothing_else() {
+    fn the_release_is_read_only_from_runscs_version_line() {
         assert_eq!(
             release_in("runsc version release-20260905.0\nspec: 1.2.0\n"),
             Some("release-20260905.0")
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn who_could_not_be_told_at_its_end_is_removed_all_the_same() {
+    fn a_failed_delete_is_tried_once_more() {
         let program = concat!(env!("CARGO_MANIFEST_DIR"), "/testdata/runsc-that-fails");
         for (fails, calls, removed) in [(0, 1, true), (1, 2, true), (2, 2, false)] {
             let dir = tempfile::tempdir().expect("a directory");

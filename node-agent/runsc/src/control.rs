@@ -17,8 +17,8 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::dial::{dial, is_not_listening};
 use crate::sigstop::{self, Gofers};
+use torpor_messages::wire::{dial, is_not_listening};
 
 /// Bytes that are read of an answer. The longest answer is the process list of one container.
 const MAX_ANSWER: u64 = 4 << 20;

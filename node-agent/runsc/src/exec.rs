@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_without_capabilities_has_the_containers() {
+    fn a_process_without_own_capabilities_has_its_containers_capabilities() {
         let spec =
             json!({ "process": { "capabilities": { "effective": ["CAP_CHOWN", "CAP_KILL"] } } });
         let process = json!({ "args": ["sh"], "user": { "uid": 7, "gid": 8 } });
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn raw_sockets_are_the_containers_and_unknown_names_refused() {
+    fn a_process_gets_raw_sockets_only_from_its_container_and_no_unknown_capability() {
         let with = |name: &str| {
             exec_args(
                 &json!({ "args": ["sh"], "capabilities": { "bounding": [name] } }),

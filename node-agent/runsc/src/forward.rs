@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_is_forwarded_there_is_nothing_to_end() {
+    fn ending_forwarded_connections_succeeds_if_there_are_none() {
         let (_dir, records, sandbox) = one_pod();
         end_all(&records, &sandbox, Duration::ZERO).expect("never one");
         let open = begin(&records, &sandbox).expect("begun");
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_waits_for_every_connection_and_later_ones_are_not_asked() {
+    fn a_pause_ends_every_forwarded_connection_and_no_later_connection() {
         let (_dir, records, sandbox) = one_pod();
         let forwards: Vec<Forward> = (0..3)
             .map(|_| begin(&records, &sandbox).expect("begun"))
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_does_not_end_is_told_of() {
+    fn a_forwarded_connection_that_does_not_end_is_reported() {
         let (_dir, records, sandbox) = one_pod();
         let _forward = begin(&records, &sandbox).expect("begun");
         let error = end_all(&records, &sandbox, Duration::from_millis(10)).expect_err("open");

@@ -4,8 +4,8 @@
 use torpor_core::ids::SandboxId;
 use torpor_records::{ContainerRecord, Error, Records};
 
-use crate::keeper::SOCKET;
 use crate::process;
+use torpor_messages::keeper::SOCKET;
 
 /// Reports whether the shim and all keepers of the pod live. When one has died, the kubelet
 /// recreates its container or sandbox as soon as it notices. A sandbox that was woken before that
@@ -61,7 +61,7 @@ mod tests {
     use crate::testing::one_pod;
 
     #[test]
-    fn a_pod_is_held_open_by_its_pause_keeper_as_long_as_that_has_its_shim() {
+    fn a_pod_is_held_open_while_its_pause_keeper_has_its_shim() {
         let (_dir, records, sandbox) = one_pod();
         let shim = |name: &str| {
             // The shim waits for the keeper that it starts. The keeper prints its pid and stops.

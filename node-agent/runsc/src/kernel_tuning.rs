@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_set_while_any_wake_goes_on_and_put_back_after_the_last() {
+    fn a_kernel_setting_is_changed_during_wakes_and_put_back_after_the_last() {
         let machine = Machine::with("never\n");
         let one = machine.begin();
         let other = machine.begin();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_whose_operator_has_decided_keeps_it() {
+    fn a_kernel_setting_that_the_operator_chose_is_kept() {
         for decided in ["always\n", "always [inherit] advise never\n"] {
             let machine = Machine::with(decided);
             drop(machine.begin());
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_wake_left_is_put_back_by_the_next() {
+    fn a_kernel_setting_that_a_killed_wake_left_is_put_back_by_the_next_wake() {
         let machine = Machine::with("always inherit within_size advise [never]\n");
         let mut killed = machine.begin();
         // As after a kill: the lock is released, the setting stays.
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_operator_decides_while_a_wake_goes_on_or_after_a_killed_one_stays() {
+    fn a_kernel_setting_that_the_operator_changes_during_or_after_a_wake_is_kept() {
         let machine = Machine::with("never\n");
         let decide = || std::fs::write(machine.0.path().join("switch"), "advise");
         let wake = machine.begin();
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_comes_in_large_pieces_where_there_is_much_to_read() {
+    fn a_large_restore_turns_large_folios_on_and_a_small_restore_does_not() {
         let kernel = Kernel::new();
         let small = kernel.restore((16 << 20) - 1);
         assert_eq!(kernel.values(), ["1", "never"]);
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_of_this_machine_knows_the_words() {
+    fn the_kernel_of_this_machine_accepts_the_values_of_the_setting() {
         // A kernel before 6.11 has no such file.
         if let Ok(text) = std::fs::read_to_string(LARGE_FOLIOS.switch) {
             let words: Vec<_> = text.split_whitespace().map(chosen).collect();

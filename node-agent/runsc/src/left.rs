@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_container_that_makes_its_processes_up_is_looked_at_a_bounded_number_of_times() {
+    fn a_container_with_invented_processes_is_read_a_bounded_number_of_times() {
         let mut reads = 0;
         let found = walk(|path, _| {
             reads += 1;

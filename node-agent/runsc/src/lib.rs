@@ -16,7 +16,7 @@
 //! | [`root`] | the pause container's root file system |
 //! | [`limits`] | the Pod's limits, as programs in the sandbox see them |
 //! | [`exec`] | an OCI process as gVisor's arguments |
-//! | [`keeper`], [`held_open`] | requests to a keeper; liveness of a pod's keepers and shim |
+//! | [`held_open`] | liveness of a pod's keepers and shim |
 //! | [`forward`] | connections that are forwarded into a sandbox |
 //! | [`command`] | runsc's commands: create, start, restore, delete |
 //! | [`probe`] | capabilities of this node's runsc; the node's fingerprint |
@@ -26,12 +26,12 @@
 
 pub mod command;
 pub mod control;
-mod dial;
+
 pub mod exec;
 pub mod forward;
 pub mod held_open;
 pub mod inside;
-pub mod keeper;
+
 pub mod kernel_tuning;
 pub mod left;
 pub mod limits;

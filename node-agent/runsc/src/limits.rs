@@ -208,7 +208,7 @@ mod tests {
     };
 
     #[test]
-    fn a_sandbox_is_told_the_pods_limits_and_no_more_than_the_machine_has() {
+    fn a_sandbox_gets_the_pods_limits_and_no_more_than_the_machine_has() {
         let of = |memory, processors: Option<(u64, u64)>| {
             let processors = processors.map(|(quota, period)| ProcessorLimit { quota, period });
             boot_flags(&Limits { memory, processors }, MACHINE).join(" ")
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_in_the_cgroup_that_its_file_says() {
+    fn the_cgroup_of_a_process_is_read_from_its_file() {
         let text = "7:pids:/a\n6:memory:/b:c\n1:cpu:/d\n";
         assert_eq!(memory_cgroup(text), Some("/b:c"));
         for other in ["", "memory", "6:memory", "6:memory:no", "0::/x"] {

@@ -3,38 +3,14 @@
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-
-/// This process' own `/proc`.
-const OWN: &str = "/proc";
-
-static ROOT: OnceLock<PathBuf> = OnceLock::new();
-
-/// Sets another directory than `/proc` for the host's processes, for the whole process. A process
-/// in a PID namespace of its own has the host's `/proc` mounted at `root`. Must be called once,
-/// before any process is read.
-pub fn read_below(root: PathBuf) {
-    // A second call has no effect.
-    let _ = ROOT.set(root);
-}
-
-fn root() -> &'static Path {
-    ROOT.get().map_or_else(|| Path::new(OWN), PathBuf::as_path)
-}
-
-/// Reports whether this process sees processes under the host's process ids, so that it may signal
-/// by them.
-pub(crate) fn numbers_are_own() -> bool {
-    root() == Path::new(OWN)
-}
-
-fn path_of(pid: i32, file: &str) -> PathBuf {
-    root().join(pid.to_string()).join(file)
-}
 
 use procfs_core::FromRead;
 pub use procfs_core::process::Stat;
 use procfs_core::process::Status;
+
+fn path_of(pid: i32, file: &str) -> PathBuf {
+    Path::new("/proc").join(pid.to_string()).join(file)
+}
 
 /// Bytes that are read of `/proc/<pid>/stat`. Its line is shorter: 50 numbers and a name of 64
 /// bytes.
@@ -151,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_was_killed_goes_on_no_longer_whatever_it_is_at() {
+    fn a_killed_process_counts_as_ending_in_any_state() {
         // The third line is of a process in a frozen cgroup after `kill -9`. The process ends only
         // when the cgroup is thawed (Linux 6.18).
         let stat = |state: &str, flags: u64, pending: u64| {

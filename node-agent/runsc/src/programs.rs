@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_a_program_it_is_what_nobody_writes_to() {
+    fn only_the_read_only_parts_of_a_program_are_kept_in_memory() {
         let program = std::env::current_exe().expect("this program");
         let all = std::fs::metadata(&program).expect("its size").len();
         let kept = keep_in_memory(&program).expect("read");
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_program_is_refused_by_name() {
+    fn a_file_that_is_no_program_is_refused_by_name() {
         let dir = tempfile::tempdir().expect("a directory");
         let file = dir.path().join("p");
         std::fs::write(&file, "#!/bin/sh").expect("written");

@@ -63,7 +63,7 @@ impl Error {
             Self::Control(control::Error::NotRunning { .. }) => "SandboxGone",
             Self::DiskFull(_) => "DiskFull",
             Self::Control(_) => "CheckpointFailed",
-            // gVisor or the agent ends a container without its gofer once the sandbox runs on.
+            // gVisor or the shim ends a container without its gofer once the sandbox runs on.
             Self::NotRunning(_) | Self::GoferGone(_) => CONTAINER_NOT_RUNNING,
             Self::Gofer { .. } => "NoRecord",
             Self::Stopped { why, .. } => why.reason(),
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_that_a_container_is_missing_in_is_none() {
+    fn a_save_fails_if_the_image_lacks_a_container() {
         saved(&[RUNS, RUNS]).expect("whole");
         for answers in [
             &[STOPPED, NOBODY][..],
@@ -300,12 +300,12 @@ mod tests {
     }
 
     #[test]
-    fn a_container_whose_first_thread_alone_has_ended_is_there() {
+    fn a_container_counts_as_saved_if_only_its_first_thread_has_ended() {
         saved(&[RUNS, STOPPED, SOMEBODY]).expect("whole");
     }
 
     #[test]
-    fn an_image_of_a_container_whose_gofer_has_ended_is_none() {
+    fn a_save_fails_if_the_gofer_of_a_container_has_ended() {
         let mut gone = std::process::Command::new("true").spawn().expect("begun");
         let [lives, ended] = [std::process::id(), gone.id()];
         gone.wait().expect("it ends");
@@ -339,7 +339,7 @@ mod tests {
     fn serve(listener: &UnixListener, sandbox: Sandbox) {
         let (mut peer, _) = listener.accept().expect("a connection");
         let fd = peer.try_clone().expect("a copy").into();
-        let (request, mut fds) = crate::keeper::receive(&fd).expect("a request");
+        let (request, mut fds) = torpor_messages::wire::receive(&fd).expect("a request");
         assert!(String::from_utf8_lossy(&request).contains("containerManager.Checkpoint"));
         let pages = File::from(fds.pop().expect("the pages' file"));
         let megabyte = vec![1; 1 << 20];
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_that_goes_on_writing_is_found_out() {
+    fn a_sandbox_that_goes_on_writing_after_its_save_was_stopped_is_detected() {
         for sandbox in [Sandbox::NeverEnds, Sandbox::HangsUp] {
             let (saved, _) = watched(sandbox, MIB);
             let error = saved.expect_err("stopped");
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn a_save_is_stopped_when_others_have_taken_the_disk() {
+    fn a_save_is_stopped_when_other_writers_have_filled_the_disk() {
         let (saved, left) = watched(Sandbox::Overshoots, MIB - 1);
         let error = saved.expect_err("stopped");
         assert!(!error.is_defiance(), "{error:?}");

@@ -9,7 +9,7 @@
 //! A stopped process does not answer. So a caller that connects to the control socket continues the
 //! processes first ([`crate::control::Control::connect`]), and a caller that only checks for the
 //! sandbox uses [`is_stopped_by_signal`]. The network stack is stopped too: the pod's keeper
-//! answers for the pod's address ([`crate::keeper::Request::Halt`]).
+//! answers for the pod's address ([`torpor_messages::keeper::Request::Halt`]).
 //!
 //! No record is written: the kernel has the state of each process. When a caller dies halfway, the
 //! next caller that connects completes the work. The processes come from runsc's own records. A
@@ -42,10 +42,6 @@ pub enum Error {
     },
     #[error("process {pid} of the sandbox does not stop")]
     DoesNotStop { pid: i32 },
-    /// This process is in another PID namespace, where the numbers of the sandbox' processes belong
-    /// to other processes.
-    #[error("the sandbox's processes are stopped, and only its pod's keeper can resume them")]
-    OutOfReach,
 }
 
 /// Stops the processes of a sandbox of the runsc with this root directory. The sandbox must be
@@ -109,12 +105,6 @@ pub(crate) fn continue_stopped(
     sandbox: &str,
     sentry: i32,
 ) -> Result<Option<Gofers>, Error> {
-    if !process::numbers_are_own() {
-        return match is_stopped_by_signal(root, sandbox) {
-            true => Err(Error::OutOfReach),
-            false => Ok(None),
-        };
-    }
     match process::is_stopped(sentry) {
         true => continue_all(root, sandbox, sentry).map(Some),
         false => Ok(None),
@@ -240,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn all_processes_of_a_sandbox_stop_and_go_on_however_often_they_are_told() {
+    fn all_processes_of_a_sandbox_stop_and_continue_however_often_they_are_signalled() {
         let processes = Processes::with_gofers(2);
         let root = processes.dir.path();
         assert!(!is_stopped_by_signal(root, "s"));
@@ -260,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_stopped_halfway_goes_on_with_the_next_caller() {
+    fn processes_that_a_killed_caller_left_stopped_are_continued_by_the_next_caller() {
         let processes = Processes::with_gofers(1);
         let root = processes.dir.path();
         let [gofer, sentry] = processes.pids()[..] else {
@@ -276,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gofer_that_ended_while_it_stood_still_is_missed() {
+    fn a_gofer_that_ended_while_it_was_stopped_is_detected() {
         let mut processes = Processes::with_gofers(2);
         let root = processes.dir.path().to_owned();
         stop_all(&root, "s").expect("stopped");
@@ -291,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_cannot_be_read_keeps_nobody_standing_still() {
+    fn an_unreadable_record_keeps_no_process_stopped() {
         let processes = Processes::with_gofers(1);
         let root = processes.dir.path();
         stop_all(root, "s").expect("stopped");
@@ -314,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_of_other_cgroups_is_none_of_the_sandbox() {
+    fn a_process_in_another_cgroup_does_not_belong_to_the_sandbox() {
         let (a, b) = ("4:memory:/a\n0::/\n", "4:memory:/b\n0::/\n");
         assert!(is_beside(Some(a), Some(a)));
         assert!(!is_beside(Some(b), Some(a)));

@@ -20,8 +20,9 @@
 //! then goes on without a turn. A process with a turn never waits for a process without one: it
 //! holds its own pod's lock and needs no other.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::ErrorKind;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -130,7 +131,7 @@ impl WakeSlots {
             // kept delays no restore.
             let turns = self.limit.unwrap_or(usize::MAX);
             let ahead = (waiting.as_ref()).map_or(0, |waiting| self.line.ahead(waiting, turns));
-            if !(courteous && self.is_somebody_waiting()) {
+            if !(courteous && self.is_client_waiting()) {
                 match self.slot(ahead) {
                     Slot::Taken(slot) => break Some(slot),
                     Slot::Unneeded => break None,
@@ -160,18 +161,18 @@ impl WakeSlots {
     }
 
     /// Reports whether a restore for a waiting client runs, or waits for its turn.
-    pub fn is_somebody_waiting(&self) -> bool {
+    pub fn is_client_waiting(&self) -> bool {
         // Only a held lock means that. A missing file, or a file that cannot be locked, does not.
-        let Some(file) = self.open("called") else {
-            return false;
-        };
-        matches!(locks::try_exclusive(file), Ok(None))
+        let file = locks::open_existing(&self.dir.join("called"));
+        file.is_ok_and(|file| matches!(locks::try_exclusive(file), Ok(None)))
     }
 
-    /// Takes the shared lock of a restore for a waiting client. [`Self::is_somebody_waiting`] of
+    /// Takes the shared lock of a restore for a waiting client. [`Self::is_client_waiting`] of
     /// another process holds the lock for a moment, so this tries several times.
     fn lock_called(&self) -> Option<Flock<File>> {
         let mut file = self.open("called")?;
+        // The agent reads whether it is locked.
+        file.set_permissions(Permissions::from_mode(0o644)).ok()?;
         for _ in 0..100 {
             match Flock::lock(file, FlockArg::LockSharedNonblock) {
                 Ok(lock) => return Some(lock),
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_restore_at_once_than_the_limit_says_and_all_come_to_their_turn() {
+    fn no_more_sandboxes_restore_at_once_than_the_limit_and_each_gets_its_turn() {
         let (_dir, turns) = turns(3);
         let (now, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
@@ -266,16 +267,16 @@ mod tests {
     }
 
     #[test]
-    fn without_a_limit_nobody_waits() {
+    fn without_a_limit_no_wake_waits() {
         let (_dir, turns) = turns(0);
         let _held: Vec<WakeSlot> = (0..50)
             .map(|_| turns.take_within(WakeCause::Exec, &namespace("a"), LONG))
             .collect();
-        assert!(turns.is_somebody_waiting());
+        assert!(turns.is_client_waiting());
     }
 
     #[test]
-    fn where_nothing_can_be_locked_nobody_waits() {
+    fn without_lockable_files_no_wake_waits() {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::write(dir.path().join("turns"), b"no directory").expect("written");
         let turns = WakeSlots::new(dir.path(), 1);
@@ -284,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_too_long_goes_without_a_turn() {
+    fn a_wake_that_waits_too_long_goes_on_without_a_turn() {
         let (_dir, turns) = turns(1);
         let _held = turns.take(WakeCause::Asked, &namespace("a"));
         let late = turns.take_within(WakeCause::Exec, &namespace("a"), SHORT);
@@ -292,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_an_answer_comes_before_what_the_api_asks_for() {
+    fn a_wake_for_a_caller_comes_before_a_wake_that_the_api_requests() {
         let (_dir, turns) = turns(1);
         let held = turns.take(WakeCause::Asked, &namespace("a"));
         let order = std::sync::Mutex::new(Vec::new());
@@ -307,18 +308,18 @@ mod tests {
             };
             waits(WakeCause::Asked);
             waits(WakeCause::Exec);
-            while !turns.is_somebody_waiting() {
+            while !turns.is_client_waiting() {
                 std::thread::yield_now();
             }
             drop(held);
         });
         let order = order.into_inner().expect("no panic");
         assert_eq!(order, [WakeCause::Exec, WakeCause::Asked]);
-        assert!(!turns.is_somebody_waiting());
+        assert!(!turns.is_client_waiting());
     }
 
     #[test]
-    fn what_the_api_asks_for_does_not_wait_for_ever_for_those_who_wait_for_an_answer() {
+    fn a_wake_that_the_api_requests_waits_for_wakes_of_callers_within_a_limit() {
         let (_dir, turns) = turns(2);
         let _called = turns.take(WakeCause::Exec, &namespace("a"));
         let asked = turns.take_within(WakeCause::Asked, &namespace("a"), SHORT);
@@ -351,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_stands_still_before_the_others_keeps_one_turn_from_them_and_no_more() {
+    fn a_stalled_process_in_the_line_takes_one_turn_and_no_more() {
         let (_dir, turns) = turns(2);
         let still = turns.line.join(&namespace("still"), false);
         let take = |patience| turns.take_within(WakeCause::Exec, &namespace("a"), patience);
@@ -365,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_an_answer_of_who_is_woken_by_the_api_or_the_clock() {
+    fn only_wakes_by_the_api_or_the_clock_give_way_to_callers() {
         for cause in WakeCause::ALL {
             let for_itself = matches!(cause, WakeCause::Asked | WakeCause::Clock);
             let courtesy = WaitLimits::of(cause).courtesy;
@@ -374,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_were_killed_while_they_waited_keep_nobody_waiting() {
+    fn processes_killed_in_the_line_keep_no_wake_waiting() {
         let (_dir, turns) = turns(1);
         std::fs::create_dir_all(&turns.line.dir).expect("made");
         for left in ["called-0-gone", "called-1-gone", "asked-0-gone"] {

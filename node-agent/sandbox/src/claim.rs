@@ -3,20 +3,17 @@
 //! variables. The file `/run/torpor/claim` in the container says that the claim has arrived: it is
 //! part of the sandbox's memory, so that a sandbox that continues from that memory has it, too.
 
-use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
-use nix::libc;
+use anyhow::Context;
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
 use serde_json::{Value, json};
 use torpor_claim_env::{DIRECTORY, ENV, FILES, FILES_OF, MAX_ENV, UID};
 use torpor_core::ids::{ClaimUid, SandboxId};
 use torpor_records::{BoundNote, ContainerRecord, Role};
-use torpor_runsc::keeper::Answer;
 use torpor_runsc::spec::Spec;
 
 use crate::hook;
@@ -27,9 +24,6 @@ use crate::restore::Refusal;
 const ON_CLAIM_EXEC: &str = "torpor.dev/on-claim-exec";
 /// End of the volume's path on the host: its kind and the name that the controller gives it.
 const VOLUME: &str = "kubernetes.io~projected/torpor-claim";
-/// Path in the container: the folder and the file.
-const FOLDER: &str = "/run/torpor";
-const FILE: &str = "claim";
 /// Most bytes of a UID in a file.
 const MAX_UID: usize = 64;
 /// Time for the kubelet to write the files. It does so a few tenths of a second after the Pod's
@@ -45,7 +39,7 @@ const EXEC_FAILED: &str = "OnClaimExecFailed";
 /// Brings a claim into the sandbox, which runs and whose lock the caller holds: waits for the
 /// claim's files, runs the user's command, and marks the sandbox. Where the mark is there already,
 /// the command does not run again.
-pub fn bind(node: &Node, sandbox: &SandboxId, claim: &ClaimUid) -> anyhow::Result<Answer> {
+pub(crate) fn bind(node: &Node, sandbox: &SandboxId, claim: &ClaimUid) -> anyhow::Result<()> {
     let (part, volume) = receiver(node, sandbox)?;
     wait_for(&volume, claim)?;
     // A mark on a volume outlives its container. The command has not run in a container that took
@@ -72,8 +66,7 @@ pub fn bind(node: &Node, sandbox: &SandboxId, claim: &ClaimUid) -> anyhow::Resul
         claim: claim.clone(),
         container: part.id,
     };
-    node.records.write_bound(sandbox, &note)?;
-    Ok(Answer::ok(Value::Null))
+    Ok(node.records.write_bound(sandbox, &note)?)
 }
 
 /// Returns the container that mounts the volume for a claim, and the volume's path on the host.
@@ -197,32 +190,6 @@ pub(crate) fn set_variables(process: &mut Value, variables: &[(String, String)])
             .iter()
             .map(|(name, value)| json!(format!("{name}={value}"))),
     );
-}
-
-/// Checks that the container in which the caller runs has the mark of a claim.
-pub fn has(claim: &str) -> anyhow::Result<()> {
-    let file = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(Path::new(FOLDER).join(FILE))?;
-    let mut text = String::new();
-    file.take(MAX_UID as u64).read_to_string(&mut text)?;
-    ensure!(text.trim_end() == claim, "another claim, or none");
-    Ok(())
-}
-
-/// Marks the container in which the caller runs. The file is written in its place, so that a
-/// program that watches it (inotify) gets an event.
-pub fn set(claim: &str) -> anyhow::Result<()> {
-    std::fs::create_dir_all(FOLDER)?;
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o644)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(Path::new(FOLDER).join(FILE))?;
-    Ok(writeln!(file, "{claim}")?)
 }
 
 #[cfg(test)]

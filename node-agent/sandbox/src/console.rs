@@ -48,7 +48,7 @@ pub fn create_with_console(runsc: &Runsc, id: &str, bundle: &Path) -> anyhow::Re
     listener.set_nonblocking(true)?;
     // runsc connects and sends before it returns. A connection that is not here now never comes.
     let (peer, _) = listener.accept().context("runsc sent no console")?;
-    let (_, fds) = torpor_runsc::keeper::receive(&peer.into()).context("runsc sent no console")?;
+    let (_, fds) = torpor_messages::wire::receive(&peer.into()).context("runsc sent no console")?;
     std::fs::remove_file(&path)?;
     fds.into_iter().next().context("runsc sent no console")
 }

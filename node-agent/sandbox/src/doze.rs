@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure};
 use torpor_cgroup::reclaim::{self, Whose};
 use torpor_core::ids::{ImageId, SandboxId};
+use torpor_messages::keeper::{self, Request};
 use torpor_records::{DozeNote, SandboxState, SleepNote, WakeCause};
 use torpor_runsc::control::Control;
-use torpor_runsc::keeper::{self, Answer, Request};
 use torpor_runsc::sigstop;
 
 use crate::node::{CALL_LIMIT, Node};
@@ -23,9 +23,9 @@ const AGENT_LIMIT: Duration = Duration::from_millis(500);
 /// Pod with little processor time. A caller that needs the sandbox waits for the collection.
 const COLLECT_LIMIT: Duration = Duration::from_secs(1);
 
-/// Command of the agent: pushes the sandbox' memory out into swap. Fails unless `image` holds the
-/// same memory, so that a crash of the dozing sandbox loses nothing.
-pub fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<Answer> {
+/// Pushes the sandbox' memory out into swap. Fails unless `image` holds the same memory, so that a
+/// crash of the dozing sandbox loses nothing.
+pub(crate) fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result<()> {
     let running = node.records.state(sandbox)? == SandboxState::Running;
     let Some(control) = transitions::connect_to_dozing(node, sandbox)?.filter(|_| running) else {
         bail!("the sandbox does not doze");
@@ -40,18 +40,17 @@ pub fn doze(node: &Node, sandbox: &SandboxId, image: &ImageId) -> anyhow::Result
     stop_processes(node, sandbox);
     let working_set = || node.cgroups.working_set(pod.cgroup.parent()?);
     let before = working_set();
-    let reclaimed =
-        reclaim::reclaim(&node.cgroups, &pod.cgroup, Whose::Ours).map_err(|error| Refusal {
-            reason: error.reason(),
-            message: format!("{:#}", anyhow::Error::new(error)),
-        })?;
+    reclaim::reclaim(&node.cgroups, &pod.cgroup, Whose::Ours).map_err(|error| Refusal {
+        reason: error.reason(),
+        message: format!("{:#}", anyhow::Error::new(error)),
+    })?;
     let note = DozeNote { reclaimed: true };
     node.records.write_doze(sandbox, Some(note))?;
     if let (Some(before), Some(after)) = (before, working_set()) {
         let note = SleepNote::new(before, after, None);
         node.records.write_sleep(sandbox, &note)?;
     }
-    Ok(Answer::ok(serde_json::to_value(reclaimed)?))
+    Ok(())
 }
 
 /// Has the sentry collect its garbage. A save leaves much garbage. The sentry's next collection is
@@ -83,10 +82,9 @@ fn stop_processes(node: &Node, sandbox: &SandboxId) {
 
 /// Command of a keeper that has noticed a use of the sandbox (a packet): wakes the sandbox from a
 /// doze or a hibernation. A sandbox that is awake stays awake.
-pub fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<Answer> {
+pub fn wake(node: &Node, sandbox: &SandboxId, cause: WakeCause) -> anyhow::Result<()> {
     let _lock = transitions::lock_awake(node, sandbox, cause)?;
-    node.records.note_call(sandbox)?;
-    Ok(Answer::ok(serde_json::Value::Null))
+    Ok(node.records.note_call(sandbox)?)
 }
 
 /// Waits, at most for [`AGENT_LIMIT`], until the agent has handled a dozing sandbox of which a

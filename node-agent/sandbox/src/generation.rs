@@ -3,19 +3,14 @@
 //! exist. A virtual machine has its Generation ID for that, and gVisor has none. See
 //! docs/clones.md.
 
-use std::fs::OpenOptions;
 use std::io::Write;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use anyhow::Context;
-use nix::libc;
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat2};
 use rustix::io::Errno;
+use torpor_inside::notes::{FOLDER, GENERATION};
 
-/// Path in the container: the folder and the file.
-const FOLDER: &str = "/run/torpor";
-const FILE: &str = "generation";
 /// Each part of [`FOLDER`]: its parent folder and its name.
 const FOLDERS: [(&str, &str); 2] = [("/", "run"), ("/run", "torpor")];
 
@@ -43,25 +38,17 @@ pub fn place(root: &Path) -> anyhow::Result<()> {
     let folder = open(FOLDER)?;
     let new_file = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let found = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    match openat2(&folder, FILE, new_file, Mode::from_raw_mode(0o644), found) {
+    match openat2(
+        &folder,
+        GENERATION.file,
+        new_file,
+        Mode::from_raw_mode(0o644),
+        found,
+    ) {
         Ok(file) => Ok(writeln!(std::fs::File::from(file), "{}", new()?)?),
         Err(Errno::EXIST) => Ok(()),
         Err(errno) => Err(errno.into()),
     }
-}
-
-/// Writes the file. The caller runs in the container. An existing file is overwritten in place, so
-/// that a program that watches it (inotify) gets an event.
-pub fn set(generation: &str) -> anyhow::Result<()> {
-    std::fs::create_dir_all(FOLDER)?;
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o644)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(Path::new(FOLDER).join(FILE))?;
-    Ok(writeln!(file, "{generation}")?)
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
 //! Processes that run to their end in a container: the user's commands at turns of a sandbox's
-//! life, and this program's own helpers.
+//! life, and Torpor's helper.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -12,7 +12,7 @@ use torpor_runsc::exec::exec_args;
 
 use crate::claim::{add_variables, set_variables};
 use crate::node::Node;
-use crate::process::{Process, nothing, own_program};
+use crate::process::{Process, helper, nothing};
 
 /// Limit for a user's command. The kubelet waits two minutes for a container's start.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -42,8 +42,8 @@ pub(crate) fn run(
     Ok(())
 }
 
-/// Runs a command of this program in the container, so that a program there that watches the
-/// changed file gets an event. Errors: it fails.
+/// Runs a command of the helper ([`torpor_inside`]) in the container, so that a program there that
+/// watches the changed file gets an event. Errors: it fails.
 pub(crate) fn run_helper(
     node: &Node,
     part: &ContainerRecord,
@@ -57,7 +57,7 @@ pub(crate) fn run_helper(
         "capabilities": { "bounding": capabilities, "effective": capabilities, "permitted": capabilities },
     });
     let args = exec_args(&process, &Value::Null, part.id.as_str())?;
-    let code = end_of(node, part, &args, Some(&own_program()?), HELPER_LIMIT)?;
+    let code = end_of(node, part, &args, Some(&helper()?), HELPER_LIMIT)?;
     ensure!(code == 0, "exit code {code}");
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -92,6 +92,11 @@ impl Node {
         }
     }
 
+    /// Returns the directory of the pause container, whose keeper is the pod's.
+    pub fn pause_dir(&self, sandbox: &SandboxId) -> PathBuf {
+        self.records.container_dir(&sandbox.clone().into())
+    }
+
     /// Reads the record of a container.
     pub fn container(&self, id: &ContainerId) -> anyhow::Result<ContainerRecord> {
         let record = self.records.container(id);
@@ -101,8 +106,6 @@ impl Node {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::path::PathBuf;
-
     use torpor_core::ids::{Namespace, PodUid};
     use torpor_records::Addresses;
     use torpor_records::PodRecord;

@@ -12,10 +12,10 @@ use jiff::Timestamp;
 use torpor_core::ids::{ContainerId, ImageId, SandboxId};
 use torpor_core::transition::{self, Place, Source, source};
 use torpor_core::{ImageState, LedgerState, RolledBack};
+use torpor_messages::keeper::{self, Answer, Request};
 use torpor_records::Role;
 use torpor_records::{ContainerRecord, PodRecord, RestoreReport, SandboxState, WakeCause};
 use torpor_runsc::held_open::keeper_lives;
-use torpor_runsc::keeper::{self, Answer, Request};
 use torpor_runsc::probe;
 use torpor_runsc::spec::Spec;
 use torpor_snapshots::{Manifest, Store};
@@ -54,7 +54,7 @@ use transitions::{NodeSandbox, ensure_stays};
 fn last_image(store: &Store, pod: &PodRecord) -> anyhow::Result<Option<ImageId>> {
     let images = store.list_pod(&pod.pod_uid)?.into_iter();
     let whole = images.filter(|image| image.state == ImageState::Committed);
-    // A copy of a golden image is what a cold start stands in for.
+    // A cold start loses nothing of a copy of a golden image, so that copy is no last image.
     let own = whole.filter(|image| !is_golden_copy(store, pod, &image.id));
     Ok(own.map(|image| image.id).max_by_key(|image| image.number()))
 }
@@ -360,7 +360,7 @@ pub fn container_started(
         return Ok(node.records.write_state(&pod.sandbox, &state)?);
     }
     let ledger = store.ledger(&pod.pod_uid)?.read()?;
-    let rolls_back = ledger.was_left(image);
+    let rolls_back = rolls_back(&store, &ledger, pod, image);
     let spec = Spec(node.records.spec(&pod.sandbox.clone().into())?);
     let own = image.pod() == &pod.pod_uid;
     let golden = never_ran(&store, pod, &spec, &ledger, image);
@@ -406,6 +406,16 @@ fn refusal_of(error: &anyhow::Error) -> Refusal {
     }
 }
 
+/// Reports whether a restore of `image` goes back in time without a request by name. `ledger`: of
+/// `pod`. Another Pod's ledger is there if that Pod was on this node.
+fn rolls_back(store: &Store, ledger: &LedgerState, pod: &PodRecord, image: &ImageId) -> bool {
+    if image.pod() == &pod.pod_uid {
+        return ledger.was_left(image);
+    }
+    let other = store.ledger(image.pod()).and_then(|other| other.read());
+    other.is_ok_and(|other| other.has_gone_back_to(image))
+}
+
 fn rolled_back(manifest: &Manifest) -> RolledBack {
     let age = Timestamp::now().duration_since(manifest.created_at);
     RolledBack {
@@ -415,26 +425,29 @@ fn rolled_back(manifest: &Manifest) -> RolledBack {
     }
 }
 
-/// Command of the agent: restores a hibernated sandbox in place. Standard input holds the lock. The
-/// agent appends the ledger's entries, except `Awake`, which is appended here before a peer
-/// receives anything from the sandbox.
-pub fn wake(
+/// Restores a hibernated sandbox in place, for a step of a plan. The step appends the ledger's
+/// entries, except `Awake`, which is appended here before a peer receives anything from the
+/// sandbox.
+pub(crate) fn wake(
     node: &Node,
     sandbox: &SandboxId,
     id: &ImageId,
     cause: WakeCause,
-) -> anyhow::Result<Answer> {
+) -> anyhow::Result<()> {
     let note = transitions::restore_planned(node, sandbox, id, cause)?;
-    node.records.write_wake(sandbox, &note)?;
-    Ok(Answer::ok(serde_json::to_value(note)?))
+    Ok(node.records.write_wake(sandbox, &note)?)
+}
+
+/// Returns the reason of an error; `failed` for an error that has none of its own.
+pub fn reason_or<'a>(failed: &'a str, error: &anyhow::Error) -> &'a str {
+    let refusal = error.downcast_ref::<Refusal>();
+    refusal.map_or(failed, |refusal| refusal.reason)
 }
 
 /// Returns the answer of a command that has failed. `failed`: the reason of an error that has no
 /// reason of its own.
 pub fn refused(failed: &str, error: &anyhow::Error) -> Answer {
-    let refusal = error.downcast_ref::<Refusal>();
-    let reason = refusal.map_or(failed, |refusal| refusal.reason);
-    Answer::refused(reason, format!("{error:#}"))
+    Answer::refused(reason_or(failed, error), format!("{error:#}"))
 }
 
 /// Prints the answer of a command to standard output, the connection to the caller. `failed`: the

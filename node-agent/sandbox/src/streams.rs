@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
+use torpor_messages::keeper::{self, Request};
 use torpor_runsc::command::Stdio3;
-use torpor_runsc::keeper::{self, Request};
 
 use crate::node::CALL_LIMIT;
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand};
-use torpor_core::ids::{ClaimUid, ContainerId, ImageId, SandboxId};
+use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_records::WakeCause;
 
 /// containerd's shim for Kubernetes Pods in gVisor sandboxes that can be hibernated.
@@ -55,35 +55,16 @@ pub(crate) enum Command {
         #[arg(long)]
         cause: WakeCause,
     },
-    /// Wake a hibernated or dozing sandbox. With an image: for the agent, which writes the ledger;
-    /// standard input holds the pod's lock
+    /// Wake a hibernated or dozing sandbox
     Wake {
         sandbox: SandboxId,
-        image: Option<ImageId>,
         /// Cause of the wake
         #[arg(long)]
-        cause: Option<WakeCause>,
+        cause: WakeCause,
     },
-    /// Push the memory of a dozing sandbox into swap (standard input holds the pod's lock)
-    Doze { sandbox: SandboxId, image: ImageId },
-    /// End the processes of a sandbox whose image is committed (standard input holds the pod's
-    /// lock)
-    End { sandbox: SandboxId, image: ImageId },
-    /// Print when the pod's links last carried a packet (standard input holds the pod's lock)
-    Traffic { sandbox: SandboxId },
-    /// Print the size of the files in which gVisor keeps the containers' writes (standard input
-    /// holds the pod's lock)
-    Measure { sandbox: SandboxId },
-    /// Bring a claim into a sandbox that runs (standard input holds the pod's lock)
-    Bind {
-        sandbox: SandboxId,
-        /// UID of the claim
-        #[arg(long)]
-        claim: ClaimUid,
-    },
-    /// End every process of a sandbox that still writes an image after its save was stopped
-    /// (standard input holds the pod's lock)
-    ForceEnd { sandbox: SandboxId },
+    /// Take the steps of the agent's plan, which standard input has. Standard output is a socket to
+    /// the agent, for the outcome of each step
+    Steps { sandbox: SandboxId },
     /// Wake the sandbox and carry one connection to the pod's loopback into it. Standard input is
     /// the connection; prints nothing
     Forward { sandbox: SandboxId },
@@ -94,15 +75,4 @@ pub(crate) enum Command {
         /// Id of the container, shown in the machine's list of processes
         id: ContainerId,
     },
-    /// Write the generation of the container in which this command runs (run in the sandbox after a
-    /// restore); prints nothing
-    SetGeneration { generation: String },
-    /// Succeed if the container in which this command runs has the mark of the claim; prints
-    /// nothing
-    HasClaim { claim: ClaimUid },
-    /// Mark the container in which this command runs: the claim has arrived; prints nothing
-    SetClaim { claim: ClaimUid },
-    /// Connect to a port in the sandbox and carry its bytes to and from standard input (the part of
-    /// forward that runs in the sandbox)
-    ForwardInside { port: u16 },
 }

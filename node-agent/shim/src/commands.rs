@@ -1,5 +1,5 @@
-//! Work on a sandbox that runs in a process of its own: it must survive the shim's or the agent's
-//! death, hold the pod's lock to its end, or put its children into the pod's cgroup.
+//! Work on a sandbox that runs in a process of its own: it must survive the shim's death, hold the
+//! pod's lock to its end, or put its children into the pod's cgroup.
 
 use std::os::unix::process::CommandExt;
 use std::process::{self, ExitCode, Stdio};
@@ -8,11 +8,10 @@ use anyhow::ensure;
 use clap::Parser;
 use rustix::process::{Signal, getppid, set_parent_process_death_signal};
 use serde_json::Value;
-use torpor_records::WakeCause;
-use torpor_runsc::keeper::Answer;
+use torpor_messages::keeper::Answer;
 use torpor_sandbox::node::Node;
 use torpor_sandbox::restore::transitions;
-use torpor_sandbox::{claim, doze, generation, log_line, restore};
+use torpor_sandbox::{doze, log_line, restore};
 
 use crate::args::{Cli, Command};
 
@@ -21,8 +20,8 @@ mod delete;
 mod forward;
 mod kill;
 mod pause;
-mod save;
 mod start;
+mod steps;
 
 pub(crate) use kill::FINISHED;
 
@@ -41,13 +40,13 @@ pub(crate) fn child(name: &str) -> process::Command {
 /// Runs the command that this process' arguments name.
 pub(crate) fn run() -> ExitCode {
     let command = Cli::parse().command;
-    match silent(&command).or_else(|| with_descriptors(&command)) {
+    match with_descriptors(&command) {
         Some(Ok(code)) => code,
         Some(Err(error)) => {
             log_line!("{error:#}");
             ExitCode::FAILURE
         }
-        None => restore::answer(reason(&command), answered(&command)),
+        None => restore::answer(FAILED, answered(&command)),
     }
 }
 
@@ -60,21 +59,6 @@ fn end_with_shim() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a command that needs no file of the node, and may run in a sandbox.
-fn silent(command: &Command) -> Option<anyhow::Result<ExitCode>> {
-    let done = match command {
-        Command::ForwardInside { port } => forward::inside(*port),
-        Command::SetGeneration { generation } => generation::set(generation),
-        Command::HasClaim { claim } => claim::has(claim.as_str()),
-        Command::SetClaim { claim } => claim::set(claim.as_str()),
-        Command::SandboxProcess { .. } => {
-            torpor_runsc_direct::become_process().map_err(anyhow::Error::new)
-        }
-        _ => return None,
-    };
-    Some(done.map(|()| ExitCode::SUCCESS))
-}
-
 /// Runs a command whose standard input or output is a connection.
 fn with_descriptors(command: &Command) -> Option<anyhow::Result<ExitCode>> {
     let done = match command {
@@ -84,22 +68,15 @@ fn with_descriptors(command: &Command) -> Option<anyhow::Result<ExitCode>> {
         Command::Forward { sandbox } => Node::load()
             .and_then(|node| forward::forward(&node, sandbox))
             .map(|()| ExitCode::SUCCESS),
+        Command::Steps { sandbox } => Node::load()
+            .and_then(|node| steps::take(&node, sandbox))
+            .map(|()| ExitCode::SUCCESS),
+        Command::SandboxProcess { .. } => torpor_runsc_direct::become_process()
+            .map(|()| ExitCode::SUCCESS)
+            .map_err(anyhow::Error::new),
         _ => return None,
     };
     Some(done)
-}
-
-/// Returns the reason of a failure of the command for the agent.
-fn reason(command: &Command) -> &'static str {
-    match command {
-        Command::Wake { .. } => "WakeFailed",
-        Command::Doze { .. } => "DozeFailed",
-        Command::End { .. } | Command::ForceEnd { .. } => "EndFailed",
-        Command::Traffic { .. } => "TrafficUnknown",
-        Command::Measure { .. } => "MeasureFailed",
-        Command::Bind { .. } => "BindFailed",
-        _ => FAILED,
-    }
 }
 
 /// Runs a command that prints its answer.
@@ -117,31 +94,11 @@ fn answered(command: &Command) -> anyhow::Result<Answer> {
         Command::WakeUp { sandbox, cause } => {
             transitions::lock_awake(node, sandbox, *cause).map(drop)?;
         }
-        Command::Wake {
-            sandbox,
-            image,
-            cause,
-        } => {
-            return match image {
-                Some(image) => {
-                    restore::wake(node, sandbox, image, cause.unwrap_or(WakeCause::Asked))
-                }
-                None => doze::wake(node, sandbox, cause.unwrap_or(WakeCause::Packet)),
-            };
-        }
-        Command::Doze { sandbox, image } => return doze::doze(node, sandbox, image),
-        Command::End { sandbox, image } => return restore::end(node, sandbox, image),
-        Command::Traffic { sandbox } => return save::traffic(node, sandbox),
-        Command::Measure { sandbox } => return save::measure(node, sandbox),
-        Command::Bind { sandbox, claim } => return claim::bind(node, sandbox, claim),
-        Command::ForceEnd { sandbox } => return save::force_end(node, sandbox),
+        Command::Wake { sandbox, cause } => doze::wake(node, sandbox, *cause)?,
         Command::Create { .. }
         | Command::Forward { .. }
-        | Command::SandboxProcess { .. }
-        | Command::SetGeneration { .. }
-        | Command::HasClaim { .. }
-        | Command::SetClaim { .. }
-        | Command::ForwardInside { .. } => {}
+        | Command::Steps { .. }
+        | Command::SandboxProcess { .. } => {}
     }
     Ok(Answer::ok(Value::Null))
 }

@@ -6,13 +6,14 @@
 //! not the container's end: the keeper listens until a request reports that the sandbox runs again.
 //! The thread sleeps in poll.
 //!
-//! The pause container's keeper also runs commands of the shim: wakes and ends for the agent, a
-//! command for each connection to the loopback of the pod's network namespace (port-forward), and a
-//! wake when a packet arrives for a sleeping sandbox.
+//! The pause container's keeper also accepts the connections of the agent ([`crate::agent`]), and
+//! runs commands of the shim: one for each connection to the loopback of the pod's network
+//! namespace (port-forward), and a wake when a packet arrives for a sleeping sandbox.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -22,14 +23,15 @@ use serde::{Deserialize, Serialize};
 use torpor_core::ids::ContainerId;
 use torpor_core::state::NOT_WATCHED;
 use torpor_link::sensor::Next;
+use torpor_messages::keeper::{Answer, SOCKET};
 use torpor_records::Role;
-use torpor_records::{ContainerRecord, SandboxState, WakeCause};
+use torpor_records::{ContainerRecord, Rules, SandboxState, WakeCause};
 use torpor_runsc::control::{self, Control};
-use torpor_runsc::keeper::{Answer, Rules, SOCKET};
 
 use torpor_sandbox::node::{CALL_LIMIT, Node};
 use torpor_sandbox::restore::{self, transitions};
 
+use crate::agent::Service;
 use crate::{KILLED, commands};
 
 mod children;
@@ -63,6 +65,8 @@ struct Keeper<'a> {
     node: &'a Node,
     record: ContainerRecord,
     listener: OwnedFd,
+    /// Present in the pause container's keeper.
+    agent: Option<Arc<Service>>,
     /// The pending wait for the container's end.
     waiting: Option<Control>,
     relay: Option<Relay>,
@@ -100,7 +104,7 @@ pub(crate) struct Handover {
 ///
 /// `files`: the descriptors that [`Handover`] names.
 pub(crate) fn serve(
-    node: &Node,
+    node: &Arc<Node>,
     id: &ContainerId,
     handover: &Handover,
     files: Vec<OwnedFd>,
@@ -119,7 +123,13 @@ pub(crate) fn serve(
         true => Some(Loopback::new(next()?, next()?)),
         false => None,
     };
-    let mut keeper = Keeper::new(node, node.container(id)?, listener, loopback, streams);
+    let record = node.container(id)?;
+    let agent = match record.role {
+        Role::Sandbox => Some(Service::begin(node, &record.sandbox)?),
+        Role::Container => None,
+    };
+    let mut keeper = Keeper::new(node, record, listener, loopback, streams);
+    keeper.agent = agent;
     if handover.console {
         keeper.carry_console(next()?)?;
     }
@@ -148,6 +158,7 @@ impl<'a> Keeper<'a> {
             node,
             record,
             listener,
+            agent: None,
             waiting: None,
             relay: None,
             terminal_mode: None,
@@ -242,6 +253,12 @@ impl<'a> Keeper<'a> {
                 self.input.fell_asleep(&self.streams.stdin);
             }
         }
+        if ready.agent
+            && let Some(agent) = &self.agent
+            && let Some(peer) = requests::accepted(agent.listener())
+        {
+            agent.serve(peer);
+        }
         if ready.request {
             return self.serve();
         }
@@ -254,6 +271,10 @@ impl<'a> Keeper<'a> {
         let waiting = fds.len();
         if let Some(control) = &self.waiting {
             fds.push(PollFd::new(control.as_fd(), PollFlags::POLLIN));
+        }
+        let agent = fds.len();
+        if let Some(service) = &self.agent {
+            fds.push(PollFd::new(service.listener().as_fd(), PollFlags::POLLIN));
         }
         let loopback = fds.len();
         if let Some(loopback) = &self.loopback {
@@ -280,7 +301,8 @@ impl<'a> Keeper<'a> {
         let happened = |fd: &PollFd<'_>| fd.any().unwrap_or(false);
         Ok(Ready {
             request: happened(&fds[0]),
-            ended: fds[waiting..loopback].iter().any(happened),
+            ended: fds[waiting..agent].iter().any(happened),
+            agent: fds[agent..loopback].iter().any(happened),
             loopback: fds[loopback..relay].iter().any(happened),
             relay: fds[relay..input].iter().any(happened),
             input: fds[input..packets]
@@ -451,20 +473,18 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Begins to watch the pod's packets, or replaces the rules of the watch.
+    /// Begins to watch the pod's packets, by the rules that the agent has sent last.
     ///
     /// A pod that cannot be watched still sleeps on request, and everything but a packet wakes it.
     /// The recorded reason shows the agent that such a pod must not fall asleep by itself.
-    fn watch_packets(&mut self, rules: &Rules) -> Answer {
+    fn watch_packets(&mut self) -> Answer {
         let records = &self.node.records;
         let pod = match records.pod(&self.record.sandbox) {
             Ok(pod) => pod,
             Err(error) => return Answer::refused("NoRecord", error.to_string()),
         };
-        if let Some(watch) = &mut self.watch {
+        if self.watch.is_some() {
             // The sandbox dozed before this save. The held frames stay held.
-            let next = watch.set_rules(rules);
-            self.act(next);
             return Answer::ok(serde_json::Value::Null);
         }
         // Without the map, no packet from before the watch is known.
@@ -474,7 +494,7 @@ impl<'a> Keeper<'a> {
             .and_then(Result::ok);
         let unacknowledged = records.unacknowledged(&self.record.sandbox).ok().flatten();
         let port = self.node.config.kubelet_port;
-        match Watch::begin(&pod, rules, port, traffic_map, unacknowledged) {
+        match Watch::begin(&pod, &self.rules, port, traffic_map, unacknowledged) {
             Ok(watch) => {
                 self.watch = Some(watch);
                 // A note that cannot be removed only reports an earlier state.
@@ -595,6 +615,8 @@ impl<'a> Keeper<'a> {
 struct Ready {
     request: bool,
     ended: bool,
+    /// A connection of the agent waits.
+    agent: bool,
     /// A connection to the pod's loopback waits.
     loopback: bool,
     relay: bool,

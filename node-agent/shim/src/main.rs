@@ -14,6 +14,7 @@ use containerd_shim::protos::protobuf::Message;
 use containerd_shim::protos::types::introspection::RuntimeInfo;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+mod agent;
 mod allocator;
 mod args;
 mod commands;

@@ -21,8 +21,8 @@ use containerd_shim::protos::types::task::ProcessInfo;
 use containerd_shim::{Task, TtrpcContext};
 use nix::sys::signal::Signal;
 use torpor_core::ids::ContainerId;
+use torpor_messages::keeper::{self, Request};
 use torpor_runsc::control;
-use torpor_runsc::keeper::{self, Request};
 use torpor_sandbox::node::{CALL_LIMIT, Node};
 
 use crate::commands::FINISHED;
@@ -144,7 +144,7 @@ impl TaskService {
     }
 
     fn node(&self) -> Result<&Node> {
-        self.pod.node().map_err(failed)
+        self.pod.node().map(AsRef::as_ref).map_err(failed)
     }
 
     fn kill_init(&self, container: &Container, signal: u32, all: bool) -> Result<()> {

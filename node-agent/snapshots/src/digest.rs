@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_shorter_than_said_is_an_error() {
+    fn a_file_that_is_shorter_than_stated_is_an_error() {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(b"short").unwrap();
         let error = Digest::of_file(file.as_fd(), 6, 2).unwrap_err();

@@ -1,5 +1,8 @@
 //! Opens, makes, reads and removes directories and files below an open directory. No link is
 //! followed.
+//!
+//! Two users write to the store: root, as whom the shims run, and the agent. What either makes, the
+//! other may use: directories are writable for the agent's group.
 
 use std::ffi::CStr;
 use std::io;
@@ -16,8 +19,17 @@ pub(crate) const DIRECTORY: OFlags = OFlags::RDONLY
 const BENEATH: ResolveFlags = ResolveFlags::BENEATH
     .union(ResolveFlags::NO_SYMLINKS)
     .union(ResolveFlags::NO_MAGICLINKS);
+/// User and group of the agent. No distribution and no systemd gives out the numbers from 65520 to
+/// 65533 (systemd's UIDS-GIDS), so that no other program of a node has them.
+pub const AGENT_ID: u32 = 65_525;
+/// Mode of directories, once they belong to the agent's group.
+const SHARED_DIR: Mode = Mode::RWXU.union(Mode::RWXG);
 const PRIVATE_DIR: Mode = Mode::RWXU;
 const PRIVATE_FILE: Mode = Mode::RUSR.union(Mode::WUSR);
+/// Mode of the files of images, once they belong to the agent's group.
+const READABLE_FILE: Mode = PRIVATE_FILE.union(Mode::RGRP);
+/// Mode of files to which both users write, once they belong to the agent's group.
+const SHARED_FILE: Mode = READABLE_FILE.union(Mode::WGRP);
 /// Most levels of directories in a removal. Images are flat; a runtime may have made one level.
 const MAX_DEPTH: u32 = 8;
 
@@ -42,7 +54,7 @@ impl PathError {
 
 /// Error: an entry of the store has the wrong type or owner, or other users may write to it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{} is {fault}; the store must belong to the agent alone", path.display())]
+#[error("{} is {fault}; the store must belong to root and the agent alone", path.display())]
 pub struct Unsafe {
     pub path: PathBuf,
     pub fault: Fault,
@@ -59,7 +71,7 @@ pub enum Fault {
     NotAFile,
     #[error("owned by user {0}")]
     Owner(u32),
-    #[error("writable for group or others (mode {0:o})")]
+    #[error("writable for others than its owner and the agent (mode {0:o})")]
     Writable(u32),
 }
 
@@ -96,17 +108,22 @@ pub enum Removed {
     Already,
 }
 
-/// Returns an error if another user owns the entry, or if group or others may write to it.
+/// Returns an error if another user than this process', root and the agent owns the entry or may
+/// write to it.
 pub(crate) fn check_private(fd: BorrowedFd<'_>, path: &Path) -> Result<(), OpenError> {
     let stat = rustix::fs::fstat(fd).map_err(|e| PathError::new("examine", path, e))?;
     let unsafe_path = |fault| Unsafe {
         path: path.to_owned(),
         fault,
     };
-    if stat.st_uid != rustix::process::geteuid().as_raw() {
+    let own = rustix::process::geteuid().as_raw();
+    if ![own, 0, AGENT_ID].contains(&stat.st_uid) {
         return Err(unsafe_path(Fault::Owner(stat.st_uid)).into());
     }
-    let others = Mode::WGRP | Mode::WOTH;
+    let others = match stat.st_gid {
+        AGENT_ID => Mode::WOTH,
+        _ => Mode::WGRP | Mode::WOTH,
+    };
     if Mode::from_raw_mode(stat.st_mode).intersects(others) {
         return Err(unsafe_path(Fault::Writable(stat.st_mode & 0o7777)).into());
     }
@@ -117,9 +134,72 @@ pub(crate) fn check_private(fd: BorrowedFd<'_>, path: &Path) -> Result<(), OpenE
 /// directory may have died before its sync.
 pub(crate) fn make_dir(at: BorrowedFd<'_>, name: &str, path: &Path) -> Result<(), PathError> {
     match rustix::fs::mkdirat(at, name, PRIVATE_DIR) {
-        Ok(()) | Err(Errno::EXIST) => sync_dir(at, path),
-        Err(errno) => Err(PathError::new("create", path, errno)),
+        Ok(()) => share_dir(at, name, path)?,
+        Err(Errno::EXIST) => {}
+        Err(errno) => return Err(PathError::new("create", path, errno)),
     }
+    sync_dir(at, path)
+}
+
+/// Gives a directory that this process has made to the agent's group.
+fn share_dir(at: BorrowedFd<'_>, name: &str, path: &Path) -> Result<(), PathError> {
+    let opened = rustix::fs::openat2(
+        at,
+        name,
+        DIRECTORY | OFlags::NOFOLLOW,
+        Mode::empty(),
+        BENEATH,
+    );
+    let shared = opened.and_then(|dir| share(dir.as_fd(), SHARED_DIR));
+    shared.map_err(|e| PathError::new("set the group of", path, e))
+}
+
+/// Gives a directory or file to the agent's group, with this mode. A process that is neither root
+/// nor the agent keeps it for itself.
+pub(crate) fn share(file: BorrowedFd<'_>, mode: Mode) -> Result<(), Errno> {
+    match rustix::process::geteuid().as_raw() {
+        0 => {
+            let agent = rustix::fs::Gid::from_raw(AGENT_ID);
+            rustix::fs::fchown(file, None, Some(agent))?;
+            rustix::fs::fchmod(file, mode)
+        }
+        AGENT_ID => rustix::fs::fchmod(file, mode),
+        _ => Ok(()),
+    }
+}
+
+/// Gives the directories and files of a store to the agent's group, where root alone may use them:
+/// earlier versions kept them for root. A file with several names may be one of another directory,
+/// and stays as it is.
+pub(crate) fn hand_over(dir: BorrowedFd<'_>, path: &Path, depth: u32) -> Result<(), PathError> {
+    for name in names(dir, path)? {
+        let at = path.join(&name);
+        let failed = |e: Errno| PathError::new("set the group of", &at, e);
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let file = match rustix::fs::openat2(dir, name.as_str(), flags, Mode::empty(), BENEATH) {
+            Ok(file) => file,
+            // A link, or removed meanwhile.
+            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => continue,
+            Err(errno) => return Err(failed(errno)),
+        };
+        let stat = rustix::fs::fstat(&file).map_err(failed)?;
+        let is_private = stat.st_uid == 0 && stat.st_mode & 0o077 == 0;
+        match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => {
+                if is_private {
+                    share(file.as_fd(), SHARED_DIR).map_err(failed)?;
+                }
+                if depth > 0 {
+                    hand_over(file.as_fd(), &at, depth - 1)?;
+                }
+            }
+            FileType::RegularFile if is_private && stat.st_nlink == 1 => {
+                share(file.as_fd(), SHARED_FILE).map_err(failed)?;
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Makes a directory that must not exist yet and opens it.
@@ -129,6 +209,7 @@ pub(crate) fn make_fresh_dir(
     path: &Path,
 ) -> Result<OwnedFd, OpenError> {
     rustix::fs::mkdirat(at, name, PRIVATE_DIR).map_err(|e| PathError::new("create", path, e))?;
+    share_dir(at, name, path)?;
     open_dir(at, name, path)
 }
 
@@ -208,6 +289,11 @@ pub(crate) fn open_checked(
         return Err(not_a_file().into());
     }
     check_private(file.as_fd(), path)?;
+    let is_new = flags.contains(OFlags::CREATE) && stat.st_mode & 0o7777 == PRIVATE_FILE.bits();
+    if is_new {
+        share(file.as_fd(), SHARED_FILE)
+            .map_err(|e| PathError::new("set the group of", path, e))?;
+    }
     Ok(file)
 }
 
@@ -218,8 +304,11 @@ pub(crate) fn create_plain(
     path: &Path,
 ) -> Result<OwnedFd, PathError> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    rustix::fs::openat2(at, name, flags, PRIVATE_FILE, BENEATH)
-        .map_err(|e| PathError::new("create", path, e))
+    let made = rustix::fs::openat2(at, name, flags, PRIVATE_FILE, BENEATH);
+    let file = made.map_err(|e| PathError::new("create", path, e))?;
+    let shared = share(file.as_fd(), READABLE_FILE);
+    shared.map_err(|e| PathError::new("set the group of", path, e))?;
+    Ok(file)
 }
 
 fn link(path: &Path) -> OpenError {
@@ -329,9 +418,7 @@ fn remove_level(at: BorrowedFd<'_>, name: &CStr, path: &Path, depth: u32) -> Res
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd;
-
-    use rustix::fs::{Mode, OFlags};
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     use super::*;
 
@@ -344,6 +431,62 @@ mod tests {
         std::fs::create_dir(dir.path().join("there")).expect("made");
         for name in ["fresh", "there"] {
             make_dir(unsynced.as_fd(), name, dir.path()).expect_err(name);
+        }
+    }
+
+    #[test]
+    fn files_of_root_alone_are_handed_over_to_the_agent_and_links_are_left_alone() {
+        let dir = tempfile::tempdir().expect("a directory");
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let image = dir.path().join("images/ns/pod-a.1");
+        std::fs::create_dir_all(&image).expect("made");
+        let (file, twice) = (image.join("pages.img"), image.join("twice"));
+        let elsewhere = dir.path().join("elsewhere");
+        for path in [&file, &twice, &elsewhere] {
+            std::fs::write(path, "").expect("written");
+        }
+        std::fs::hard_link(&twice, dir.path().join("images/other")).expect("linked");
+        std::os::unix::fs::symlink(&elsewhere, image.join("link")).expect("linked");
+        for path in [&image, &file, &twice, &elsewhere] {
+            let private = std::fs::Permissions::from_mode(0o600);
+            std::fs::set_permissions(path, private).expect("set");
+        }
+        let images = dir.path().join("images");
+        let top = rustix::fs::open(&images, DIRECTORY, Mode::empty()).expect("opened");
+        hand_over(top.as_fd(), &images, 3).expect("handed over");
+        let access = |path: &Path| {
+            let found = std::fs::metadata(path).expect("there");
+            (found.mode() & 0o777, found.gid())
+        };
+        assert_eq!(access(&image), (0o770, AGENT_ID));
+        assert_eq!(access(&file), (0o660, AGENT_ID));
+        assert_eq!(access(&twice), (0o600, 0));
+        assert_eq!(access(&elsewhere), (0o600, 0));
+    }
+
+    #[test]
+    fn an_entry_of_another_user_or_writable_for_others_is_refused() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("entry");
+        std::fs::write(&path, "").expect("written");
+        let refused = |mode: u32, owner: Option<(u32, u32)>| {
+            if let Some((user, group)) = owner {
+                std::os::unix::fs::chown(&path, Some(user), Some(group)).expect("set");
+            }
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).expect("set");
+            let file = std::fs::File::open(&path).expect("opened");
+            check_private(file.as_fd(), &path).is_err()
+        };
+        assert!(!refused(0o600, None));
+        assert!(refused(0o602, None));
+        if rustix::process::geteuid().is_root() {
+            assert!(refused(0o660, Some((0, 0))), "the group is not the agent's");
+            assert!(!refused(0o660, Some((0, AGENT_ID))));
+            assert!(!refused(0o600, Some((AGENT_ID, AGENT_ID))));
+            assert!(refused(0o662, Some((AGENT_ID, AGENT_ID))));
+            assert!(refused(0o600, Some((1000, AGENT_ID))));
         }
     }
 }

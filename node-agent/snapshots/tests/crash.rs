@@ -282,7 +282,7 @@ fn assert_agrees(point: &str, state: &LedgerState, whole: bool) {
 }
 
 #[test]
-fn after_a_death_at_any_point_the_same_life_can_be_led_to_its_end() {
+fn after_a_death_at_any_point_the_same_steps_can_be_completed() {
     at_each_death(|point, root| {
         let store = Store::open(root).unwrap();
         Agent::rebooted(&store).assert_keeps_what_is_needed(point);

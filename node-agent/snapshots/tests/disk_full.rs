@@ -14,12 +14,12 @@ use torpor_snapshots::Store;
 const ROOT: &str = "TORPOR_TEST_DISK";
 
 #[test]
-fn a_full_disk_is_said_to_be_full_and_nothing_is_lost() {
+fn a_full_disk_is_reported_and_nothing_is_lost() {
     if let Some(root) = std::env::var_os(ROOT) {
         return in_namespace(root.as_ref());
     }
     let dir = tempfile::tempdir().unwrap();
-    let name = "a_full_disk_is_said_to_be_full_and_nothing_is_lost";
+    let name = "a_full_disk_is_reported_and_nothing_is_lost";
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
         .env(ROOT, dir.path())

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn digests_are_read_and_what_is_none_is_refused() {
+    fn digests_are_read_and_malformed_digests_are_refused() {
         let (first, second) = (
             format!("blake3:{}", "0".repeat(64)),
             format!("blake3:{}", "a1".repeat(32)),

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! <install dir>/bin/containerd-shim-torpor-v1  the shim
+//! <install dir>/bin/torpor-inside   the helper that shims run in sandboxes
 //! <install dir>/bin/torpor-oci.json configuration of the shim and the agent
 //! <install dir>/bin/runsc-<digest>  a build of runsc
 //! <install dir>/bin/runsc-<digest>.flags  flags of this build
@@ -21,10 +22,13 @@ use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
+use torpor_inside::PROGRAM;
 use torpor_records::config::{self, Config};
+use torpor_records::{Records, locks};
 use torpor_runsc::command::flags;
 use torpor_runsc::kernel_tuning;
 use torpor_runsc::root;
+use torpor_snapshots::Store;
 use tracing::{info, warn};
 
 use super::containerd::Handler;
@@ -40,7 +44,7 @@ use crate::args::{
 };
 
 /// Name of the shim's program, in the payload and in the directory of binaries.
-pub(crate) const SHIM: &str = "containerd-shim-torpor-v1";
+const SHIM: &str = "containerd-shim-torpor-v1";
 /// Name of the OCI runtime of 0.1, which ran below containerd's stock shim. The pods that it has
 /// made need it until they are gone, so that only the uninstallation removes it.
 const OCI: &str = "torpor-oci";
@@ -241,8 +245,7 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
     node.write_record(&record)?;
 
     host::make_dir(&node.bin, 0o755)?;
-    host::make_dir(&state, 0o700)?;
-    host::make_dir(&store, 0o700)?;
+    prepare_for_agent(&state, &store)?;
     let binaries = place_binaries(&node, args, &build)?;
     if matches!(plan.drop_in, Change::Write(_)) && !conf_dir.is_dir() {
         host::make_dir(&conf_dir, 0o755)?;
@@ -255,6 +258,30 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
         containerd: plan.restart == Some(Restart::Changed),
         restarted,
     })
+}
+
+/// Makes the directories that the agent uses, which is not root.
+fn prepare_for_agent(state: &Path, store: &Path) -> Result<(), Error> {
+    let (reports, turns) = (state.join("reports"), state.join("turns"));
+    for (dir, mode) in [
+        (state, 0o750),
+        (&reports, 0o770),
+        (&turns, 0o750),
+        (store, 0o750),
+    ] {
+        host::make_dir(dir, mode)?;
+        locks::share(dir, mode).map_err(|source| Error::Write {
+            path: dir.into(),
+            source,
+        })?;
+    }
+    Records::below(state)
+        .hand_over()
+        .map_err(|source| Error::Write {
+            path: state.into(),
+            source,
+        })?;
+    Store::open_for_agent(store).map(drop).map_err(Error::Store)
 }
 
 /// Makes the wanted zram swap if there is none, and removes swap that is no longer wanted. After a
@@ -340,7 +367,13 @@ fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool
         debug_log_dir: args.runsc_debug_dir.clone(),
     };
     changed |= write_json(&node.bin.join(config::FILE_NAME), &config, Mode::New(0o644))?;
-    changed |= place(&args.payload_dir.join(SHIM), None, &node.bin.join(SHIM))?;
+    for program in [PROGRAM, SHIM] {
+        changed |= place(
+            &args.payload_dir.join(program),
+            None,
+            &node.bin.join(program),
+        )?;
+    }
     Ok(changed)
 }
 
@@ -558,6 +591,7 @@ fn is_ours(name: &str) -> bool {
         |digits: &str| digits.len() == 12 && digits.bytes().all(|c| c.is_ascii_hexdigit());
     name == OCI
         || name == SHIM
+        || name == PROGRAM
         || name == config::FILE_NAME
         || name
             .strip_prefix("runsc-")

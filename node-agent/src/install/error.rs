@@ -20,6 +20,8 @@ pub(crate) enum Error {
         #[source]
         source: io::Error,
     },
+    #[error("cannot prepare the directory of images")]
+    Store(#[source] torpor_snapshots::SaveError),
     #[error("cannot remove {path}")]
     Remove {
         path: PathBuf,
@@ -122,7 +124,7 @@ impl Error {
             Self::NoZram { .. } => "NoZram",
             Self::Swap { .. } => "SwapNotChanged",
             Self::Read { .. } => "ReadFailed",
-            Self::Write { .. } => "WriteFailed",
+            Self::Write { .. } | Self::Store(_) => "WriteFailed",
             Self::Remove { .. } => "RemoveFailed",
             Self::Payload { .. } => "PayloadMissing",
             Self::SymlinkLoop { .. } => "SymlinkLoop",

@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_there_says_nothing_and_a_link_or_a_long_one_is_refused() {
+    fn a_missing_file_sets_no_limit_and_a_link_or_a_long_file_is_refused() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("config.yaml");
         assert_eq!(percent(&path, 1).expect("nothing"), None);

@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pidfile_of_a_dead_or_unknown_process_names_nobody() {
+    fn a_pidfile_of_an_ended_or_unknown_process_names_no_process() {
         let dir = tempfile::tempdir().expect("directory");
         let path = dir.path().join("containerd.pid");
         assert_eq!(named_run(&path).expect("looked"), None);

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_runsc_or_another_one_is_refused_in_words() {
+    fn a_program_that_is_no_runsc_or_another_build_is_refused_with_the_reason() {
         let other = "0".repeat(64);
         for (path, digest, words) in [
             ("/nowhere/runsc", None, "No such file"),

@@ -26,7 +26,7 @@ use torpor_link::owner::{Kubelet, Owner, is_of_this_machine};
 use torpor_link::packet::{Ends, Meaning, Segment, meaning, segment};
 use torpor_link::tap::{self, Tap, ethernet};
 use torpor_records::Probes;
-use torpor_runsc::keeper::Rules;
+use torpor_records::Rules;
 
 /// Frames in a row after which the reader rests. So a flood of packets that wake no
 /// sandbox cannot take the agent's processor.
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_is_heard_a_part_at_a_time() {
+    fn a_flood_of_frames_is_read_in_limited_batches() {
         let mut reader = LinkReader {
             classifier: classifier(unused_port()),
             shared: Arc::default(),
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_that_is_over_before_anybody_asks_does_not_count_and_data_does() {
+    fn a_probe_that_ended_before_the_look_does_not_count_as_use_and_data_does() {
         let Connected {
             server,
             stream,
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_holds_a_connection_to_a_probed_port_wants_the_sandbox() {
+    fn a_connection_of_another_process_to_a_probed_port_counts_as_use() {
         let connected = Connected::new();
         let ends = connected.ends;
         let mut classifier = classifier(unused_port());
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_counts_on_a_connection_of_the_kubelet_to_a_probed_port() {
+    fn no_packet_of_a_kubelet_connection_to_a_probed_port_counts_as_use() {
         let connected = Connected::new();
         let ends = connected.ends;
         // The process that listens on the kubelet's port is this one.

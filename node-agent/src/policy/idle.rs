@@ -1,9 +1,8 @@
 //! The facts by which `torpor-core` decides since when a sandbox has been idle.
 //!
-//! Only sandboxes that may fall asleep by themselves are watched. Each look costs one call on the
-//! control socket and a few file times. Before a sandbox falls asleep, the agent also requests the
-//! times of its packets from its keeper (which runs a command on the host, with a right that the
-//! agent does not have) and reads the busy mark in the sandbox.
+//! Only sandboxes that may fall asleep by themselves are watched. Each look costs a few file times
+//! beside the shim's observation. Before a sandbox falls asleep, the agent also asks the shim for
+//! the times of its packets and the busy mark in the sandbox.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -11,25 +10,14 @@ use jiff::Timestamp;
 use torpor_core::idle::{HostTime, IdleWatch, Inquiry, Look, ProbeTime};
 use torpor_core::ids::SandboxId;
 use torpor_core::state::{Desired, Live, Observed};
-use torpor_link::traffic::Ages;
-use torpor_records::{PodLock, PodRecord, Probes, Session};
-use torpor_runsc::control::{self, Control};
-use torpor_runsc::forward;
-use torpor_runsc::keeper::Verb;
-use torpor_runsc::spec::PAUSE_VOLUMES;
+use torpor_messages::service::Use;
+use torpor_records::PodRecord;
 
-use crate::policy::exec_leftovers;
-use crate::reconcile::node::{CALL_LIMIT, Node};
-use crate::reconcile::observe::words;
+use crate::reconcile::node::Node;
+use crate::reconcile::shim::Shim;
 
-/// Name of the emptyDir in which a program may make a busy file.
-const BUSY_VOLUME: &str = "torpor";
-/// The busy files. While one exists, the sandbox is in use. The sandbox runtime makes the
-/// second for calls of `PUT /v1/busy` (runtime/src/busy.rs).
-const BUSY_FILES: [&str; 2] = ["busy", "busy-call"];
-/// Time limit for opening a busy file. A file opens at once, while the open of a FIFO in its place
-/// would never return.
-const BUSY_LIMIT: Duration = Duration::from_secs(1);
+/// The cause of an idle time that is not known: the state of the sandbox changed while it was read.
+const NOT_REPORTED: &str = "the Pod's shim has not reported the use of the sandbox";
 
 /// The idle state of one sandbox.
 #[derive(Debug, Clone)]
@@ -82,28 +70,33 @@ impl Watched {
     }
 }
 
-/// A sandbox whose lock is held.
+/// A sandbox that its shim has observed.
 pub(crate) struct Sandbox<'a> {
     pub(crate) node: &'a Node,
     pub(crate) record: &'a PodRecord,
-    pub(crate) lock: &'a PodLock,
-    pub(crate) probes: Option<&'a Probes>,
+    /// The figures of its use, if it runs.
+    pub(crate) used: Option<Result<Use, String>>,
 }
 
-/// Observes a sandbox that may fall asleep by itself, and adds to `observed` since when it has been
-/// idle. Returns the idle state for the next look. It is none for a hibernated sandbox, so that the
-/// idle time begins anew with a wake.
+/// Returns the shortest idle time after which a sandbox may fall asleep by itself; none if it may
+/// not. A sandbox that may sleep only to relieve the node gets the cheap look. The inquiry follows
+/// once the node needs its sleep: then `desired.sleep` has a time.
+pub(crate) fn after(desired: &Desired) -> Option<Duration> {
+    let for_the_node = desired.pressure.may.then_some(Duration::MAX);
+    desired.sleep.first().or(for_the_node)
+}
+
+/// Adds to `observed` since when a sandbox that may fall asleep by itself has been idle. Returns
+/// the idle state for the next look. It is none for a hibernated sandbox, so that the idle time
+/// begins anew with a wake.
 pub(crate) fn watch(
-    sandbox: &Sandbox<'_>,
+    sandbox: Sandbox<'_>,
     desired: &Desired,
     observed: &mut Observed,
     before: Option<Watched>,
     now: Timestamp,
 ) -> Option<Watched> {
-    // A sandbox that may sleep only to relieve the node gets the cheap look. The inquiry
-    // follows once the node needs its sleep: then `desired.sleep` has a time.
-    let for_the_node = desired.pressure.may.then_some(Duration::MAX);
-    let after = desired.sleep.first().or(for_the_node)?;
+    let after = after(desired)?;
     let id = &sandbox.record.sandbox;
     let mut watched = Watched::of(before, id, now);
     let looked = match observed.live {
@@ -130,37 +123,32 @@ pub(crate) fn watch(
 
 impl Sandbox<'_> {
     fn look(
-        &self,
+        self,
         watched: &mut Watched,
         after: Duration,
         now: Timestamp,
         is_needed: bool,
     ) -> Result<(), String> {
         let (node, id) = (self.node, &self.record.sandbox);
+        let host = self.host_time();
+        let used = self.used.unwrap_or_else(|| Err(NOT_REPORTED.to_owned()))?;
         let up = watched.up();
         let watch = &mut watched.watch;
-        let mut control = self.connect()?;
-        let cpu = control
-            .processor_time(id.as_str(), CALL_LIMIT)
-            .map_err(|error| words(&error))?;
-        let records = &node.records;
-        let works = records.has_sessions(id, Session::Use);
-        let works = works.map_err(|error| words(&error))?;
-        let forwards = forward::any_open(records, id).map_err(|error| words(&error))?;
         watch.look(&Look {
             at: now,
             up,
-            cpu,
-            host: self.host_time(),
-            in_use: works || forwards || is_needed,
-            last_use: records.last_use(id).and_then(timestamp),
+            cpu: used.cpu,
+            host,
+            in_use: used.in_use || is_needed,
+            last_use: node.records.last_use(id).and_then(timestamp),
         });
         if watch.is_due(after, now) {
-            exec_leftovers::note(node, self.record);
+            let (ago, busy) = Shim::of(&node.records, id).inquire()?;
+            let at = |ago| now.checked_sub(ago).unwrap_or(Timestamp::MIN);
             watch.inquired(&Inquiry {
                 at: now,
-                last_packet: self.last_packet(now)?,
-                busy: self.is_marked_busy(&mut control)?,
+                last_packet: ago.map(at),
+                busy,
             });
         }
         Ok(())
@@ -180,48 +168,6 @@ impl Sandbox<'_> {
                 took: Duration::from_micros(probed.took_micros),
             },
         })
-    }
-
-    fn connect(&self) -> Result<Control, String> {
-        let connected = self.node.connect(&self.record.sandbox);
-        connected.map_err(|error| words(&error))
-    }
-
-    /// Returns the time of the last packet that was no probe.
-    fn last_packet(&self, now: Timestamp) -> Result<Option<Timestamp>, String> {
-        let id = &self.record.sandbox;
-        let answer = self
-            .node
-            .ask_keeper(id, self.lock, Verb::Traffic.into(), CALL_LIMIT)
-            .map_err(|error| words(&error))?;
-        let ages: Ages = serde_json::from_value(answer.detail).map_err(|error| words(&error))?;
-        let probed: Vec<u16> = self
-            .probes
-            .map(|probes| probes.ports.iter().copied().collect())
-            .unwrap_or_default();
-        let ago = ages.youngest(&probed);
-        Ok(ago.map(|ago| now.checked_sub(ago).unwrap_or(Timestamp::MIN)))
-    }
-
-    /// Returns whether a busy file exists.
-    fn is_marked_busy(&self, control: &mut Control) -> Result<bool, String> {
-        let mut volumes = self.record.volumes.iter();
-        if !volumes.any(|volume| volume.name == BUSY_VOLUME) {
-            return Ok(false);
-        }
-        for file in BUSY_FILES {
-            let path = format!("{PAUSE_VOLUMES}/{BUSY_VOLUME}/{file}");
-            match control.has_file(&path, BUSY_LIMIT) {
-                Ok(false) => {}
-                Ok(true) => return Ok(true),
-                // The program has put something there that cannot be opened as a file.
-                Err(control::Error::Refused { .. } | control::Error::NoAnswer { .. }) => {
-                    return Ok(true);
-                }
-                Err(error) => return Err(words(&error)),
-            }
-        }
-        Ok(false)
     }
 }
 

@@ -13,15 +13,10 @@ use jiff::Timestamp;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use torpor_core::ids::Namespace;
-use torpor_core::image_size::Figures;
 use torpor_core::queue::{Capacity, Queue, Ticket, Urgency, Wish};
 use torpor_core::steps::Plan;
-use torpor_records::{PodLock, PodRecord};
-use torpor_runsc::keeper::Verb;
 use torpor_runsc::wake_slots::WakeSlots;
 
-use crate::reconcile::node::{CALL_LIMIT, Node};
-use crate::reconcile::observe::words;
 use crate::report::metrics::Metrics;
 
 /// A task that has waited for so long comes before all others.
@@ -168,7 +163,7 @@ impl Saves {
     /// Returns whether a caller waits for the answer of a sandbox that is being restored, or
     /// that waits for its turn to be restored.
     pub(crate) fn is_wake_awaited(&self) -> bool {
-        self.wakes.is_somebody_waiting()
+        self.wakes.is_client_waiting()
     }
 
     /// Gives the turns that are free to the tasks that come next, and notifies them.
@@ -216,51 +211,6 @@ impl Saves {
     fn lock(&self) -> MutexGuard<'_, Waiting> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Returns the figures that decide how large an image of the sandbox may become. The sandbox itself
-/// gives its memory only if the kernel does not count it.
-pub(crate) fn figures(node: &Node, record: &PodRecord, lock: &PodLock) -> Figures {
-    let counted = node.memory_held(record);
-    Figures {
-        by_sandbox: counted
-            .is_none()
-            .then(|| memory_usage(node, record))
-            .flatten(),
-        counted,
-        filestores: filestores(node, record, lock),
-    }
-}
-
-/// Requests the memory usage from the sandbox, in bytes.
-fn memory_usage(node: &Node, record: &PodRecord) -> Option<u64> {
-    let connected = node.connect(&record.sandbox);
-    let asked = connected.and_then(|mut control| control.memory_usage(CALL_LIMIT));
-    if let Err(error) = &asked {
-        let error = words(error);
-        tracing::warn!(pod_uid = %record.pod_uid, error, "cannot estimate the size of the sandbox's image");
-    }
-    asked.ok()
-}
-
-/// Requests the bytes of the sandbox's filestores through its keeper. None if they cannot be
-/// measured.
-fn filestores(node: &Node, record: &PodRecord, lock: &PodLock) -> Option<u64> {
-    #[derive(serde::Deserialize)]
-    #[serde(rename_all = "camelCase")]
-    struct Measured {
-        filestore_bytes: u64,
-    }
-    let asked = node.ask_keeper(&record.sandbox, lock, Verb::Measure.into(), CALL_LIMIT);
-    let answer = match asked {
-        Ok(answer) => answer,
-        Err(error) => {
-            tracing::debug!(pod_uid = %record.pod_uid, error = words(&error), "cannot measure the sandbox's files");
-            return None;
-        }
-    };
-    let measured: Measured = serde_json::from_value(answer.detail).ok()?;
-    Some(measured.filestore_bytes)
 }
 
 #[cfg(test)]
@@ -321,7 +271,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_timer_wants_is_saved_once_nobody_waits_for_a_wake_any_more() {
+    async fn a_timers_save_begins_once_no_wake_is_pending() {
         let dir = tempfile::tempdir().expect("a directory");
         let saves = Saves::new(1, None, dir.path(), Arc::new(Metrics::new()));
         let namespace = Namespace::new("n").expect("a name");
@@ -342,7 +292,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_timer_waits_for_bandwidth_and_who_asks_does_not() {
+    async fn a_timers_save_waits_for_bandwidth_and_a_requested_save_does_not() {
         let dir = tempfile::tempdir().expect("a directory");
         let metrics = Arc::new(Metrics::new());
         let saves = Saves::new(2, NonZeroU64::new(10_000), dir.path(), metrics);

@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_class_says_what_its_pods_do_not() {
+    fn a_runtime_class_sets_the_idle_times_that_its_pods_do_not_set() {
         let class =
             || json!({ "torpor.dev/doze-after": "30s", "agents.x-k8s.io/max-idle-time": "1h" });
         for (on_pod, expected) in [
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_value_on_a_runtime_class_is_told_by_its_key() {
+    fn a_wrong_value_on_a_runtime_class_is_reported_with_its_key() {
         let keys = |annotations| {
             let problems = problems(&class(annotations));
             problems
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_sleep_for_the_nodes_sake_follows_from_what_is_said_about_its_sleep() {
+    fn sleep_annotations_decide_whether_pressure_may_put_a_sandbox_to_sleep() {
         for (annotations, by_default, on_all) in [
             (json!({}), false, true),
             (json!({ "torpor.dev/hibernate-after": "1h" }), true, true),
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn how_deep_one_never_sleeps_is_what_is_switched_off() {
+    fn a_depth_that_is_switched_off_is_never_used_under_pressure() {
         for (annotations, never_dozes, never_hibernates) in [
             (json!({}), false, false),
             (

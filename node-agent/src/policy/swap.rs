@@ -233,7 +233,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn swap_is_what_all_devices_have_together() {
+    fn swap_is_the_sum_of_all_devices() {
         let names = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n";
         let devices = "/dev/zram0                              partition\t1048576\t\t2048\t\t100\n/swap file 1024 0 -2\n";
         let found = swap(&format!("{names}{devices}"));
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn dozes_that_are_under_way_count_for_who_is_about_to_doze() {
+    fn pending_dozes_count_against_the_swap_for_a_new_doze() {
         use DozeProgress::*;
         let pending = &mut PendingDozes::default();
         // All at the same moment: the kernel counts the same for each of them.
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_doze_that_an_agent_before_has_begun_counts() {
+    fn a_doze_that_a_former_agent_began_counts() {
         let pending = &mut PendingDozes::default();
         assert_eq!(follow(pending, "a", DozeProgress::UnderWay, 430), Ok(()));
         assert!(follow(pending, "b", DozeProgress::Begins, 430).is_err_and(|why| !why.is_empty()));

@@ -267,7 +267,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_pod_is_told_of_when_it_has_a_word_about_its_sleep() {
+    fn a_pod_with_a_sleep_condition_is_recognized() {
         let has_condition = |kind: &str| {
             let mut pod = pod(json!({}));
             pod.status = Some(
@@ -283,7 +283,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_pod_that_is_evicted_says_so_before_it_goes() {
+    fn an_eviction_is_read_from_the_pods_condition() {
         let evicted = |status: &str| {
             let mut pod = pod(json!({}));
             let status =
@@ -296,7 +296,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_pod_that_has_ended_is_as_one_that_is_being_deleted() {
+    fn an_ended_pod_counts_as_being_deleted() {
         for (phase, expected) in [
             ("Pending", PodPresence::Present),
             ("Running", PodPresence::Present),
@@ -315,7 +315,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_sidecar_in_its_backoff_is_awaited_and_what_has_ended_for_good_is_not() {
+    fn a_sidecar_in_backoff_is_awaited_and_a_finally_ended_container_is_not() {
         let awaited = |policy: &str| {
             let mut pod = pod(json!({}));
             let spec = json!({
@@ -351,7 +351,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn whether_a_container_starts_again_is_said_by_itself_before_its_pod() {
+    fn a_containers_restart_policy_goes_before_its_pods() {
         let starts = |own: serde_json::Value, of_pod: &str, exit_code| {
             let mut container = json!({ "name": "a" });
             for (key, value) in own.as_object().into_iter().flatten() {
@@ -388,7 +388,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_pod_is_ready_by_the_kubelets_word_on_each_container_that_it_probes() {
+    fn a_pod_is_ready_if_the_kubelet_reports_each_probed_container_ready() {
         let probe = json!({ "exec": { "command": ["true"] } });
         let spec = json!({
             "restartPolicy": "Never",
@@ -431,7 +431,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_last_image_is_kept_for_a_crash_by_exactly_one_word() {
+    fn the_last_image_is_kept_for_a_crash_by_exactly_one_annotation_value() {
         let keeps =
             |annotations| desired(&uid(), Some(&pod(annotations)), None, &[]).keep_last_image;
         assert!(keeps(json!({ "torpor.dev/on-crash": "LastImage" })));
@@ -445,7 +445,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_sandbox_is_to_be_awake_at_each_time_that_is_one() {
+    fn each_valid_wake_time_counts_and_invalid_times_are_ignored() {
         let wake_up = |set: &str, asked: &str| {
             let pod = pod(json!({
                 "agents.x-k8s.io/next-wakeup": set, "torpor.dev/wake-at": asked,
@@ -486,7 +486,7 @@ pub(crate) mod tests {
 
     /// If both wrote a status, controller and agent would correct each other for ever.
     #[test]
-    fn of_a_pod_that_is_gone_the_agent_tells_just_where_the_controller_is_silent() {
+    fn either_agent_or_controller_reports_on_a_snapshot_of_a_gone_pod() {
         let ours = annotations::IMAGE_FINALIZER;
         let named = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
         let unnamed = json!({ "sandboxName": "s" });

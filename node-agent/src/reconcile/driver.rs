@@ -1,9 +1,9 @@
 //! The reconcile loop: one task per Pod UID, which observes, plans, publishes and acts.
 //!
-//! Only this task and the Pod's shim change a sandbox on this node; the sandbox's lock separates
-//! them.
-//! The caches deliver what the API wants. A task runs when something about its Pod changed, when
-//! its plan requires it, and at intervals in any case, because the node itself sends no events.
+//! Only the Pod's shim changes a sandbox on this node. It takes the steps of a plan if the sandbox
+//! is in the state that the plan was made for. The caches deliver what the API wants. A task runs
+//! when something about its Pod changed, when its plan requires it, and at intervals in any case,
+//! because the node itself sends no events.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
@@ -31,12 +31,10 @@ pub(crate) mod ask;
 pub(crate) use ask::Asked;
 mod departure;
 pub(crate) use departure::pod_about;
-mod gofers;
 mod gvisor;
 mod kata;
 mod keeper_rules;
 use keeper_rules::KubeletRules;
-mod limits;
 mod look;
 use look::{Look, Remembered};
 mod own_writes;
@@ -186,7 +184,6 @@ impl Driver {
         };
         remembered.idle = idle;
         remembered.sent_rules = look.sent_rules.take();
-        remembered.sent_limits = look.sent_limits.take();
         remembered.handled = look.handled.take();
         remembered.failures = std::mem::take(&mut look.failures);
         remembered.failed_wakes = look.failed_wakes;
@@ -205,7 +202,6 @@ impl Driver {
         remembered.save_turn = shared.saves.follow(held, &look.plan, wish, task);
         if look.plan.steps.is_empty() {
             // The sandbox stays usable while its task waits for the save turn.
-            look.lock = None;
             look.kata = None;
         }
         self.shared.metrics.planned();
@@ -280,15 +276,20 @@ impl Driver {
         &self,
         pod: Option<Arc<Pod>>,
         desired: Desired,
-        kubelet: KubeletRules,
+        kubelet: Option<KubeletRules>,
         remembered: Remembered,
     ) -> Result<(Look, Option<Watched>), tokio::task::JoinError> {
         let shared = self.shared.clone();
-        let look =
-            move || match kata::look(&shared, pod.as_deref(), &desired, &kubelet, &remembered) {
-                Some(looked) => looked,
-                None => gvisor::look(&shared, pod.as_deref(), &desired, kubelet, remembered),
-            };
+        let look = move || match kata::look(
+            &shared,
+            pod.as_deref(),
+            &desired,
+            kubelet.as_ref(),
+            &remembered,
+        ) {
+            Some(looked) => looked,
+            None => gvisor::look(&shared, pod.as_deref(), &desired, kubelet, remembered),
+        };
         tokio::task::spawn_blocking(look).await
     }
 

@@ -10,7 +10,7 @@ use torpor_api::annotations;
 use torpor_core::state::{Desired, PodPresence, Power};
 use torpor_core::wake_on::WakeOn;
 use torpor_records::Probes;
-use torpor_runsc::keeper::Rules;
+use torpor_records::Rules;
 
 /// Returns the Pod's init containers and containers.
 pub(crate) fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_keeper_is_told_which_packets_wake_and_a_wrong_value_is_as_none() {
+    fn a_keeper_receives_the_wake_on_setting_and_a_wrong_value_counts_as_none() {
         let wake_on = |value: &str| wake_on(&pod(json!({ "torpor.dev/wake-on": value })));
         let tcp = |ports| WakeOn::Only {
             tcp: true,
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_wakes_what_is_frozen_before_its_pod_is_deleted() {
+    fn no_packet_wakes_a_frozen_sandbox_before_its_pod_is_deleted() {
         let frozen = json!({ "torpor.dev/freeze": "true", "torpor.dev/wake-on": "tcp" });
         let mut pod = pod(frozen);
         let wakes = |pod: &Pod| rules(pod, &desired(&uid(), Some(pod), None, &[])).wake_on;
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_a_hook_is_no_probe_once_the_pod_is_being_deleted() {
+    fn a_possible_hook_is_no_probe_once_the_pod_is_being_deleted() {
         let mut pod = pod(json!({}));
         pod.spec = serde_json::from_value(json!({ "containers": [
             { "name": "a", "ports": [{ "name": "web", "containerPort": 8080 }],
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn probes_are_known_that_can_be_answered_without_the_program() {
+    fn probes_that_can_be_answered_without_the_program_are_known() {
         let mut pod = pod(json!({}));
         pod.spec = serde_json::from_value(json!({
             "containers": [

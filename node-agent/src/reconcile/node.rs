@@ -3,27 +3,23 @@
 //! The calls block, so they run on threads that may block.
 
 use std::collections::BTreeSet;
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use torpor_cgroup::{Hierarchies, swap};
-use torpor_core::ids::{ImageId, PodUid, SandboxId};
+use torpor_core::ids::{ImageId, PodUid};
 use torpor_core::store_limit::PerNamespace;
 use torpor_records::config::Config;
-use torpor_records::{PodLock, PodRecord, Records};
+use torpor_records::{PodRecord, Records};
 use torpor_runsc::command::NodeRunsc;
-use torpor_runsc::control::{self, Control};
-use torpor_runsc::keeper::{self, Answer, Request, Run};
 use torpor_snapshots::{Fingerprint, SaveError, Store};
 
 use crate::policy::swap::{SwapRoom, has_swap};
 use crate::reconcile::sandbox_index::SandboxIndex;
 
-/// Time limit of calls on a control socket that do no work. A sandbox that is busy with its pages
-/// answers late.
-pub(crate) const CALL_LIMIT: Duration = Duration::from_secs(10);
+/// Time limit of `runsc --version`.
+const VERSION_LIMIT: Duration = Duration::from_secs(10);
 
 /// The capabilities of this node's runsc, and the fingerprint of its images.
 #[derive(Debug, Clone)]
@@ -42,7 +38,6 @@ pub(crate) struct StoreLimits {
 
 #[derive(Debug)]
 pub(crate) struct Node {
-    pub(crate) runsc: NodeRunsc,
     pub(crate) records: Records,
     index: SandboxIndex,
     pub(crate) store: Store,
@@ -74,7 +69,6 @@ impl Node {
             kubelet_port: config.kubelet_port,
             cgroups: Hierarchies::find(cgroup_root).ok(),
             swap,
-            runsc,
         })
     }
 
@@ -114,59 +108,17 @@ impl Node {
         self.cgroups.as_ref()?.working_set(record.cgroup.parent()?)
     }
 
-    /// Returns the memory of the sandbox's Pod in bytes, with that in swap; none if the
-    /// kernel does not count all of it.
-    pub(crate) fn memory_held(&self, record: &PodRecord) -> Option<u64> {
-        self.cgroups.as_ref()?.held(record.cgroup.parent()?)
-    }
-
     /// Returns how many bytes the images of one namespace may take; none without a limit.
     pub(crate) fn namespace_limit(&self) -> Option<u64> {
         let total = self.store.capacity().map_or(0, |capacity| capacity.total);
         self.limits.per_namespace.bytes(total)
-    }
-
-    /// Requests from the Pod's keeper to run a command of the shim. The command holds the lock
-    /// until it ends, even if the agent ends before.
-    pub(crate) fn ask_keeper(
-        &self,
-        sandbox: &SandboxId,
-        lock: &PodLock,
-        command: Run,
-        limit: Duration,
-    ) -> Result<Answer, keeper::Error> {
-        let request = Request::Run(command);
-        let dir = self.pause_dir(sandbox);
-        keeper::ask(&dir, &request, &[lock.as_fd()], limit).map(|(answer, _)| answer)
-    }
-
-    /// Connects to the sandbox's control socket. If the sandbox's processes were stopped while it
-    /// dozed, its keeper continues them first, because the agent may not signal processes.
-    pub(crate) fn connect(&self, sandbox: &SandboxId) -> Result<Control, control::Error> {
-        self.continue_processes(sandbox);
-        self.runsc.connect(sandbox)
-    }
-
-    /// Requests from the sandbox's keeper to continue the sandbox's processes if they were
-    /// stopped. For callers that connect to the control socket themselves.
-    pub(crate) fn continue_processes(&self, sandbox: &SandboxId) {
-        if self.runsc.is_stopped_by_signal(sandbox) {
-            let dir = self.pause_dir(sandbox);
-            // If the request fails, the connection fails too and returns the reason.
-            let _ = keeper::ask(&dir, &Request::GoOn, &[], CALL_LIMIT);
-        }
-    }
-
-    /// Returns the directory of the pause container's keeper.
-    pub(crate) fn pause_dir(&self, sandbox: &SandboxId) -> std::path::PathBuf {
-        self.records.container_dir(&sandbox.clone().into())
     }
 }
 
 fn probe(config: &Config, runsc: &NodeRunsc) -> Result<Ability, String> {
     let probe = || -> Result<Ability, torpor_runsc::probe::Error> {
         let capabilities = torpor_runsc::probe::capabilities(runsc)?;
-        let version = runsc.version(CALL_LIMIT)?;
+        let version = runsc.version(VERSION_LIMIT)?;
         let fingerprint = torpor_runsc::probe::fingerprint(config, version)?;
         Ok(Ability {
             capabilities,

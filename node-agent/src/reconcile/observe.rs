@@ -1,26 +1,22 @@
 //! One observation of a Pod on this node. Decides nothing.
 
-use std::collections::BTreeSet;
-
-use torpor_core::ids::{ContainerName, ImageId, PodUid};
-use torpor_core::state::{Doze, Failures, ImageObserved, Live, Observed, Record, Restore};
-use torpor_records::PauseMark;
-use torpor_records::Role;
-use torpor_records::{PodRecord, RestoreReport, SandboxState, Session};
-use torpor_runsc::control;
-use torpor_runsc::pause;
+use torpor_core::ids::{ImageId, PodUid};
+use torpor_core::state::{Doze, Failures, ImageObserved, Observed, Record, Restore};
+pub(crate) use torpor_core::steps::words;
+use torpor_messages::service;
+use torpor_records::{PodRecord, RestoreReport, SandboxState};
 
 use crate::policy::swap::has_swap;
-use crate::reconcile::node::{CALL_LIMIT, Node};
+use crate::reconcile::node::Node;
 
-/// Returns what the node has of the Pod `pod`, whose current sandbox is `record`. The caller
-/// holds the sandbox's lock, or passes `busy` because another process holds it.
+/// Returns what the node has of the Pod `pod`, whose current sandbox is `record`. `seen`: the
+/// report of its shim.
 pub(crate) fn observe(
     node: &Node,
     pod: &PodUid,
     record: Option<&PodRecord>,
     failures: &Failures,
-    busy: bool,
+    seen: &service::Observed,
 ) -> Observed {
     let state = record.and_then(|record| node.records.state(&record.sandbox).ok());
     let hibernated = match &state {
@@ -29,15 +25,11 @@ pub(crate) fn observe(
         }),
         _ => None,
     };
-    let live = record.map_or(Live::None, |record| live(node, record, busy));
     let doze = record.and_then(|record| node.records.doze(&record.sandbox).ok().flatten());
-    let whole = record.filter(|_| live == Live::Running || live == Live::Paused && doze.is_none());
     Observed {
         sandbox: record.map(|record| record.sandbox.clone()),
-        live,
-        containers: whole
-            .map(|record| started(node, record))
-            .unwrap_or_default(),
+        live: seen.basis.live,
+        containers: seen.started.clone(),
         // `crate::reconcile::driver` adds it.
         added: None,
         record: hibernated,
@@ -54,13 +46,14 @@ pub(crate) fn observe(
         capable: capable(node),
         dozes_unsaved: false,
         restore: restore(state.as_ref(), node.records.report(pod)),
-        // `crate::policy::idle` adds it under the lock.
+        // `crate::policy::idle` adds it.
         idle_since: None,
         idle_known: Ok(()),
         // `crate::reconcile::driver` adds both.
         save_turn: false,
         held_back: false,
-        sessions: record.map_or(0, |record| sessions(node, record)),
+        // The records do not count them.
+        sessions: u32::from(seen.basis.in_session),
         awake_since: timestamp(record.and_then(|record| node.records.last_call(&record.sandbox))),
         woke_at: timestamp(record.and_then(|record| node.records.woke_at(&record.sandbox))),
         left_by_exec: record
@@ -70,7 +63,7 @@ pub(crate) fn observe(
         asleep_since: timestamp(record.and_then(|r| node.records.asleep_since(&r.sandbox))),
         bound: record.and_then(|record| node.records.bound(&record.sandbox).ok().flatten()),
         failures: failures.clone(),
-        busy,
+        busy: seen.busy,
     }
 }
 
@@ -83,94 +76,8 @@ fn may_doze(node: &Node, record: Option<&PodRecord>, dozes: bool) -> Result<(), 
     node.may_swap(record)
 }
 
-/// Returns 1 if the sandbox has sessions, else 0. The records do not count them.
-fn sessions(node: &Node, record: &PodRecord) -> u32 {
-    let runs = |session| {
-        node.records
-            .has_sessions(&record.sandbox, session)
-            .unwrap_or(false)
-    };
-    u32::from(runs(Session::Use) || runs(Session::Probe))
-}
-
 fn timestamp(time: Option<std::time::SystemTime>) -> Option<jiff::Timestamp> {
     jiff::Timestamp::try_from(time?).ok()
-}
-
-/// Returns the text of an error with all its causes.
-pub(crate) fn words(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
-}
-
-fn live(node: &Node, record: &PodRecord, busy: bool) -> Live {
-    let sandbox = &record.sandbox;
-    // The dozing sandbox's processes are stopped. A connection would continue them.
-    if node.runsc.is_stopped_by_signal(sandbox) {
-        return Live::Paused;
-    }
-    let mut control = match node.runsc.connect(sandbox) {
-        Ok(control) => control,
-        Err(control::Error::NotRunning { .. }) => return Live::None,
-        Err(_) => return Live::Unknown,
-    };
-    match control.container_state(sandbox.as_str(), CALL_LIMIT) {
-        Ok(control::ContainerState::Running) => {}
-        // The sandbox was created and not started, or it has ended and is about to be
-        // deleted: there is nothing to save.
-        Ok(_) => return Live::None,
-        Err(_) => return Live::Unknown,
-    }
-    let paused = if busy {
-        paused_by_mark(node.records.pause_mark(sandbox))
-    } else {
-        pause::is_paused(&node.records, &mut control, sandbox, CALL_LIMIT).ok()
-    };
-    match paused {
-        Some(true) => Live::Paused,
-        Some(false) => Live::Running,
-        None => Live::Unknown,
-    }
-}
-
-/// Returns the containers that run or have run in the sandbox. A container that was created and not
-/// started is not part of an image yet.
-fn started(node: &Node, record: &PodRecord) -> BTreeSet<ContainerName> {
-    let sandbox = &record.sandbox;
-    let Ok(mut control) = node.runsc.connect(sandbox) else {
-        return BTreeSet::new();
-    };
-    let recorded = node
-        .records
-        .containers_of(&record.sandbox)
-        .unwrap_or_default();
-    let mut has_started = |id: &str| match control.container_state(id, CALL_LIMIT) {
-        Ok(control::ContainerState::Running | control::ContainerState::Stopped) => true,
-        Ok(control::ContainerState::Creating) | Err(_) => false,
-    };
-    recorded
-        .into_iter()
-        .filter(|container| container.role == Role::Container && has_started(container.id.as_str()))
-        .filter_map(|container| ContainerName::new(container.name).ok())
-        .collect()
-}
-
-/// Returns whether the sandbox is paused by its mark. None: a pause or a resume is under way.
-///
-/// Without the lock the agent does not find out the state itself: the process that holds the
-/// lock is changing it, so a result would be wrong by the time it is used.
-fn paused_by_mark(mark: Result<Option<PauseMark>, torpor_records::Error>) -> Option<bool> {
-    match mark {
-        Ok(None) => Some(false),
-        Ok(Some(PauseMark::Paused)) => Some(true),
-        Ok(Some(PauseMark::Changing)) | Err(_) => None,
-    }
 }
 
 fn images(node: &Node, pod: &PodUid) -> Vec<ImageObserved> {
@@ -273,15 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_that_somebody_else_is_at_is_not_settled() {
-        let paused = |mark| paused_by_mark(Ok(mark));
-        assert_eq!(paused(None), Some(false));
-        assert_eq!(paused(Some(PauseMark::Paused)), Some(true));
-        assert_eq!(paused(Some(PauseMark::Changing)), None);
-    }
-
-    #[test]
-    fn a_refusal_is_told_while_the_kubelet_tries_again() {
+    fn a_refused_restore_is_reported_while_the_kubelet_tries_again() {
         let refused = restore(Some(&restoring()), Ok(Some(failed(1))));
         assert!(matches!(refused, Restore::Failed { reason, .. } if reason == "SpecMismatch"));
         let gone = restore(None, Ok(Some(failed(1))));
@@ -289,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_of_another_image_does_not_count_while_one_is_being_restored() {
+    fn a_report_on_another_image_does_not_count_during_a_restore() {
         for report in [
             None,
             Some(failed(2)),

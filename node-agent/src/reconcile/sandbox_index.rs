@@ -103,7 +103,7 @@ pub(crate) mod tests {
     use torpor_records::Addresses;
 
     use super::*;
-    use crate::reconcile::execute::tests::node_in;
+    use crate::reconcile::steps_for_tests::node_in;
 
     pub(crate) fn records() -> (tempfile::TempDir, Records) {
         let dir = tempfile::tempdir().expect("a directory");
@@ -144,7 +144,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_sandbox_is_known_from_its_record_on_until_it_is_gone_and_told_as_it_is_now() {
+    fn a_sandbox_is_known_while_its_record_exists_and_has_its_current_content() {
         let (_dir, records) = records();
         let known = SandboxIndex::default();
         assert_eq!(known.pods(&records), BTreeSet::new());
@@ -169,7 +169,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn of_two_sandboxes_of_a_pod_the_newer_is_meant() {
+    fn the_newer_of_two_sandboxes_of_a_pod_is_used() {
         let (_dir, records) = records();
         let known = SandboxIndex::default();
         let old = make(&records, 'b', "pod-1");
@@ -189,7 +189,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_image_is_being_restored_by_who_was_made_for_it_or_its_own_pod_as_often_as_it_wakes() {
+    fn an_image_counts_as_being_restored_by_its_own_pod_and_by_another_pod() {
         let (_dir, records) = records();
         let known = SandboxIndex::default();
         let image = |uid: &str| ImageId::parse(&format!("{uid}.1")).expect("an image");

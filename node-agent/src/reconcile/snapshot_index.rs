@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use kube::runtime::watcher::Event;
 use tokio::sync::watch;
-use torpor_api::snapshot::SandboxSnapshot;
+use torpor_api::snapshot::{SandboxSnapshot, SnapshotReason};
 use torpor_api::taker::TakenBy;
 use torpor_api::{conditions, reasons};
 use torpor_core::ids::{ImageId, Namespace, PodUid};
@@ -164,7 +164,8 @@ impl SnapshotIndex {
     }
 
     /// Returns the snapshots whose images this node has to upload: committed here, with a
-    /// SnapshotClass, neither consumed nor being deleted, and not uploaded yet.
+    /// SnapshotClass, not being deleted, and not uploaded yet. The image of a suspend must not be
+    /// consumed; that of a Manual snapshot may be.
     pub(crate) fn to_upload(&self) -> Vec<Arc<SandboxSnapshot>> {
         self.shown().to_upload.values().cloned().collect()
     }
@@ -340,13 +341,15 @@ fn taker_of_node(snapshot: &SandboxSnapshot, node: &str) -> Option<PodUid> {
 
 fn is_to_upload(snapshot: &SandboxSnapshot, node: &str) -> bool {
     let status = snapshot.status.as_ref();
+    // Its sandbox runs on at once; copies and rollbacks ask for the image by name.
+    let is_kept_by_name = snapshot.spec.reason == SnapshotReason::Manual;
     snapshot.spec.snapshot_class_name.is_some()
         && may_be_of_node(snapshot, node)
         && status.and_then(|status| status.node_name.as_deref()) == Some(node)
         && snapshot.metadata.deletion_timestamp.is_none()
         && snapshot.is_adopted()
         && snapshot.is_committed()
-        && !snapshot.is_consumed()
+        && (!snapshot.is_consumed() || is_kept_by_name)
         && !snapshot.is_uploaded()
 }
 

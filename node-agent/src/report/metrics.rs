@@ -537,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn what_sleep_gains_and_wakes_cost_is_counted() {
+    fn gains_of_sleep_and_costs_of_wakes_are_counted() {
         let text = text_with_everything();
         for line in [
             r#"torpor_agent_wakes_total{cause="Packet",from="Dozing"} 1"#,

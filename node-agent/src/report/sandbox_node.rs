@@ -26,6 +26,7 @@ use torpor_snapshots::Listed;
 use crate::kata::Kata;
 use crate::policy::pressure::NodePressure;
 use crate::reconcile::node::Node;
+use crate::reconcile::shim::Shim;
 use crate::report::metrics::Metrics;
 use crate::report::publish::{API_LIMIT, fingerprint};
 use crate::report::sandboxes::{Sandboxes, signed};
@@ -328,9 +329,7 @@ fn counts(node: &Node) -> SandboxCounts {
         match node.records.state(&pod.sandbox) {
             Ok(SandboxState::Hibernated { .. }) => counts.hibernated += 1,
             Ok(SandboxState::Running) => {
-                let sandbox = &pod.sandbox;
-                let lives =
-                    node.runsc.is_stopped_by_signal(sandbox) || node.runsc.connect(sandbox).is_ok();
+                let lives = Shim::of(&node.records, &pod.sandbox).serves();
                 let paused = node.records.is_noted_paused(&pod.sandbox);
                 let dozes = paused && matches!(node.records.doze(&pod.sandbox), Ok(Some(_)));
                 counts.dozing += i32::from(lives && dozes);
@@ -384,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn looking_at_what_the_node_holds_takes_half_a_hundredth_of_a_processor_however_much_that_is() {
+    fn measuring_the_store_takes_half_a_percent_of_a_processor_whatever_its_size() {
         let after = |milliseconds| pause_after(Duration::from_millis(milliseconds)).as_millis();
         assert_eq!([after(1), after(25), after(60)], [5_000, 5_000, 12_000]);
         assert_eq!(after(5_000), HEARTBEAT.as_millis());
@@ -408,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn since_when_a_condition_is_so_moves_only_with_its_status() {
+    fn the_transition_time_of_a_condition_changes_only_with_its_status() {
         let first = conditions_after(Vec::new(), Ok(()), &[], at(10));
         let again = conditions_after(first.clone(), Ok(()), &[], at(20));
         assert_eq!(again, first);

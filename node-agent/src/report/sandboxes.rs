@@ -354,19 +354,19 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_api_knows_the_planners_reasons_and_no_others() {
+    fn the_api_lists_exactly_the_planners_reasons() {
         let names = all().into_iter().map(|reason| plan_reason(&reason).reason);
         assert_eq!(names.collect::<Vec<_>>(), torpor_api::reasons::plan::ALL);
     }
 
     #[test]
-    fn the_api_knows_the_causes_of_wakes_and_no_others() {
+    fn the_api_lists_exactly_the_causes_of_wakes() {
         let causes = WakeCause::ALL.map(WakeCause::as_str);
         assert_eq!(causes, torpor_api::node::WAKE_CAUSES);
     }
 
     #[test]
-    fn what_a_reason_carries_is_told() {
+    fn the_value_of_a_reason_is_reported_as_its_detail() {
         let reason = Reason::Backoff {
             until: Timestamp::UNIX_EPOCH,
         };

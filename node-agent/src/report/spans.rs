@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_step_that_failed_says_why_and_what_is_no_carrier_begins_a_trace() {
+    async fn a_failed_steps_span_has_the_reason_and_an_invalid_carrier_begins_a_trace() {
         let uid = record().pod_uid;
         let collector = exported(|spans| {
             spans.note(&uid, Some(&pod("none")));
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn where_nobody_takes_spans_nothing_is_remembered() {
+    fn without_an_exporter_no_carrier_is_remembered() {
         let spans = Spans::default();
         spans.note(&record().pod_uid, Some(&pod("{}")));
         assert!(spans.carriers.lock().expect("nobody panicked").is_empty());

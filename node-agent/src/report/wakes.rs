@@ -66,7 +66,7 @@ mod tests {
     use torpor_core::steps::Action;
 
     use super::*;
-    use crate::reconcile::execute::tests::step;
+    use crate::reconcile::steps_for_tests::step;
 
     fn image() -> ImageId {
         ImageId::parse("pod-a.1").expect("an image's name")
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn the_clock_wakes_who_sleeps_since_before_its_time_unless_somebody_asks_too() {
+    fn the_cause_of_a_wake_is_the_clock_unless_the_api_requested_the_wake_too() {
         let time = |text: &str| text.parse::<Timestamp>().expect("a time");
         let (since, now) = (time("2026-06-06T10:00:00Z"), time("2026-06-06T12:00:00Z"));
         let (before, within, later) = (
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_wake_of_somebody_else_is_told_once() {
+    fn a_failed_wake_by_another_process_is_reported_once() {
         let mut wakes = FailedWakes::default();
         assert_eq!(wakes.look(&failed_at(5)), None, "before the agent began");
         assert_eq!(wakes.look(&failed_at(5)), None);
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_wake_of_this_agent_is_a_failed_step_and_not_told_again() {
+    fn a_failed_wake_of_this_agent_is_a_failed_step_and_not_reported_again() {
         let mut wakes = FailedWakes::default();
         assert_eq!(wakes.look(&LedgerState::default()), None);
         let failed = Outcome::Failed {

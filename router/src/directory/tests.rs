@@ -101,7 +101,7 @@ fn members_of_a_pool_do_not_exist_until_claimed() {
 }
 
 #[test]
-fn a_new_list_takes_away_what_is_not_in_it() {
+fn a_new_list_removes_objects_that_are_not_in_it() {
     let directory = with_a_sandbox();
     directory.apply_sandbox(Event::Apply(sandbox("t", "u2", json!({}))));
     directory.apply_pod(Event::Apply(pod("t", "u2", "p2", "10.0.0.2", json!({}))));

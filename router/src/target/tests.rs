@@ -218,7 +218,7 @@ proptest! {
     }
 
     #[test]
-    fn the_joined_host_finds_what_exists_and_nothing_else(
+    fn the_joined_host_finds_only_a_sandbox_that_exists(
         id in "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", namespace in "[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", port in 1_u16..,
     ) {
         let host = format!("{port}-{id}-{namespace}.{DOMAIN}");

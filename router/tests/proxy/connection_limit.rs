@@ -62,7 +62,7 @@ async fn slow(go_on: &Arc<Semaphore>) -> Backend {
 #[case::dripping("GET / HT")]
 #[case::http2_without_a_request("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")]
 #[tokio::test]
-async fn clients_without_requests_do_not_keep_others_out(#[case] bytes: &str) {
+async fn clients_without_requests_do_not_keep_other_clients_out(#[case] bytes: &str) {
     let world = with_limit(2).await;
     let mut idle = Vec::new();
     for _ in 0..2 {

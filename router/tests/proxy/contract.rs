@@ -190,7 +190,7 @@ async fn a_closed_port_is_tried_as_often_as_upstream_does() {
 }
 
 #[tokio::test]
-async fn connect_is_no_way_out() {
+async fn a_connect_request_is_refused() {
     let world = World::new().await;
     let mut client = Raw::open(&world).await;
     client.write("CONNECT 10.0.0.1:443 HTTP/1.1\r\nHost: 10.0.0.1:443\r\nX-Sandbox-ID: s\r\nConnection: close\r\n\r\n").await;

@@ -451,7 +451,7 @@ async fn a_call_that_sends_too_much_gets_a_status() {
 }
 
 #[tokio::test]
-async fn a_port_that_speaks_no_http2_is_unavailable() {
+async fn a_port_without_http2_is_unavailable() {
     let world = World::new().await;
     world.running("s", "127.0.0.1").await;
     for answer in ["HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", ""] {

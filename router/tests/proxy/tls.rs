@@ -115,7 +115,7 @@ impl Secured {
 }
 
 #[tokio::test]
-async fn a_request_over_tls_says_so_to_the_sandbox() {
+async fn a_request_over_tls_has_the_forwarded_protocol_https() {
     let secured = secured(MutualTls::Off).await;
     let body = secured.ask("router", None).await.unwrap();
     assert!(body.contains("x-forwarded-proto: https\n"), "{body}");

@@ -13,6 +13,7 @@ mod cargo;
 mod claims;
 mod doze;
 mod elsewhere;
+mod fork;
 mod hour;
 mod http;
 mod link;
@@ -51,6 +52,8 @@ enum Command {
     Doze(doze::Options),
     /// Time of a resume on another node, from an S3 server; needs two nodes
     Elsewhere(elsewhere::Options),
+    /// 20 copies of one snapshot of 100 MB at the same time, beside as many cold starts
+    Fork(fork::Options),
     /// 50 sandboxes of 30 MB woken at once; cost of 300 asleep, and of the agent with them
     Many(many::Options),
     /// Time of gVisor alone to restore many Pods: its own commands, no cluster
@@ -92,6 +95,7 @@ fn measure(command: Command) -> anyhow::Result<()> {
         Command::Wake(options) => run(async |stop| wake::run(&options, stop).await),
         Command::Doze(options) => run(async |stop| doze::run(&options, stop).await),
         Command::Elsewhere(options) => run(async |stop| elsewhere::run(&options, stop).await),
+        Command::Fork(options) => run(async |stop| fork::run(&options, stop).await),
         Command::Many(options) => run(async |stop| many::run(&options, stop).await),
         Command::Bare(options) => run(async |stop| bare::run(&options, stop).await),
         Command::Awake(options) => run(async |stop| awake::run(&options, stop).await),

@@ -2,21 +2,22 @@
 //! cost of many that sleep, beside what they cost awake.
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeMap, HashSet},
     fs,
+    ops::Range,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 
 use anyhow::Context as _;
 use clap::Args;
-use futures::future::try_join_all;
+use futures::future::{join_all, try_join_all};
 use serde_json::Value;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
-use torpor_api::annotations::DOZE_AFTER;
+use torpor_api::annotations::{DOZE_AFTER, HIBERNATE_AFTER};
 use torpor_tests::{
     case::Case,
     machine::{self, Process},
@@ -43,6 +44,8 @@ const CGROUP_ROOTS: [&str; 3] = [
     "/sys/fs/cgroup/memory",
     "/sys/fs/cgroup",
 ];
+/// Sandboxes of a crowd that are awake at once.
+const GROUP: usize = 50;
 /// Swap in MiB: for each sandbox, and beside them.
 const SWAP_EACH: u64 = 60;
 const SWAP_BESIDE: u64 = 512;
@@ -75,6 +78,10 @@ pub(crate) struct Options {
     /// 10 of disk for swap)
     #[arg(default_value_t = 300)]
     asleep: usize,
+    /// Sandboxes that hibernate while the next ones start, more than could run at once, and are all
+    /// woken afterwards; may be 0 (1,000 need 30 GB of disk)
+    #[arg(long, default_value_t = 0)]
+    crowd: usize,
     /// Swap that is used before the node's; a file only where the node has too little
     #[arg(long, value_enum, default_value_t = Kind::File)]
     swap: Kind,
@@ -96,7 +103,7 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
             node::memory_gib()?
         );
         if options.woken > 0 {
-            let pods = start(case, options.woken, HELD, false).await?;
+            let pods = start(case, 0..options.woken, HELD, None).await?;
             print_cost(&format!("{} awake, 30 MB", pods.len()), &pods, None)?;
             woken(case, &pods).await?;
             setup::delete_pods(case).await?;
@@ -104,52 +111,75 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
         if options.asleep > 0 {
             asleep(case, options).await?;
         }
+        if options.crowd > 0 {
+            crowd(case, options).await?;
+        }
         Ok(())
     })
     .await
 }
 
 /// Starts Pods in waves: a kubelet that starts hundreds at once serves none of them in time.
+/// `sleep`: the annotation by which they fall asleep after a second.
 async fn start(
     case: &Case,
-    count: usize,
+    numbers: Range<usize>,
     megabytes: &str,
-    doze: bool,
+    sleep: Option<&str>,
 ) -> anyhow::Result<Vec<Sleeper>> {
-    for first in (0..count).step_by(WAVE) {
-        let end = count.min(first + WAVE);
-        let wave = (first..end).map(|number| pod(number, megabytes, doze));
+    let last = numbers.end;
+    for first in numbers.step_by(WAVE) {
+        let end = last.min(first + WAVE);
+        let wave = (first..end).map(|number| pod(number, megabytes, sleep));
         setup::start(case, wave.collect()).await?;
         if first % 50 == 0 {
-            eprintln!("    {end} of {count} run");
+            eprintln!("    {end} of {last} run");
         }
     }
     Ok(Sleeper::all(case).await?.into_values().collect())
 }
 
-fn pod(number: usize, megabytes: &str, doze: bool) -> Value {
+fn pod(number: usize, megabytes: &str, sleep: Option<&str>) -> Value {
     let command = ["python3", "-c", PROGRAM, megabytes];
     let pod = setup::pod(&format!("p{number}"), PYTHON, &command, setup::ready_file());
-    if doze {
-        annotated(pod, DOZE_AFTER, "1s")
-    } else {
-        pod
+    match sleep {
+        Some(key) => annotated(pod, key, "1s"),
+        None => pod,
     }
+}
+
+/// Connects to the Pod; returns the time until it had answered since `begin`, and the answer.
+async fn ask(pod: &Sleeper, begin: Instant) -> anyhow::Result<(Duration, Vec<u8>)> {
+    let mut stream = TcpStream::connect((pod.address.as_str(), PORT)).await?;
+    stream.write_all(b"x").await?;
+    let mut answer = vec![0; 100];
+    let length = stream.read(&mut answer).await?;
+    answer.truncate(length);
+    Ok((begin.elapsed(), answer))
 }
 
 /// Connects to all at the same instant; returns the time until each had answered, and the answers.
 async fn ask_all(pods: &[Sleeper]) -> anyhow::Result<(Vec<Duration>, Vec<Vec<u8>>)> {
     let begin = Instant::now();
-    let asked = try_join_all(pods.iter().map(|pod| async move {
-        let mut stream = TcpStream::connect((pod.address.as_str(), PORT)).await?;
-        stream.write_all(b"x").await?;
-        let mut answer = vec![0; 100];
-        let length = stream.read(&mut answer).await?;
-        answer.truncate(length);
-        anyhow::Ok((begin.elapsed(), answer))
-    }));
+    let asked = try_join_all(pods.iter().map(|pod| ask(pod, begin)));
     let answers = tokio::time::timeout(ANSWERS, asked).await;
     Ok(answers.context("not all answer")??.into_iter().unzip())
+}
+
+/// As [`ask_all`]; prints a connection that fails, and opens another.
+async fn ask_each(pods: &[Sleeper]) -> anyhow::Result<(Vec<Duration>, Vec<Vec<u8>>)> {
+    let begin = Instant::now();
+    let asked = pods.iter().map(|pod| async move {
+        loop {
+            match ask(pod, begin).await {
+                Ok(answer) => return answer,
+                Err(error) => println!("    {}: {error:#}", pod.name),
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    });
+    let answers = tokio::time::timeout(ANSWERS, join_all(asked)).await;
+    Ok(answers.context("not all answer")?.into_iter().unzip())
 }
 
 async fn woken(case: &Case, pods: &[Sleeper]) -> anyhow::Result<()> {
@@ -179,10 +209,10 @@ async fn woken(case: &Case, pods: &[Sleeper]) -> anyhow::Result<()> {
 
 async fn asleep(case: &Case, options: &Options) -> anyhow::Result<()> {
     let rest = Duration::from_secs_f64(options.rest);
-    let pods = start(case, WAVE, "1", false).await?;
+    let pods = start(case, 0..WAVE, "1", None).await?;
     let awake = print_cost(&format!("{WAVE} awake, small"), &pods, None)?;
     setup::delete_pods(case).await?;
-    let pods = start(case, options.asleep, "1", true).await?;
+    let pods = start(case, 0..options.asleep, "1", Some(DOZE_AFTER)).await?;
     for how in [Sleep::Dozing, Sleep::Hibernated] {
         match how {
             Sleep::Dozing => how.until(&pods, ASLEEP).await?,
@@ -193,6 +223,47 @@ async fn asleep(case: &Case, options: &Options) -> anyhow::Result<()> {
         print_cost(&words, &pods, Some(awake))?;
         print_agent(&words).await?;
     }
+    Ok(())
+}
+
+/// Each sandbox hibernates while the next ones start. Then all are woken, group by group, and must
+/// answer with what they drew at their start.
+async fn crowd(case: &Case, options: &Options) -> anyhow::Result<()> {
+    let mut names = BTreeMap::new();
+    let mut pods = Vec::new();
+    for first in (0..options.crowd).step_by(GROUP) {
+        let group = first..options.crowd.min(first + GROUP);
+        pods = start(case, group, "1", Some(HIBERNATE_AFTER)).await?;
+        let fresh = pods.iter().filter(|pod| !names.contains_key(&pod.name));
+        let fresh: Vec<Sleeper> = fresh.cloned().collect();
+        let (_, answers) = ask_each(&fresh).await?;
+        names.extend(fresh.into_iter().map(|pod| pod.name).zip(answers));
+    }
+    Sleep::Hibernated.until(&pods, HIBERNATED).await?;
+    tokio::time::sleep(Duration::from_secs_f64(options.rest)).await;
+    let words = format!("{} hibernated", pods.len());
+    print_cost(&words, &pods, None)?;
+    print_agent(&words).await?;
+    let (mut times, mut lost) = (Vec::new(), 0);
+    for group in pods.chunks(GROUP) {
+        let (took, answers) = ask_each(group).await?;
+        times.extend(took);
+        let known = group.iter().map(|pod| names.get(&pod.name));
+        lost += known
+            .zip(&answers)
+            .filter(|(before, after)| *before != Some(after))
+            .count();
+    }
+    let times = Times::of(&times);
+    println!(
+        "{}",
+        table::row_to_last(
+            &format!("{words}: woken {GROUP} at once, answered since asked"),
+            &times,
+            &times
+        )
+    );
+    println!("    {lost} lost");
     Ok(())
 }
 

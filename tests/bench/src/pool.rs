@@ -29,7 +29,7 @@ const FILLED: Duration = Duration::from_secs(280);
 const CALM: Duration = Duration::from_secs(4);
 
 /// Holds random memory, and answers each connection.
-const PROGRAM: &str = r#"
+pub(crate) const PROGRAM: &str = r#"
 import os, socket, sys
 held = bytearray(os.urandom(int(sys.argv[1]) << 20))
 s = socket.create_server(("", 8080), backlog=64)
@@ -48,7 +48,7 @@ pub(crate) struct Options {
     /// Claims of each kind
     #[arg(long, default_value_t = 20)]
     claims: u32,
-    /// Claims one by one from members that all sleep
+    /// Claims one by one, each from a pool of its own whose members sleep
     #[arg(long, default_value_t = 6)]
     calm: u32,
     /// Claims that bring a variable, from members that run and from members that sleep
@@ -80,11 +80,11 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
         filled(case, "hot", options.members).await?;
         let cold_rate = f64::from(options.members) / began.elapsed().as_secs_f64();
         let hot = claims(case, "hot", options.claims, pause, false).await?;
-        remove(case, "hot").await?;
+        remove(case).await?;
 
         pool(case, "cold", "plain", 0, "hot=rest").await?;
         let cold = claims(case, "cold", options.claims.min(8), pause, false).await?;
-        remove(case, "cold").await?;
+        remove(case).await?;
 
         // The golden image first: it is not part of the rate.
         pool(case, "asleep", "golden", 1, "hot=0,asleep=rest").await?;
@@ -94,9 +94,9 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
         filled(case, "asleep", options.members + 1).await?;
         let rate = f64::from(options.members) / began.elapsed().as_secs_f64();
         let (memory, disk) = cost(case).await?;
-        let calm = claims(case, "asleep", options.calm, CALM, false).await?;
         let asleep = claims(case, "asleep", options.claims, pause, false).await?;
-        remove(case, "asleep").await?;
+        remove(case).await?;
+        let calm = calm_claims(case, options.calm).await?;
 
         let late = late_claims(case, "late", "hot=rest", options).await?;
         let late_asleep = late_claims(case, "late-golden", "hot=0,asleep=rest", options).await?;
@@ -190,16 +190,14 @@ async fn scale(case: &Case, pool: &str, members: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Deletes a pool with its members and claims.
-async fn remove(case: &Case, pool: &str) -> anyhow::Result<()> {
-    let background = DeleteParams::background();
+/// Deletes the pools with their members and claims.
+async fn remove(case: &Case) -> anyhow::Result<()> {
+    let (background, all) = (DeleteParams::background(), ListParams::default());
     let claims = case.api::<SandboxClaim>();
-    claims
-        .delete_collection(&background, &ListParams::default())
-        .await?;
+    claims.delete_collection(&background, &all).await?;
     let pools = case.api::<SandboxWarmPool>();
-    pools.delete(pool, &background).await?;
-    wait::none(&case.sandboxes(), "the end of the pool's Sandboxes", FILLED).await?;
+    pools.delete_collection(&background, &all).await?;
+    wait::none(&case.sandboxes(), "the end of the pools' Sandboxes", FILLED).await?;
     setup::delete_pods(case).await
 }
 
@@ -221,7 +219,27 @@ async fn late_claims(
     pool(case, template, template, members, heat).await?;
     filled(case, template, members).await?;
     let figures = claims(case, template, options.late, CALM, true).await?;
-    remove(case, template).await?;
+    remove(case).await?;
+    Ok(figures)
+}
+
+/// Makes claims, one at a time, each from a pool of its own with two members that sleep. A pool
+/// that had a claim lately keeps a member awake for the next one.
+async fn calm_claims(case: &Case, count: u32) -> anyhow::Result<Figures> {
+    let name = |number: u32| format!("calm-{number}");
+    for number in 0..count {
+        pool(case, &name(number), "golden", 2, "hot=0,asleep=rest").await?;
+    }
+    for number in 0..count {
+        filled(case, &name(number), 2).await?;
+    }
+    let mut figures = Figures::default();
+    for number in 0..count {
+        let found = claims(case, &name(number), 1, CALM, false).await?;
+        figures.ready.extend(found.ready);
+        figures.answered.extend(found.answered);
+    }
+    remove(case).await?;
     Ok(figures)
 }
 
@@ -269,7 +287,7 @@ async fn ready(case: &Case, claim: &str) -> anyhow::Result<String> {
 }
 
 /// Asks the program, once: a sandbox whose claim is Ready answers.
-async fn answer(address: &str) -> anyhow::Result<()> {
+pub(crate) async fn answer(address: &str) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect((address, 8080)).await?;
     stream.write_all(b"x").await?;
     let mut answer = Vec::new();

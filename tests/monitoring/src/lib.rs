@@ -14,8 +14,10 @@ use serde_json::Value;
 
 /// Prefixes of all metrics of Torpor, by the program that has them. No program has a metric without
 /// one of these.
-pub const PREFIXES: [&str; 7] = [
+pub const PREFIXES: [&str; 9] = [
     "torpor_agent_",
+    "torpor_warmpool",
+    "torpor_image_staging",
     "torpor_router_",
     "sandbox_router_",
     "agent_sandbox",
@@ -243,7 +245,7 @@ mod tests {
     const SHARED: [&str; 3] = ["controller_runtime_", "leader_election_", "up"];
 
     #[test]
-    fn metrics_that_others_have_too_are_selected_by_job() {
+    fn metrics_that_other_programs_have_too_are_selected_by_job() {
         for asked in asked() {
             let used = used(&asked).unwrap_or_else(|error| panic!("{error}"));
             for used in used {

@@ -55,7 +55,8 @@ pub enum Victim {
     Sentry,
     /// One of gVisor's file servers.
     Gofer,
-    /// The shim's command that wakes, ends or reclaims the sandbox.
+    /// The shim's command that wakes the sandbox, or that takes the steps of a plan: a save, an
+    /// end.
     Program,
     /// The shim's command that creates, starts or deletes a container of the Pod.
     Command,
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cycle_is_what_its_seed_and_number_say() {
+    fn a_cycle_follows_from_its_seed_and_number() {
         for number in 0..100 {
             assert_eq!(Cycle::of(SEED, number), Cycle::of(SEED, number));
         }

@@ -170,10 +170,10 @@ fn of_pod(node: &Node, uid: &str, victim: Victim) -> anyhow::Result<Process> {
     }
 }
 
-/// Finds the command that wakes, ends or reclaims the sandbox.
+/// Finds the command that wakes the sandbox, or that takes the steps of a plan.
 fn program(node: &Node, uid: &str) -> anyhow::Result<Process> {
     let sandbox = node.sandbox_of(uid)?.sandbox;
-    let verbs = ["wake", "end", "doze"].map(|verb| format!(" {verb} {sandbox}"));
+    let verbs = ["wake", "steps"].map(|verb| format!(" {verb} {sandbox}"));
     let found = machine::processes_naming(&verbs).into_iter().next();
     found.context("no command is at work on the sandbox")
 }

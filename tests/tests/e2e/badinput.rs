@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io::Write as _;
-use std::os::unix::fs::{DirBuilderExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -133,8 +133,8 @@ async fn a_sandbox_that_gvisor_refuses_to_save_runs_on_with_a_reported_reason_an
     .await
 }
 
-/// A container has ended, and the shim, which would have noticed that, is stopped: an image
-/// without the container could never be restored.
+/// A container ends while the shim, which would have noticed that, is stopped: an image without the
+/// container could never be restored.
 #[tokio::test]
 async fn a_sandbox_that_has_just_lost_a_container_is_not_saved_without_it() -> anyhow::Result<()> {
     case("halved", async |case| {
@@ -144,17 +144,9 @@ async fn a_sandbox_that_has_just_lost_a_container_is_not_saved_without_it() -> a
         let gofer = case.node.gofer_of(&uid, "a")?;
         shim.stop()?;
         gofer.kill()?;
-        case.annotate("p", HIBERNATE, Some("true")).await?;
-        let refused = |pod: &Pod| condition(pod, POD_HIBERNATED).1 == SAVE_FAILED;
-        let refused = case
-            .pod_until("p", "it is not saved", SLEEP_LIMIT, refused)
-            .await;
+        let asked = case.annotate("p", HIBERNATE, Some("true")).await;
         shim.go_on()?;
-        let told = condition(&refused?, POD_HIBERNATED).2.to_owned();
-        anyhow::ensure!(
-            told.contains("has ended"),
-            "\"has ended\" is not in: {told}"
-        );
+        asked?;
         // The kubelet starts the container again, and then the Pod sleeps as requested.
         let sleeps = |pod: &Pod| restarts(pod) == 1 && condition(pod, POD_HIBERNATED).0 == "True";
         let limit = SLEEP_LIMIT * 2;
@@ -205,7 +197,7 @@ async fn damage_to_any_file_of_an_image_is_named_and_mending_it_is_enough() -> a
 }
 
 #[tokio::test]
-async fn an_image_that_others_could_have_put_there_is_refused() -> anyhow::Result<()> {
+async fn an_image_that_another_user_could_have_put_there_is_refused() -> anyhow::Result<()> {
     case("foreign", async |case| {
         let (_, counted, image) = sleeper(case).await?;
         let aside = image.with_file_name("aside");
@@ -362,7 +354,6 @@ async fn a_full_disk_fails_the_save_and_the_sandbox_runs_on() -> anyhow::Result<
     case("full", async |case| {
         let pod = case.start(shell_pod("p", COUNT)).await?;
         let dir = case.node.images_dir(&case.namespace);
-        fs::DirBuilder::new().mode(0o700).create(&dir)?;
         let disk = FullDisk::over(dir, 256 << 10)?;
         case.annotate("p", HIBERNATE, Some("true")).await?;
         let told = |pod: &Pod| {
@@ -412,7 +403,6 @@ async fn a_save_that_failed_is_tried_again_until_the_sandbox_is_suspended() -> a
         case.sandbox_ready("s").await?;
         let before = case.counted("s").await?;
         let dir = case.node.images_dir(&case.namespace);
-        fs::DirBuilder::new().mode(0o700).create(&dir)?;
         let disk = FullDisk::over(dir, 64 << 10)?;
         case.set_mode("s", "Suspended").await?;
         case.sandbox_has("s", "Hibernated", "False", "SaveFailed")

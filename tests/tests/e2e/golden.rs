@@ -3,18 +3,19 @@
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 
 use anyhow::Context;
 use kube::ResourceExt;
 use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
-use torpor_api::annotations::{GOLDEN, GOLDEN_READY_EXEC, HEAT, HIBERNATE};
-use torpor_api::conditions::{POD_HIBERNATED, POD_RESTORED};
+use torpor_api::annotations::{GOLDEN, GOLDEN_READY_EXEC, HEAT, HIBERNATE, HIBERNATE_AFTER};
+use torpor_api::conditions::{HIBERNATED, POD_HIBERNATED, POD_RESTORED};
 use torpor_api::{Sandbox, SandboxSnapshot, SandboxWarmPool, labels};
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{annotated, pod_spec, python};
 use torpor_tests::pools::extension;
-use torpor_tests::sandboxes::LIMIT;
+use torpor_tests::sandboxes::{LIMIT, condition_of};
 use torpor_tests::sleep::{is_ready, restarts};
 use torpor_tests::wait;
 
@@ -143,7 +144,7 @@ async fn members_sleep_in_the_golden_image_and_each_claim_gets_one_with_an_ident
 }
 
 #[tokio::test]
-async fn what_a_claim_does_in_a_member_that_slept_outlives_its_sleep_and_its_suspension()
+async fn changes_of_a_claim_in_a_member_that_slept_outlive_its_sleep_and_its_suspension()
 -> anyhow::Result<()> {
     case("goldenkept", async |case| {
         pool(case, 1, "hot=0,asleep=rest").await?;
@@ -210,20 +211,59 @@ async fn a_golden_sandbox_is_saved_only_after_its_command_has_succeeded() -> any
 }
 
 #[tokio::test]
-async fn a_member_whose_image_is_damaged_starts_cold_and_the_claim_works() -> anyhow::Result<()> {
+async fn a_member_that_was_idle_and_slept_runs_when_its_claim_is_ready() -> anyhow::Result<()> {
+    case("idlemember", async |case| {
+        let sleeper = python("a", "import time\nwhile True: time.sleep(1000)");
+        let spec =
+            json!({ "podTemplate": { "spec": pod_spec(json!({ "containers": [sleeper] })) } });
+        let template = extension("SandboxTemplate", "t", spec);
+        case.create(annotated(template, HIBERNATE_AFTER, "10s"))
+            .await?;
+        let pool = json!({ "replicas": 1, "sandboxTemplateRef": { "name": "t" } });
+        case.create(extension("SandboxWarmPool", "w", pool)).await?;
+        case.pool_is_ready("w", 1).await?;
+        let member = case.members().await?.pop().context("a member")?.name_any();
+        let words = "the Sandbox' status says that it sleeps";
+        wait::object(case.sandboxes(), &member, words, LIMIT, |found| {
+            let asleep = found.is_some_and(|one| condition_of(&one, HIBERNATED).0 == "True");
+            asleep.then_some(()).ok_or_else(String::new)
+        })
+        .await?;
+        let name = case.claim("w", "c").await?;
+        assert_eq!(name, member);
+        // One look: it is Ready once it runs, and runs for ten seconds.
+        let pod = case.ready(&name).await?;
+        assert_eq!(condition(&pod, POD_HIBERNATED).1, "Awake");
+        Ok(())
+    })
+    .await
+}
+
+/// Damages the memory in an image of a member, and with it in all images that share its files.
+async fn damage(case: &Case, member: &str) -> anyhow::Result<()> {
+    let pages = pages_of(case, member).await?;
+    let size = std::fs::metadata(&pages)?.len();
+    let file = std::fs::OpenOptions::new().write(true).open(&pages)?;
+    std::os::unix::fs::FileExt::write_all_at(&file, b"damaged", size / 2)?;
+    Ok(())
+}
+
+/// Returns the file with the memory in the image of a member.
+async fn pages_of(case: &Case, member: &str) -> anyhow::Result<PathBuf> {
+    let pod = case.ready(member).await?;
+    let image = case.node.image_of(&case.namespace, &uid(&pod))?;
+    Ok(image.join("pages.img"))
+}
+
+#[tokio::test]
+async fn a_claim_works_where_the_golden_image_is_damaged() -> anyhow::Result<()> {
     case("goldenhurt", async |case| {
         pool(case, 1, "hot=0,asleep=rest").await?;
         case.pool_is_ready("w", 1).await?;
         let sleeping = members_sleep(case, 1).await?;
         let member = sleeping.first().context("a member")?.name_any();
-        let pod = case.ready(&member).await?;
-        let image = case.node.image_of(&case.namespace, &uid(&pod))?;
-        let pages = image.join("pages.img");
-        let size = std::fs::metadata(&pages)?.len();
-        let file = std::fs::OpenOptions::new().write(true).open(&pages)?;
-        std::os::unix::fs::FileExt::write_all_at(&file, b"damaged", size / 2)?;
+        damage(case, &member).await?;
         let name = case.claim("w", "c").await?;
-        assert_eq!(name, member);
         let cold = |pod: &_| {
             let restored = condition(pod, POD_RESTORED).1;
             restored == "ColdStarted" && restarts(pod) > 0 && is_ready(pod)
@@ -231,6 +271,37 @@ async fn a_member_whose_image_is_damaged_starts_cold_and_the_claim_works() -> an
         case.pod_until(&name, "it starts cold", LIMIT, cold).await?;
         case.written(&name, "a", "/token").await?;
         Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_claim_gets_another_member_where_one_cannot_wake() -> anyhow::Result<()> {
+    case("goldenother", async |case| {
+        pool(case, 2, "hot=0,asleep=rest").await?;
+        case.pool_is_ready("w", 2).await?;
+        let mut sleeping = members_sleep(case, 2).await?;
+        // A claim takes the oldest first.
+        sleeping.sort_by_key(|one| (one.metadata.creation_timestamp.clone(), one.name_any()));
+        let first = &sleeping.first().context("a member")?.name_any();
+        let pages = pages_of(case, first).await?;
+        let copy = pages.with_extension("copy");
+        std::fs::copy(&pages, &copy)?;
+        std::fs::rename(&copy, &pages)?;
+        damage(case, first).await?;
+        let name = case.claim("w", "c").await?;
+        assert_ne!(&name, first);
+        let pod = case.ready(&name).await?;
+        assert_eq!(
+            (restarts(&pod), condition(&pod, POD_RESTORED).0),
+            (0, "True")
+        );
+        case.written(&name, "a", "/token").await?;
+        let words = "the end of the member that could not wake";
+        wait::object(case.sandboxes(), first, words, LIMIT, |left| {
+            left.map_or(Ok(()), |left| Err(format!("{:?}", left.metadata)))
+        })
+        .await
     })
     .await
 }

@@ -1,12 +1,13 @@
 //! Hibernation in place: the Pod stays, its sandbox becomes an image, and the first use restores
 //! it.
 
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use torpor_records::PauseMark;
+use torpor_snapshots::AGENT_ID;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
 use torpor_tests::pods::{BUSYBOX, COUNT, mounts, pod, shell, shell_pod, with};
 use torpor_tests::remains::Footprint;
@@ -76,10 +77,11 @@ async fn a_hibernated_pod_is_an_image_and_goes_on_where_it_was() -> anyhow::Resu
             "no process of the sandbox is left"
         );
         let image = case.node.image_of(&case.namespace, &uid)?;
-        assert_eq!(mode(&image)?, 0o700);
+        // For root and for the agent, which uploads and removes images.
+        assert_eq!(access(&image)?, (0o770, 0, AGENT_ID));
         for entry in std::fs::read_dir(&image)? {
             let path = entry?.path();
-            assert_eq!(mode(&path)?, 0o600, "{}", path.display());
+            assert_eq!(access(&path)?, (0o640, 0, AGENT_ID), "{}", path.display());
         }
         let logged = log_has_no_gap(case, "count").await?;
 
@@ -104,8 +106,10 @@ async fn a_hibernated_pod_is_an_image_and_goes_on_where_it_was() -> anyhow::Resu
     .await
 }
 
-fn mode(path: &std::path::Path) -> anyhow::Result<u32> {
-    Ok(std::fs::symlink_metadata(path)?.permissions().mode() & 0o7777)
+/// Returns mode, owner and group.
+fn access(path: &std::path::Path) -> anyhow::Result<(u32, u32, u32)> {
+    let found = std::fs::symlink_metadata(path)?;
+    Ok((found.mode() & 0o7777, found.uid(), found.gid()))
 }
 
 #[tokio::test]

@@ -175,7 +175,7 @@ async fn variables_reach_a_member_that_sleeps_and_never_its_golden_image() -> an
 }
 
 #[tokio::test]
-async fn a_claim_whose_command_fails_is_not_ready_and_says_why_until_it_succeeds()
+async fn a_claim_whose_command_fails_is_not_ready_and_reports_why_until_it_succeeds()
 -> anyhow::Result<()> {
     case("latebindfails", async |case| {
         let command = r#"["sh","-c","test -e /may || exit 3"]"#;

@@ -1,17 +1,13 @@
 //! After a Pod is deleted nothing of it is left on the node, whatever was killed before.
 
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::ensure;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_runsc::command::NodeRunsc;
-use torpor_runsc::keeper::{self, Request, Verb};
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
-use torpor_tests::machine::{self, Process};
 use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
 use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
@@ -110,25 +106,6 @@ async fn killed(
 async fn the_kubelet_recovers_a_pod_whose_shim_was_killed() -> anyhow::Result<()> {
     killed("killshim", async |case, footprint| {
         footprint.kill_shim(&case.node)
-    })
-    .await
-}
-
-#[tokio::test]
-async fn the_kubelet_recovers_a_pod_whose_sandbox_the_agent_ended() -> anyhow::Result<()> {
-    killed("forceend", async |case, footprint| {
-        let node = &case.node;
-        let sandbox = node.sandbox_of(footprint.uid())?.sandbox;
-        let pause = node.records.container_dir(&sandbox.clone().into());
-        let lock = node.records.lock(&sandbox)?;
-        let request = Request::Run(Verb::ForceEnd.into());
-        let sentries = || machine::processes_naming(&[sandbox.to_string()]);
-        let runs = |process: &Process| process.command.starts_with("runsc-sandbox");
-        ensure!(sentries().iter().any(runs), "the check sees no sentry");
-        let (answer, _) = keeper::ask(&pause, &request, &[lock.as_fd()], RECOVERY_LIMIT)?;
-        ensure!(answer.ok, "{answer:?}");
-        ensure!(!sentries().iter().any(runs), "the sentry still runs");
-        Ok(())
     })
     .await
 }

@@ -10,6 +10,7 @@
 //! finds the plugin in PATH. TORPOR_DEV=hack/cluster adds the logs of a development cluster's
 //! programs to the explanation of a failure.
 
+mod agent_user;
 mod alone;
 mod badinput;
 mod begun;
@@ -36,6 +37,7 @@ mod oci;
 mod oncrash;
 mod packet_filter;
 mod plugin;
+mod probes;
 mod resources;
 mod rights;
 mod router;
@@ -43,6 +45,7 @@ mod runsc_requests;
 mod sandbox;
 mod sdk;
 mod sleep;
+mod staging;
 mod streams;
 mod suspend;
 mod volumes;

@@ -2,8 +2,8 @@
 //! nodes and the server away, so each runs alone.
 
 mod archives;
+mod golden;
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -12,13 +12,11 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Resource, ResourceExt};
 use serde_json::json;
-use torpor_api::annotations::{GOLDEN, HEAT, HIBERNATE, NODE_PREFERENCE, SNAPSHOT_CLASS};
+use torpor_api::annotations::{BACK_UP_AFTER, HIBERNATE, SNAPSHOT_CLASS};
 use torpor_api::node::SandboxNode;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
-use torpor_api::{SandboxWarmPool, conditions, labels};
+use torpor_api::{conditions, labels};
 use torpor_tests::case::{Case, alone_within, condition, node_of, uid};
-use torpor_tests::pods::{annotated, pod_spec};
-use torpor_tests::pools::extension;
 use torpor_tests::sandboxes::{condition_of, sandbox};
 use torpor_tests::{wait, witness};
 
@@ -101,6 +99,13 @@ fn other(node: &str) -> &'static str {
         "node-0" => "node-1",
         _ => "node-0",
     }
+}
+
+/// Waits for the Pod that follows this one, until it is Ready.
+async fn next_pod(case: &Case, before: &Pod) -> anyhow::Result<Pod> {
+    let is_next =
+        |pod: &Pod| pod.meta().uid != before.meta().uid && condition(pod, "Ready").0 == "True";
+    case.pod_until("s", "it continues", LIMIT, is_next).await
 }
 
 /// Checks that the Pod runs on this node and continues from this state.
@@ -243,6 +248,40 @@ async fn a_lost_node_takes_only_what_was_not_uploaded() -> anyhow::Result<()> {
     .await
 }
 
+#[tokio::test]
+async fn a_sandbox_asleep_in_place_continues_from_its_backup_when_its_node_is_lost()
+-> anyhow::Result<()> {
+    case("nodes-backup", async |case| {
+        let first = start_on(case, "node-1", 5).await?;
+        let before = witness::ask(&first).await?;
+        let wishes = json!({ HIBERNATE: "true", BACK_UP_AFTER: "1s" });
+        case.patch("s", json!({ "metadata": { "annotations": wishes } }))
+            .await?;
+        let backup = upload_is(case, "True", "Uploaded").await?;
+        ensure!(
+            backup.labels().contains_key(labels::BACKUP),
+            "no backup: {backup:?}"
+        );
+        lose(case, "node-1").await?;
+        let awake = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
+        case.patch("s", awake).await?;
+        let back = async {
+            let second = next_pod(case, &first).await?;
+            continues_on(&second, "node-0", &before).await
+        };
+        let back = back.await;
+        cluster(case, &["node-up", "node-1"]).await?;
+        back?;
+        wait::until("the used backup is deleted", LIMIT, async || {
+            let left = case.snapshots().list(&ListParams::default()).await?.items;
+            let names: Vec<String> = left.iter().map(ResourceExt::name_any).collect();
+            wait::holds(names.is_empty(), || format!("{names:?}"))
+        })
+        .await
+    })
+    .await
+}
+
 /// Takes a node's power, and its Node object as a cloud's controller would. No replica of Torpor's
 /// controller is on the node: Kubernetes starts another one elsewhere only after minutes.
 async fn lose(case: &Case, node: &str) -> anyhow::Result<()> {
@@ -344,9 +383,7 @@ async fn a_hibernated_sandbox_of_a_drained_node_continues_on_the_other() -> anyh
         case.pods().evict("s", &EvictParams::default()).await?;
         let awake = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
         case.patch("s", awake).await?;
-        let is_next =
-            |pod: &Pod| pod.meta().uid != first.meta().uid && condition(pod, "Ready").0 == "True";
-        let second = case.pod_until("s", "it continues", LIMIT, is_next).await?;
+        let second = next_pod(case, &first).await?;
         ensure!(
             node_of(&second) == "node-1",
             "it runs on {}",
@@ -433,73 +470,6 @@ async fn a_class_without_its_bucket_is_reported_and_costs_no_memory() -> anyhow:
         ensure!(message.contains("no-such-bucket"), "{message}");
         let second = case.resume("s").await?;
         continues_on(&second, "node-0", &before).await
-    })
-    .await
-}
-
-#[tokio::test]
-async fn each_node_with_members_gets_a_golden_image_from_which_later_members_start()
--> anyhow::Result<()> {
-    case("golden", async |case| {
-        let spread = json!([{
-            "maxSkew": 1, "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "DoNotSchedule",
-            "labelSelector": { "matchLabels": { "app": "spread" } },
-        }]);
-        let spec = pod_spec(json!({
-            "containers": [witness::container(1, &["/file"])],
-            "topologySpreadConstraints": spread,
-        }));
-        let pod = json!({ "metadata": { "labels": { "app": "spread" } }, "spec": spec });
-        let template = extension("SandboxTemplate", "t", json!({ "podTemplate": pod }));
-        case.create(annotated(template, GOLDEN, "true")).await?;
-        let pool = json!({ "replicas": 4, "sandboxTemplateRef": { "name": "t" } });
-        let pool = annotated(
-            extension("SandboxWarmPool", "w", pool),
-            HEAT,
-            "hot=0,asleep=rest",
-        );
-        case.create(pool).await?;
-        case.pool_is_ready("w", 4).await?;
-        let golden = ListParams::default().labels(labels::GOLDEN);
-        wait::until("both nodes have an image", LIMIT, async || {
-            let images = case.snapshots().list(&golden).await?.items;
-            let nodes: BTreeSet<_> = images
-                .iter()
-                .filter(|image| image.is_committed())
-                .filter_map(|image| image.status.as_ref()?.node_name.clone())
-                .collect();
-            let left = case.sandboxes().list(&golden).await?.items.len();
-            wait::holds(nodes.len() == 2 && left == 0, || {
-                format!("images on {nodes:?}, {left} golden Sandboxes")
-            })
-        })
-        .await?;
-        let before: BTreeSet<_> = case.members().await?.iter().map(uid).collect();
-        let scale = Patch::Merge(json!({ "spec": { "replicas": 8 } }));
-        let pools = case.api::<SandboxWarmPool>();
-        pools.patch("w", &PatchParams::default(), &scale).await?;
-        case.pool_is_ready("w", 8).await?;
-        let mut nodes = BTreeSet::new();
-        for member in case.members().await? {
-            if !before.contains(&uid(&member)) {
-                let pod = case.ready(&member.name_any()).await?;
-                let restored = condition(&pod, conditions::POD_RESTORED);
-                ensure!(restored.0 == "True", "{}: {restored:?}", member.name_any());
-                nodes.insert(node_of(&pod));
-            }
-        }
-        ensure!(nodes.len() == 2, "the new members are on {nodes:?}");
-        // All members sleep, so that the claim's preference decides.
-        let preferred = nodes.last().context("a node")?;
-        let spec = json!({ "warmPoolRef": { "name": "w" } });
-        let claim = extension("SandboxClaim", "c", spec);
-        case.create(annotated(claim, NODE_PREFERENCE, preferred))
-            .await?;
-        let name = case.claimed("c").await?;
-        let pod = case.ready(&name).await?;
-        ensure!(node_of(&pod) == *preferred, "it is on {}", node_of(&pod));
-        witness::ask(&pod).await.map(drop)
     })
     .await
 }

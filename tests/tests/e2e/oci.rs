@@ -98,7 +98,7 @@ async fn init_containers_run_first_and_sidecars_beside_and_each_has_its_log() ->
 }
 
 #[tokio::test]
-async fn a_pod_of_which_every_container_ends_well_succeeds() -> anyhow::Result<()> {
+async fn a_pod_succeeds_if_every_container_ends_well() -> anyhow::Result<()> {
     case("succeeds", async |case| {
         let containers = json!([shell("a", "exit 0"), shell("b", "echo done")]);
         case.create(pod(

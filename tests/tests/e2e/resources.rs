@@ -63,7 +63,7 @@ fn every_process_is_in_its_place(case: &Case, uid: &str, gofers: usize) -> anyho
 }
 
 #[tokio::test]
-async fn a_container_that_exceeds_its_memory_limit_is_ended_and_its_status_says_so()
+async fn a_container_above_its_memory_limit_is_ended_and_its_status_reports_this()
 -> anyhow::Result<()> {
     case("oom", async |case| {
         let program = "kept = []\nwhile True: kept.append(b'x' * (1 << 20))";

@@ -1,8 +1,6 @@
 //! Sandboxes: upstream's conditions during a suspension, the state that a resumed Pod finds, and
 //! other ends of a suspension.
 
-use std::fs;
-use std::os::unix::fs::DirBuilderExt;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -297,7 +295,6 @@ async fn a_suspension_that_is_taken_back_in_time_keeps_the_pod() -> anyhow::Resu
         let before = counted(case).await?;
         // The disk is full: the save fails, and the Pod waits.
         let dir = case.node.images_dir(&case.namespace);
-        fs::DirBuilder::new().mode(0o700).create(&dir)?;
         let disk = FullDisk::over(dir, 64 << 10)?;
         case.set_mode("s", "Suspended").await?;
         let failed = case

@@ -163,7 +163,7 @@ async fn port_forward_reaches_a_server_in_the_sandbox() -> anyhow::Result<()> {
 }
 
 #[tokio::test]
-async fn port_forward_to_a_closed_port_says_so() -> anyhow::Result<()> {
+async fn port_forward_to_a_closed_port_reports_an_error() -> anyhow::Result<()> {
     case("closed", async |case| {
         case.start(shell_pod("p", IDLE)).await?;
         let mut forward = Forward::open(&case.kubectl, "p", 8080).await?;

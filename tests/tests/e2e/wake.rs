@@ -15,7 +15,7 @@ use torpor_records::{SandboxState, WakeCause};
 use torpor_runsc::wake_slots::{WakeSlot, WakeSlots};
 use torpor_tests::case::{Case, case, condition, uid};
 use torpor_tests::pods::{pod, python, with};
-use torpor_tests::sleep::{is_ready, restarts};
+use torpor_tests::sleep::restarts;
 use torpor_tests::swap::Swap;
 use torpor_tests::wait;
 use torpor_tests::witness::{self, Connection};
@@ -339,7 +339,7 @@ async fn connections_are_answered_in_every_moment_of_falling_asleep() -> anyhow:
 }
 
 #[tokio::test]
-async fn a_pod_is_woken_by_the_packets_that_were_named_and_silent_to_all_others()
+async fn a_pod_is_woken_by_the_named_packets_and_does_not_answer_other_packets()
 -> anyhow::Result<()> {
     case("wakeon", async |case| {
         let only = json!({ "metadata": { "annotations": { WAKE_ON: "tcp,ports=8080" } } });
@@ -383,7 +383,7 @@ Server(('', 8080), Slow).serve_forever()";
 
 /// The client sends nothing more: the kernel has acknowledged the question.
 #[tokio::test]
-async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> anyhow::Result<()> {
+async fn a_request_that_was_open_when_the_pod_fell_asleep_is_answered() -> anyhow::Result<()> {
     case("question", async |case| {
         // The port is not probed: the node's packets to a probed port may be a probe.
         let pod = case
@@ -411,200 +411,6 @@ async fn a_question_that_was_not_answered_when_it_fell_asleep_is_answered() -> a
     .await
 }
 
-/// Returns the probe with its period: a probe every second would keep a Python program awake on a
-/// slow machine, as its answers take a hundredth of a processor.
-fn probed(probe: serde_json::Value) -> serde_json::Value {
-    let often = json!({ "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 1 });
-    with(probe, often)
-}
-
-/// Returns a Pod with probes by HTTP, TCP and exec, one of them at the witness's port.
-fn probed_pod() -> serde_json::Value {
-    let server = "import http.server as h; \
-                  h.HTTPServer(('', 8081), h.SimpleHTTPRequestHandler).serve_forever()";
-    let web = with(
-        python("web", server),
-        json!({
-            "startupProbe": { "tcpSocket": { "port": 8081 }, "periodSeconds": 1, "failureThreshold": 60 },
-            "readinessProbe": probed(json!({ "httpGet": { "path": "/", "port": 8081 } })),
-            "livenessProbe": probed(json!({ "tcpSocket": { "port": 8081 } })),
-        }),
-    );
-    let witness = with(
-        witness::container(5, &[]),
-        json!({
-            "readinessProbe": probed(json!({ "tcpSocket": { "port": witness::PORT } })),
-            "livenessProbe": probed(json!({ "exec": { "command": ["true"] } })),
-        }),
-    );
-    pod("p", json!({ "containers": [web, witness] }))
-}
-
-/// Program that answers every call of an HTTP/2 connection as a server of grpc.health.v1 that is
-/// SERVING.
-///
-/// The kubelet's own client decides whether the answers are valid.
-const HEALTH: &str = r"import socketserver
-def frame(kind, flags, stream, payload):
-    return len(payload).to_bytes(3, 'big') + bytes([kind, flags]) + stream + payload
-class Health(socketserver.StreamRequestHandler):
-    def handle(self):
-        self.rfile.read(24)
-        self.wfile.write(frame(4, 0, bytes(4), b''))
-        while head := self.rfile.read(9):
-            payload = self.rfile.read(int.from_bytes(head[:3], 'big'))
-            kind, flags, stream = head[3], head[4], head[5:]
-            if kind in (4, 6) and not flags & 1:
-                self.wfile.write(frame(kind, 1, stream, payload if kind == 6 else b''))
-            if kind in (0, 1) and flags & 1:
-                self.wfile.write(
-                    frame(1, 4, stream, b'\x88\x0f\x10\x10application/grpc')
-                    + frame(0, 0, stream, bytes([0, 0, 0, 0, 2, 8, 1]))
-                    + frame(1, 5, stream, b'\x00\x0bgrpc-status\x010'))
-class Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-Server(('', 9000), Health).serve_forever()";
-
-/// Returns a Pod with a program that is probed over gRPC, beside the witness, which is not probed.
-fn pod_probed_over_grpc() -> serde_json::Value {
-    let check = json!({ "grpc": { "port": 9000 } });
-    let patient = json!({ "periodSeconds": 1, "failureThreshold": 60 });
-    let health = with(
-        python("health", HEALTH),
-        json!({
-            "startupProbe": with(check.clone(), patient),
-            "readinessProbe": probed(check.clone()),
-            "livenessProbe": probed(check),
-        }),
-    );
-    pod(
-        "p",
-        json!({ "containers": [health, witness::container(5, &[])] }),
-    )
-}
-
-/// Program that serves HTTPS with the certificate in its environment.
-const SECURE: &str = "import http.server as h, os, ssl
-with open('/server.pem', 'w') as file:
-    file.write(os.environ['PEM'])
-context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-context.load_cert_chain('/server.pem')
-server = h.HTTPServer(('', 8443), h.SimpleHTTPRequestHandler)
-server.socket = context.wrap_socket(server.socket, server_side=True)
-server.serve_forever()";
-
-/// Returns a Pod with a program that is probed over HTTPS, beside the witness, which is not probed.
-fn pod_probed_over_https() -> serde_json::Value {
-    let get = json!({ "httpGet": { "path": "/", "port": 8443, "scheme": "HTTPS" } });
-    let patient = json!({ "periodSeconds": 1, "failureThreshold": 60 });
-    let web = with(
-        python("web", SECURE),
-        json!({
-            "env": [{ "name": "PEM", "value": include_str!("https.pem") }],
-            "startupProbe": with(get.clone(), patient),
-            "readinessProbe": probed(get),
-            "livenessProbe": probed(json!({ "tcpSocket": { "port": 8443 } })),
-        }),
-    );
-    pod(
-        "p",
-        json!({ "containers": [web, witness::container(5, &[])] }),
-    )
-}
-
-/// Checks that the Pod sleeps for longer than any of the probes waits: one failure makes the Pod
-/// unready or restarts a container.
-async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
-    let long = Duration::from_secs(5);
-    let end = Instant::now() + long;
-    let asleep = async {
-        while Instant::now() < end {
-            ensure!(sleeps()?, "a probe has woken the Pod");
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
-        anyhow::Ok(())
-    };
-    let well = |pod: &Pod| is_ready(pod) && restarts(pod) == 0;
-    let well = case.pod_stays("p", "ready, as its probes say", long, well);
-    tokio::try_join!(asleep, well).map(drop)
-}
-
-async fn hibernates_on(case: &Case, probed: serde_json::Value) -> anyhow::Result<()> {
-    let pod = case.start(probed).await?;
-    let before = witness::ask(&pod).await?;
-    let uid = uid(&case.hibernate("p").await?);
-    let asleep = case.node.ledger_seq(&uid)?;
-    sleeps_on(case, || Ok(case.node.ledger_seq(&uid)? == asleep)).await?;
-    // Any other connection wakes the Pod, also one to a probed port.
-    let after = Connection::open(&pod).await?.ask().await?;
-    after.goes_on_from(&before)?;
-    ensure!(case.node.ledger_seq(&uid)? > asleep, "not woken");
-    Ok(())
-}
-
-async fn dozes_on(case: &Case, probed: serde_json::Value) -> anyhow::Result<()> {
-    let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "3s" } } });
-    let pod = case.start(with(probed, idle)).await?;
-    let before = witness::ask(&pod).await?;
-    let uid = uid(&pod);
-    let dozes = || case.node.dozes(&uid);
-    wait::until("it dozes", LIMIT, async || {
-        wait::holds(dozes()?, || "awake".to_owned())
-    })
-    .await?;
-    sleeps_on(case, dozes).await?;
-    let stopped = case.node.sentry(&uid)?.is_stopped();
-    ensure!(stopped, "a probe has let its processes go on");
-    let after = Connection::open(&pod).await?.ask().await?;
-    after.goes_on_from(&before)
-}
-
-#[tokio::test]
-async fn probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
-    case("probes", async |case| {
-        hibernates_on(case, probed_pod()).await
-    })
-    .await
-}
-
-#[tokio::test]
-async fn probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
-    let _swap = Swap::on()?;
-    case("dozeprobes", async |case| {
-        dozes_on(case, probed_pod()).await
-    })
-    .await
-}
-
-#[tokio::test]
-async fn https_probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
-    case("httpsprobes", async |case| {
-        hibernates_on(case, pod_probed_over_https()).await
-    })
-    .await
-}
-
-#[tokio::test]
-async fn grpc_probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<()> {
-    case("grpcprobes", async |case| {
-        hibernates_on(case, pod_probed_over_grpc()).await?;
-        // The woken program answers the probes by itself again.
-        let awake = case.wake("p").await?;
-        ensure!(restarts(&awake) == 0, "a probe has failed");
-        sleeps_on(case, || Ok(true)).await
-    })
-    .await
-}
-
-#[tokio::test]
-async fn grpc_probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> {
-    let _swap = Swap::on()?;
-    case("dozegrpc", async |case| {
-        dozes_on(case, pod_probed_over_grpc()).await
-    })
-    .await
-}
-
 #[tokio::test]
 async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyhow::Result<()> {
     case("turn", async |case| {
@@ -620,7 +426,7 @@ async fn a_connection_is_answered_when_it_is_its_sandbox_turn_to_wake() -> anyho
         let speak = async { Connection::open(&pod).await?.ask().await };
         let give_back = async {
             wait::until("the wake waits for its turn", LIMIT, async || {
-                wait::holds(turns.is_somebody_waiting(), || "no wake waits".to_owned())
+                wait::holds(turns.is_client_waiting(), || "no wake waits".to_owned())
             })
             .await?;
             let state = case.node.state_of(&uid)?;

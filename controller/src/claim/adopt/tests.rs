@@ -241,3 +241,28 @@ fn a_claimed_member_is_woken_and_starts_from_no_golden_image_any_more() {
     let left = &taken["metadata"]["annotations"];
     assert_eq!(*left, json!({"agents.x-k8s.io/pod-name": "p-x"}));
 }
+
+#[rstest::rstest]
+#[case::awake("False", "Awake", json!({}), false)]
+#[case::asleep_by_itself("True", "Hibernated", json!({}), true)]
+#[case::dozing("False", "Dozing", json!({}), true)]
+#[case::put_to_sleep_by_its_pool("True", "Hibernated", json!({"torpor.dev/hibernate": "true"}), true)]
+fn a_member_that_sleeps_wakes_for_its_claim(
+    #[case] status: &str,
+    #[case] reason: &str,
+    #[case] on_member: Value,
+    #[case] expected: bool,
+) {
+    let condition = json!({
+        "type": "Hibernated", "status": status, "reason": reason, "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    });
+    let member = member(json!({
+        "metadata": {"annotations": on_member}, "status": {"conditions": [condition]},
+    }));
+    let mut patch = json!({});
+    let now = "2026-01-01T12:00:00.5Z";
+    wake(&mut patch, &member, now.parse().unwrap());
+    let at = &patch["metadata"]["annotations"][annotations::WAKE_AT];
+    assert_eq!(at.as_str(), expected.then_some(now));
+}

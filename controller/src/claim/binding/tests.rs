@@ -9,7 +9,10 @@ use crate::merge_patch;
 fn claim(change: Value) -> SandboxClaim {
     let mut whole = json!({
         "apiVersion": "extensions.agents.x-k8s.io/v1beta1", "kind": "SandboxClaim",
-        "metadata": {"name": "c", "namespace": "ns", "uid": "u-c"},
+        "metadata": {
+            "name": "c", "namespace": "ns", "uid": "u-c",
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+        },
         "spec": {"warmPoolRef": {"name": "p"}},
     });
     merge_patch::apply(&mut whole, &change);
@@ -36,6 +39,14 @@ fn going() -> Value {
 
 fn replacing(gone: &str) -> Value {
     json!({"metadata": {"annotations": {"torpor.dev/replaces": gone}}})
+}
+
+fn cold() -> Value {
+    let condition = json!({
+        "type": "Restored", "status": "False", "reason": "ColdStarted", "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:01Z",
+    });
+    json!({"status": {"conditions": [condition]}})
 }
 
 fn owned(sandboxes: &[(&str, Value)]) -> ClaimSandboxes {
@@ -85,6 +96,8 @@ fn summary(binding: &Binding) -> String {
 #[case::the_legacy_note_counts(claim(json!({"metadata": {"labels": {"agents.x-k8s.io/sandbox-name": "y"}}})), owned(&[("x", json!({})), ("y", json!({}))]), "bound y")]
 #[case::its_own_name_next(claim(json!({})), owned(&[("a", json!({})), ("c", json!({}))]), "bound c")]
 #[case::a_deleted_one_last(claim(json!({})), owned(&[("a", going()), ("x", json!({}))]), "bound x")]
+#[case::one_that_could_not_wake_after_others(claim(json!({"metadata": {"annotations": {"agents.x-k8s.io/sandbox-name": "a"}}})), owned(&[("a", cold()), ("x", json!({}))]), "bound x")]
+#[case::one_that_could_not_wake_alone(claim(json!({})), owned(&[("a", cold())]), "bound a")]
 #[case::committed(holding("x"), owned(&[("x", json!({}))]), "bound x")]
 #[case::committed_beside_a_surplus(holding("y"), owned(&[("x", json!({})), ("y", json!({})), ("z", json!({}))]), "bound y, surplus x,z")]
 #[case::a_surplus_being_deleted_is_left(holding("y"), owned(&[("x", going()), ("y", json!({}))]), "bound y")]

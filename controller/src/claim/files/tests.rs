@@ -66,7 +66,7 @@ fn the_owner_of_a_source_decides_whether_claims_bring_it() {
 }
 
 #[test]
-fn no_file_stands_for_two() {
+fn a_file_of_a_claim_has_only_one_source() {
     let of = |name: &str| Files::from([(name.to_owned(), ByteString(b"x".to_vec()))]);
     let (secret, map) = (
         ClaimFile::Secret("a".to_owned()),

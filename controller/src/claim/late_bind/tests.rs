@@ -41,7 +41,7 @@ fn variables_of_the_first_container_are_late() {
 }
 
 #[test]
-fn variables_are_late_only_where_the_template_says_so() {
+fn variables_are_late_only_if_the_template_allows_it() {
     let asks = claim(json!([{"name": "A", "value": "1"}]));
     for late in ["files", "bad"] {
         let mut template = template("Allowed");

@@ -257,6 +257,76 @@ fn a_sandbox_that_looks_as_before_the_claim_is_not_shown_yet() {
     }
 }
 
+/// Returns a member with these conditions, which it has had since this second of the year.
+fn member(name: &str, conditions: &[(&str, &str, &str, u8)]) -> Arc<Sandbox> {
+    let conditions: Vec<Value> = conditions
+        .iter()
+        .map(|(type_, status, reason, second)| {
+            json!({
+                "type": type_, "status": status, "reason": reason, "message": "",
+                "lastTransitionTime": format!("2026-01-01T00:00:{second:02}Z"),
+            })
+        })
+        .collect();
+    sandbox(name, json!({"status": {"conditions": conditions}}))
+}
+
+const READY: (&str, &str, &str, u8) = ("Ready", "True", "DependenciesReady", 0);
+const ASLEEP: (&str, &str, &str, u8) = ("Hibernated", "True", "Hibernated", 0);
+const COLD: (&str, &str, &str, u8) = ("Restored", "False", "ColdStarted", 1);
+
+#[test]
+fn a_claim_shows_a_member_that_slept_once_it_runs() {
+    let mut claims = owning(
+        observed(noted("x", json!({}))),
+        &[member("x", &[READY, ASLEEP])],
+    );
+    claims.waits_since = Some(now());
+    let waits = plan(&claims, now());
+    assert!(waits.keeps_status && waits.steps.is_empty());
+    assert_eq!(waits.requeue, Some(Duration::from_secs(10)));
+    let later = now() + Duration::from_secs(10);
+    assert!(!plan(&claims, later).keeps_status, "a packet wakes it");
+    let awake = owning(claims, &[member("x", &[READY])]);
+    assert!(!plan(&awake, now()).keeps_status);
+}
+
+#[rstest]
+#[case::the_pool_is_asked(Offered::NotAsked, &[], true)]
+#[case::another_takes_its_place(Offered::Sandbox(member("m", &[READY])), &["assign m"], false)]
+#[case::one_that_is_not_ready_does_not(Offered::Sandbox(member("m", &[])), &[], false)]
+#[case::there_is_none(Offered::Nothing, &[], false)]
+#[case::there_will_be_some(Offered::Pending, &[], false)]
+fn a_member_that_could_not_wake_is_replaced_unless_a_client_has_seen_it(
+    #[case] offer: Offered,
+    #[case] expected: &[&str],
+    #[case] asks: bool,
+) {
+    let failed = member("x", &[READY, COLD]);
+    let seen = owning(
+        observed(noted("x", json!({}))),
+        std::slice::from_ref(&failed),
+    );
+    let plan_of = |seen: Observed| plan(&offering(seen, offer.clone()), now());
+    let replaced = plan_of(seen.clone());
+    assert_eq!(
+        (steps(&replaced), replaced.wants_member),
+        (expected.iter().map(|&step| step.to_owned()).collect(), asks)
+    );
+    let committed = json!({"status": {"sandbox": {"name": "x"}}});
+    let committed = Observed {
+        claim: noted("x", committed),
+        ..seen.clone()
+    };
+    let third = owning(
+        seen,
+        &[member("y", &[READY, COLD]), member("z", &[READY, COLD])],
+    );
+    for stays in [plan_of(committed), plan_of(third)] {
+        assert!(stays.steps.is_empty() && !stays.wants_member, "{stays:?}");
+    }
+}
+
 #[test]
 fn a_surplus_is_deleted_only_in_the_version_that_was_read() {
     let held = noted("y", json!({"status": {"sandbox": {"name": "y"}}}));

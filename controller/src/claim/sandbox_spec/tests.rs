@@ -145,7 +145,7 @@ fn volumes_are_merged_by_name(#[case] policy: &str, #[case] name: &str, #[case] 
 }
 
 #[test]
-fn a_cold_sandbox_is_what_upstream_makes() {
+fn a_cold_sandbox_equals_a_sandbox_of_upstream() {
     let sandbox = made("Disallowed", json!({})).unwrap();
     insta::assert_json_snapshot!(sandbox["metadata"], @r#"
     {

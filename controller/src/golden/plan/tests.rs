@@ -42,7 +42,7 @@ fn record(node: &str) -> PodRecord {
 /// Returns the committed snapshot of the golden Pod that ran on a node.
 fn snapshot(node: &str, change: Value) -> Arc<SandboxSnapshot> {
     let record = record(node);
-    let mut whole = sandbox::snapshot(&template(json!({})), NAME, &record);
+    let mut whole = sandbox::snapshot(&template(json!({})), NAME, &record, true);
     let rest = json!({
         "metadata": {
             "uid": format!("u-{node}"), "creationTimestamp": "2026-01-01T00:29:00Z",
@@ -70,7 +70,7 @@ fn uncommitted() -> Value {
 
 /// Returns the golden Sandbox, created `minutes` ago.
 fn golden(ready: bool, minutes: i64) -> Arc<Sandbox> {
-    let whole = sandbox::sandbox(&template(json!({})), NAME, None);
+    let whole = sandbox::sandbox(&template(json!({})), NAME, None, None);
     let created = now() - jiff::SignedDuration::from_mins(minutes);
     let status = if ready { "True" } else { "False" };
     let rest = json!({
@@ -119,8 +119,15 @@ fn observed() -> Observed {
 fn steps(observed: &Observed) -> Vec<String> {
     let plan = plan(observed, now());
     let steps = plan.steps.iter().map(|step| match step {
-        Action::CreateSandbox { node } => format!("golden on {}", node.as_deref().unwrap_or("any")),
-        Action::CreateSnapshot { pod } => format!("save {}", pod.uid),
+        Action::CreateSandbox { node, copied } => {
+            let node = node.as_deref().unwrap_or("any");
+            let from = copied.as_ref().map(|name| format!(" from {name}"));
+            format!("golden on {node}{}", from.unwrap_or_default())
+        }
+        Action::CreateSnapshot { pod, uploads } => {
+            let kept = if *uploads { "" } else { " on its node alone" };
+            format!("save {}{kept}", pod.uid)
+        }
         Action::DeleteSandbox { name, .. } => format!("end {name}"),
         Action::DeleteSnapshot { name, .. } => format!("remove {name}"),
     });
@@ -165,7 +172,7 @@ fn each_node_with_members_gets_an_image_one_after_the_other() {
     let nodes: BTreeSet<String> = (0..4)
         .flat_map(|turn| plan(&world, now() + LIMIT * turn).steps)
         .filter_map(|step| match step {
-            Action::CreateSandbox { node } => node,
+            Action::CreateSandbox { node, .. } => node,
             _ => None,
         })
         .collect();
@@ -177,7 +184,54 @@ fn each_node_with_members_gets_an_image_one_after_the_other() {
 }
 
 #[test]
-fn what_an_older_version_or_a_former_wish_has_left_is_removed() {
+fn the_next_node_continues_from_an_image_in_a_repository() {
+    let mut world = observed();
+    world.member_nodes = ["a".to_owned(), "b".to_owned()].into();
+    world.uploads = true;
+    let image = |uploaded: &str, minute: u8| {
+        let condition = |type_: &str, status: &str| {
+            json!({
+                "type": type_, "status": status, "reason": "R", "message": "",
+                "lastTransitionTime": "2026-01-01T00:30:00Z",
+            })
+        };
+        let conditions = [
+            condition("Committed", "True"),
+            condition("Uploaded", uploaded),
+        ];
+        let status = json!({
+            "conditions": conditions, "committedAt": format!("2026-01-01T00:{minute}:30Z"),
+        });
+        snapshot(
+            "a",
+            json!({"spec": {"snapshotClassName": "far"}, "status": status}),
+        )
+    };
+    world.snapshots = vec![image("True", 59)];
+    let from = format!("golden on b from {NAME}-pod-on-a");
+    assert_eq!(steps(&world), [from]);
+    // Its own image need not be there, too.
+    let mut other = world.clone();
+    other.sandboxes = vec![golden(true, 1)];
+    other.pod = Some(pod("b"));
+    assert_eq!(steps(&other), ["save pod-on-b on its node alone"]);
+    // It waits for the upload, and not for ever.
+    world.snapshots = vec![image("False", 59)];
+    let waits = plan(&world, now());
+    assert_eq!(
+        (waits.steps, waits.requeue),
+        (vec![], Some(Duration::from_secs(90)))
+    );
+    world.snapshots = vec![image("False", 50)];
+    assert_eq!(steps(&world), ["golden on b"]);
+    // A node with another runtime cannot continue from it.
+    world.snapshots = vec![image("True", 59)];
+    world.nodes = vec![node("a", "sha256:1"), node("b", "sha256:2")];
+    assert_eq!(steps(&world), ["golden on b"]);
+}
+
+#[test]
+fn leftovers_of_an_older_version_or_a_former_annotation_are_removed() {
     let mut world = observed();
     world.sandboxes = vec![golden(true, 1)];
     world.snapshots = vec![snapshot("a", json!({}))];
@@ -212,7 +266,7 @@ fn no_golden_sandbox_runs_without_the_rules_of_its_template() {
 }
 
 #[test]
-fn a_golden_sandbox_that_is_not_saved_in_time_is_replaced_and_its_cause_is_told() {
+fn a_golden_sandbox_not_saved_in_time_is_replaced_and_the_cause_is_reported() {
     for (saved, ready, cause) in [
         (None, false, "Pod is Pending"),
         (Some(snapshot("a", uncommitted())), true, "no room"),
@@ -268,7 +322,10 @@ fn a_golden_sandbox_that_is_not_saved_in_time_is_replaced_and_its_cause_is_told(
     json!({"metadata": {"annotations": {"torpor.dev/golden-ready-exec": "test -e /x"}}}),
     "torpor.dev/golden-ready-exec"
 )]
-fn a_template_that_cannot_have_a_golden_image_says_why(#[case] change: Value, #[case] why: &str) {
+fn a_template_that_cannot_have_a_golden_image_reports_why(
+    #[case] change: Value,
+    #[case] why: &str,
+) {
     let mut world = observed();
     world.template = template(change);
     let plan = plan(&world, now());
@@ -284,7 +341,7 @@ fn a_golden_sandbox_has_the_rules_of_its_template_and_is_no_member() {
         "torpor.dev/inject-runtime": "true",
     }}});
     let template = template(command);
-    let made = sandbox::sandbox(&template, NAME, Some("a"));
+    let made = sandbox::sandbox(&template, NAME, Some("a"), None);
     let made: Sandbox = serde_json::from_value(made).unwrap();
     assert!(!crate::candidates::is_member(&made));
     assert_eq!(crate::candidates::pool_of(&made), None);

@@ -115,6 +115,20 @@ fn a_member_that_was_heated_for_claims_sleeps_when_the_last_minute_needs_it_no_m
 }
 
 #[test]
+fn a_pool_wakes_no_other_member_while_one_wakes_for_a_claim() {
+    let mut world = observed(4, Some("hot=1,asleep=rest"), ready_image());
+    let members = ["a", "b"].map(|name| member(name, true, true));
+    assert_eq!(steps(&world, &members), ["+a"]);
+    world.remembered.pause = Some(Duration::from_millis(200));
+    let mut planned = Plan::default();
+    plan(&mut planned, &world, &members.iter().collect::<Vec<_>>());
+    assert!(planned.steps.is_empty());
+    assert_eq!(planned.requeue, world.remembered.pause);
+    world.advance = crate::pace::Advance::Short;
+    assert_eq!(steps(&world, &members), ["+a"]);
+}
+
+#[test]
 fn nothing_is_woken_while_the_watch_has_not_shown_all_members() {
     let mut world = observed(5, Some("hot=2,asleep=rest"), ready_image());
     world.remembered.creating.insert("new".to_owned());

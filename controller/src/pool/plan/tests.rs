@@ -222,6 +222,8 @@ fn names_differ_from_pass_to_pass() {
 #[case::no_template(|o: &mut Observed| o.template = None, 0, Some(60_000))]
 #[case::pressed(|o: &mut Observed| o.pressed = true, 0, Some(1000))]
 #[case::held_up(|o: &mut Observed| o.remembered.hold = Some(Duration::from_secs(9)), 0, Some(9000))]
+#[case::a_claims_member_wakes(|o: &mut Observed| o.remembered.pause = Some(Duration::from_millis(200)), 0, Some(200))]
+#[case::one_wakes_and_the_pool_is_low(|o: &mut Observed| { o.remembered.pause = Some(Duration::from_millis(200)); o.advance = Advance::Low; }, 3, None)]
 #[case::batch(|o: &mut Observed| o.settings.max_batch = 2, 2, Some(1))]
 #[case::rate(|o: &mut Observed| { o.remembered.allowance = Some(1); o.remembered.next_token = Some(Duration::from_millis(300)); }, 1, Some(300))]
 #[case::no_token(|o: &mut Observed| { o.remembered.allowance = Some(0); o.remembered.next_token = Some(Duration::from_millis(300)); }, 0, Some(300))]

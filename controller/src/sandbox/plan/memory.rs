@@ -18,7 +18,7 @@ use k8s_openapi::{api::core::v1::Pod, apimachinery::pkg::apis::meta::v1::Conditi
 use kube::ResourceExt;
 use serde_json::{Value, json};
 use torpor_api::{
-    Sandbox, SandboxSnapshot, SnapshotReason,
+    PodRecord, Sandbox, SandboxSnapshot, SnapshotReason,
     conditions::{self, Draft, Status},
     node::RuntimeCapabilities,
     reasons::hibernated,
@@ -33,9 +33,12 @@ use crate::{
         dereference::Observed,
         validate::{Desired, Ownership, ownership},
     },
+    saved_pod,
 };
 
 mod archive;
+mod awake;
+mod backup;
 mod elsewhere;
 mod evicted;
 mod location;
@@ -55,8 +58,10 @@ use self::{
     unclaimed::LeftMemory,
 };
 pub(super) use self::{
+    awake::{annotations_for_pod, awake},
+    backup::discard as discard_backups,
     record::{forget_record, record},
-    resume::{annotations_for_pod, awake, start},
+    resume::start,
     suspend::suspend,
 };
 
@@ -67,8 +72,17 @@ fn own_snapshots<'a>(
     desired: &'a Desired<'_>,
     observed: &'a Observed,
 ) -> impl Iterator<Item = &'a Arc<SandboxSnapshot>> {
-    observed.snapshots.values().filter(|snapshot| {
-        snapshot.spec.reason == SnapshotReason::Suspend
+    owned_snapshots(desired, observed, SnapshotReason::Suspend)
+}
+
+/// Returns the snapshots of this Sandbox that it owns and that were made for this reason, by name.
+fn owned_snapshots<'a>(
+    desired: &'a Desired<'_>,
+    observed: &'a Observed,
+    reason: SnapshotReason,
+) -> impl Iterator<Item = &'a Arc<SandboxSnapshot>> {
+    observed.snapshots.values().filter(move |snapshot| {
+        snapshot.spec.reason == reason
             && snapshot.spec.sandbox_name == desired.name
             && ownership(&***snapshot, desired.sandbox) == Ownership::Ours
     })
@@ -104,15 +118,14 @@ fn newest_resumable<'a>(
     desired: &'a Desired<'_>,
     observed: &'a Observed,
 ) -> Option<&'a Arc<SandboxSnapshot>> {
-    own_snapshots(desired, observed)
-        .filter(|snapshot| is_resumable(snapshot))
-        .min_by_key(|snapshot| {
-            let status = snapshot.status.as_ref();
-            let committed = status
-                .and_then(|s| s.committed_at.as_ref())
-                .map(|time| time.0);
-            (Reverse(committed), snapshot.name_any())
-        })
+    newest(own_snapshots(desired, observed).filter(|snapshot| is_resumable(snapshot)))
+}
+
+/// Returns the snapshot whose image was committed last.
+fn newest<'a>(
+    snapshots: impl Iterator<Item = &'a Arc<SandboxSnapshot>>,
+) -> Option<&'a Arc<SandboxSnapshot>> {
+    snapshots.min_by_key(|snapshot| (Reverse(snapshot.committed_at()), snapshot.name_any()))
 }
 
 /// Reports whether there is an image that the sandbox can continue from.
@@ -170,6 +183,10 @@ fn pod_condition(pod: &Pod, pod_type: &str, shown_as: &'static str) -> Option<Dr
         reason: reason.unwrap_or_else(|| "Unknown".to_owned()).into(),
         message: condition.message.clone().unwrap_or_default().into(),
     })
+}
+
+fn restored_condition(pod: &Pod) -> Option<Draft> {
+    pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED)
 }
 
 /// Reports whether the sandbox's memory is in an image that its Pod holds, or is being restored
@@ -252,6 +269,9 @@ const NOT_KEPT: &str = "memory was not kept";
 
 /// Plans for a suspended Sandbox whose Pod is gone.
 pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Timestamp) {
+    if saved_pod::last_pod(desired.sandbox).is_none() {
+        backup::discard(plan, desired, observed);
+    }
     let change = if let Some(snapshot) = newest_resumable(desired, observed) {
         archive::plan(plan, desired, observed, &Kept::In(snapshot), now);
         match snapshot.is_missing() {
@@ -261,6 +281,9 @@ pub(super) fn asleep(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed
             }
             false => hibernated_kept(observed, snapshot),
         }
+    } else if let Some((backup, _)) = backup::of_lost_pod(desired, observed) {
+        archive::plan(plan, desired, observed, &Kept::Awaited, now);
+        backup::kept(backup)
     } else {
         let left = unclaimed::settle(plan, desired, observed, now);
         let is_saving = own_snapshots(desired, observed).any(|snapshot| is_incomplete(snapshot));
@@ -285,6 +308,9 @@ fn without_image(
     let is_incomplete = own_snapshots(desired, observed).any(|snapshot| is_incomplete(snapshot));
     match left {
         LeftMemory::Awaited(change) => change,
+        LeftMemory::GivenUp(_) if let Some(backup) = backup::of_last_pod(desired, observed) => {
+            backup::kept(backup)
+        }
         LeftMemory::GivenUp(why) if !is_incomplete => {
             unclaimed::forget(plan, desired);
             condition_false(conditions::HIBERNATED, hibernated::SAVE_FAILED, why)
@@ -333,6 +359,30 @@ fn fence(observed: &Observed, snapshot: &SandboxSnapshot, use_of: ImageUse) -> I
         node: node_of_image(observed, snapshot).cloned(),
         use_of,
     }
+}
+
+/// Returns a snapshot of a Pod to create. `record`: of that Pod, if it is known.
+fn snapshot_to_make(
+    desired: &Desired<'_>,
+    name: &str,
+    (uid, node): (&str, &str),
+    reason: SnapshotReason,
+    record: Option<&PodRecord>,
+) -> Value {
+    let spec = json!({
+        "sandboxName": desired.name,
+        "podUID": uid,
+        "nodeName": node,
+        "reason": reason,
+    });
+    let mut snapshot = new_snapshot(desired, name, spec);
+    if let Some(class) = &desired.settings.snapshot_class {
+        snapshot["spec"]["snapshotClassName"] = class.as_str().into();
+    }
+    if let Some(record) = record {
+        snapshot["metadata"]["annotations"] = saved_pod::annotation(record);
+    }
+    snapshot
 }
 
 /// Returns a snapshot to create, which the Sandbox owns.

@@ -105,7 +105,7 @@ fn running(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, now: Tim
             if !known && pod.metadata.deletion_timestamp.is_none() {
                 plan.step(Area::Pod, Action::RecordPodName(pod.name_any()));
             }
-            memory::awake(plan, desired, observed, pod);
+            memory::awake(plan, desired, observed, pod, now);
             memory::record(plan, desired, observed, pod);
         }
         PodState::Absent => match &desired.template {

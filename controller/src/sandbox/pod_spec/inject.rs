@@ -12,8 +12,9 @@ use torpor_api::annotations::INJECT_RUNTIME;
 /// Name of the init container and of the volume.
 pub const NAME: &str = "torpor-runtime";
 /// Directory of the runtime in the container.
-const DIRECTORY: &str = "/.torpor";
-const BINARY: &str = "/.torpor/sandbox-runtime";
+pub const DIRECTORY: &str = "/.torpor";
+/// Path of the runtime in the container.
+pub const BINARY: &str = "/.torpor/sandbox-runtime";
 /// Path of the runtime in its own image.
 const IMAGE_BINARY: &str = "/sandbox-runtime";
 /// API that the runtime serves.
@@ -218,7 +219,8 @@ fn resources(container: &Map<String, Value>) -> Value {
     )
 }
 
-fn installer(image: &str, resources: Value) -> Value {
+/// Returns the init container that copies the runtime into the volume.
+pub fn installer(image: &str, resources: Value) -> Value {
     json!({
         "name": NAME,
         "image": image,

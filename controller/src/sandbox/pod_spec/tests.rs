@@ -32,6 +32,7 @@ fn memory() -> Memory {
         containers: vec![("c".into(), Some("registry.example/img@sha256:abc".into()))],
         completed: Vec::new(),
         pod_name: Some("s".into()),
+        backup: None,
         pod_snapshot: None,
     }
 }
@@ -191,7 +192,7 @@ fn start_hooks_of_a_saved_container_are_removed() {
 #[case::the_users_own(Some("pool-x"), false, json!({"hostname": "h"}), Some("h"))]
 #[case::not_known(None, false, json!({}), None)]
 #[case::a_copy(Some("pool-x"), true, json!({}), None)]
-fn the_hostname_stays_what_it_was_unless_it_is_a_copy(
+fn a_pod_keeps_its_hostname_unless_it_is_a_copy(
     #[case] saved: Option<&str>,
     #[case] copy: bool,
     #[case] mut spec: Value,
@@ -398,4 +399,22 @@ fn a_member_prefers_the_nodes_with_a_golden_image_and_may_start_cold_on_any_othe
       }
     ]
     "#);
+}
+
+#[test]
+fn nodes_that_a_pod_requires_by_name_are_known() {
+    let spec = |spec: Value| spec.as_object().cloned().unwrap_or_default();
+    let mut pod = spec(json!({"containers": []}));
+    assert_eq!(named_nodes(&pod), None);
+    require_nodes(&mut pod, &["a".to_owned(), "b".to_owned()]);
+    assert_eq!(
+        named_nodes(&pod),
+        Some(vec!["a".to_owned(), "b".to_owned()])
+    );
+    // Terms are alternatives: one without a name admits each node.
+    let name = "requiredDuringSchedulingIgnoredDuringExecution";
+    let terms = &mut pod["affinity"]["nodeAffinity"][name]["nodeSelectorTerms"];
+    let other = json!({"matchExpressions": [{"key": "k", "operator": "Exists"}]});
+    terms.as_array_mut().unwrap().push(other);
+    assert_eq!(named_nodes(&pod), None);
 }

@@ -35,7 +35,7 @@ fn ready(status: &str) -> Value {
     json!({"service": "s"}),
     Some(json!({"status": {"podIPs": null}}))
 )]
-fn only_what_changed_is_written(
+fn only_changed_fields_are_written(
     #[case] old: Value,
     #[case] new: Value,
     #[case] expected: Option<Value>,

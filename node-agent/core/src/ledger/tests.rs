@@ -49,7 +49,7 @@ fn a_life() -> Vec<Entry> {
 }
 
 #[test]
-fn a_sum_without_word_of_a_run_is_of_a_sandbox_that_ran() {
+fn a_folded_entry_without_the_field_ran_stands_for_a_sandbox_that_ran() {
     let written = serde_json::json!({"entry": "Folded", "state": {
         "seq": 2, "last_number": 1, "memory": {"in": "Live"}, "images": {},
     }});
@@ -244,6 +244,24 @@ fn a_sandbox_that_ended_before_it_was_resumed_never_left_its_image() {
 }
 
 #[test]
+fn a_sandbox_that_crashed_on_its_way_back_has_an_image_from_before_the_crash() {
+    let crashed = [a_life(), vec![Entry::Awake]].concat();
+    let last = image(2);
+    let state = LedgerState::fold(&crashed);
+    assert!(state.was_left(&last) && !state.has_gone_back_to(&last));
+    let begun = Entry::Waking {
+        image: last.clone(),
+    };
+    let failed = Entry::WakeFailed {
+        image: last.clone(),
+        reason: "NoRoom".to_owned(),
+    };
+    let state = LedgerState::fold(&[crashed, vec![begun, failed]].concat());
+    assert!(state.has_gone_back_to(&last));
+    assert!(!LedgerState::fold(&a_life()).has_gone_back_to(&last));
+}
+
+#[test]
 fn image_numbers_never_go_back() {
     let state = LedgerState::fold(&a_life());
     assert_eq!(state.last_number, 2);
@@ -253,7 +271,7 @@ fn image_numbers_never_go_back() {
 }
 
 #[test]
-fn a_folded_ledger_says_the_same_as_the_long_one() {
+fn a_folded_ledger_has_the_same_state_as_the_long_one() {
     let state = LedgerState::fold(&a_life());
     let folded = file(&[
         Entry::Folded {

@@ -76,7 +76,7 @@ fn left(entries: &[Entry], held: &[u32]) -> Observed {
 }
 
 #[test]
-fn what_an_agent_said_of_a_sleep_before_it_died_is_kept_true() {
+fn the_sleep_condition_of_a_former_agent_is_kept_up_to_date() {
     let awake = desired(Power::Awake);
     let never = planned(&awake, &observed(Live::Running, &[], &[]));
     assert_eq!(
@@ -92,7 +92,7 @@ fn what_an_agent_said_of_a_sleep_before_it_died_is_kept_true() {
 }
 
 #[test]
-fn what_the_kubelet_is_bringing_back_is_waited_for() {
+fn a_save_waits_for_containers_that_the_kubelet_restarts() {
     let name = |name: &str| ContainerName::new(name).expect("a name");
     let asked = Desired {
         containers: [name("a"), name("b")].into(),
@@ -127,7 +127,7 @@ fn what_the_kubelet_is_bringing_back_is_waited_for() {
 }
 
 #[test]
-fn nothing_is_saved_while_somebody_debugs_it() {
+fn a_sandbox_is_not_saved_while_a_debug_container_runs() {
     let debugged = Observed {
         added: Some(ContainerName::new("debugger").expect("a name")),
         ..observed(Live::Running, &[], &[])
@@ -255,7 +255,7 @@ fn save_failure(observed: &mut Observed, second: i64) {
 }
 
 #[test]
-fn a_sandbox_is_saved_before_it_is_ended_and_each_step_knows_the_ledger_it_was_planned_for() {
+fn a_sandbox_is_saved_before_its_end_and_each_step_is_fenced() {
     let plan = planned(&desired(Power::Asleep), &observed(Live::Running, &[], &[]));
     let steps: Vec<_> = (plan.steps.iter())
         .map(|s| {
@@ -329,7 +329,7 @@ fn each_state_has_its_next_steps() {
 }
 
 #[test]
-fn nothing_is_begun_while_somebody_else_acts_or_nobody_knows() {
+fn no_step_is_planned_while_another_process_acts_or_the_state_is_unknown() {
     for (reason, change) in [
         (Reason::Busy, (|o| o.busy = true) as fn(&mut Observed)),
         (Reason::LiveUnknown, |o| o.live = Live::Unknown),
@@ -387,7 +387,7 @@ fn dozing(reclaimed: bool, observed: Observed) -> Observed {
 }
 
 #[test]
-fn what_dozes_sleeps_deeper_when_it_is_evicted_and_wakes_for_its_end_when_it_is_deleted() {
+fn a_dozing_sandbox_hibernates_when_it_is_evicted_and_wakes_when_its_pod_is_deleted() {
     let dozes = |reclaimed| dozing(reclaimed, observed(Live::Paused, &committed(), &[1]));
     for pod in [PodPresence::Present, PodPresence::Terminating] {
         let evicted = Desired {
@@ -482,7 +482,7 @@ fn a_note_in_run_that_the_ledger_contradicts_is_dropped_and_nothing_is_woken() {
 }
 
 #[test]
-fn a_wake_is_tried_again_after_a_wait_and_the_failure_is_told_meanwhile() {
+fn a_failed_wake_is_tried_again_after_a_wait_and_reported_meanwhile() {
     let mut observed = hibernated();
     let failed = Outcome::Failed {
         reason: "FingerprintMismatch".into(),
@@ -500,7 +500,7 @@ fn a_wake_is_tried_again_after_a_wait_and_the_failure_is_told_meanwhile() {
 }
 
 #[test]
-fn a_wake_that_a_revoked_build_forbids_says_so_and_the_image_stays() {
+fn a_wake_that_a_revoked_build_forbids_is_reported_and_its_image_stays() {
     let mut observed = hibernated();
     let failed = Outcome::Failed {
         reason: "RunscRevoked".into(),
@@ -516,7 +516,7 @@ fn a_wake_that_a_revoked_build_forbids_says_so_and_the_image_stays() {
 }
 
 #[test]
-fn an_image_that_is_missing_is_told_and_not_woken() {
+fn a_missing_image_is_reported_and_no_wake_begins() {
     let mut observed = hibernated();
     observed.images.clear();
     let plan = planned(&desired(Power::Awake), &observed);
@@ -549,7 +549,7 @@ fn sessions_and_a_recent_wake_hold_off_hibernation_but_not_suspend() {
 }
 
 #[test]
-fn nothing_is_begun_with_a_pod_that_is_being_deleted_but_what_was_begun_is_ended() {
+fn a_pod_being_deleted_begins_no_sleep_or_wake_but_completes_a_begun_sleep() {
     let mut suspend = desired(Power::Awake);
     suspend.pod = PodPresence::Terminating;
     assert_steps(&suspend, &hibernated(), &[]);
@@ -562,7 +562,7 @@ fn nothing_is_begun_with_a_pod_that_is_being_deleted_but_what_was_begun_is_ended
 }
 
 #[test]
-fn a_runtime_that_cannot_save_is_told_of_and_left_alone() {
+fn a_runtime_that_cannot_save_is_reported_and_its_sandbox_is_left_alone() {
     let mut observed = observed(Live::Running, &[], &[]);
     observed.capable = Err("runsc has no checkpoint".into());
     let mut suspend = desired(Power::Awake);
@@ -577,7 +577,7 @@ fn a_runtime_that_cannot_save_is_told_of_and_left_alone() {
 }
 
 #[test]
-fn a_pod_that_never_asked_has_no_conditions() {
+fn a_pod_without_a_sleep_request_has_no_conditions() {
     let plan = planned(&desired(Power::Awake), &observed(Live::Running, &[], &[]));
     assert_eq!((plan.status.hibernated, plan.status.restored), (None, None));
 }
@@ -614,7 +614,7 @@ fn when_the_image_numbers_are_used_up_nothing_is_saved() {
 }
 
 #[test]
-fn an_image_is_not_taken_from_under_a_pod_that_comes_back_from_it() {
+fn an_image_is_not_removed_while_a_pod_is_restored_from_it() {
     let mut left = left(&asleep(), &[1]);
     left.images[0].being_restored = true;
     let desired = gone();

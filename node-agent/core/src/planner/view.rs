@@ -214,9 +214,15 @@ impl<'a> View<'a> {
         !self.sleeps()
             && !self.is_referenced(image)
             && !self.is_last_image(image)
+            && !self.is_to_be_adopted(image)
             && (self.desired.snapshots.iter())
                 .filter(deleted)
                 .any(|snapshot| self.images_of_deleted(snapshot).contains(image))
+    }
+
+    /// Returns whether a snapshot is about to adopt the image.
+    fn is_to_be_adopted(&self, image: &ImageId) -> bool {
+        self.fresh.as_ref() == Some(image) && self.needing_image().next().is_some()
     }
 
     /// Returns whether the image serves or served a snapshot.

@@ -77,7 +77,7 @@ fn asked(watch: &Watch) -> Option<(&str, Resource, bool)> {
 }
 
 #[test]
-fn short_is_what_is_below_its_limit_until_there_is_half_as_much_again() {
+fn a_resource_is_short_below_its_limit_until_half_as_much_again_is_free() {
     use Resource::{Memory, Swap};
     let mut watch = Watch::default();
     for (available, swap, expected) in [
@@ -93,7 +93,7 @@ fn short_is_what_is_below_its_limit_until_there_is_half_as_much_again() {
 }
 
 #[test]
-fn time_stalled_counts_too_and_a_node_without_swap_is_not_short_of_it() {
+fn stalled_time_counts_as_shortage_and_a_node_without_swap_is_not_short_of_swap() {
     let mut watch = Watch::default();
     for (stalled, expected) in [(20.0, 0), (21.0, 1), (11.0, 1), (10.0, 0)] {
         let readings = Readings {
@@ -107,7 +107,7 @@ fn time_stalled_counts_too_and_a_node_without_swap_is_not_short_of_it() {
 }
 
 #[test]
-fn what_is_switched_off_is_not_looked_at() {
+fn a_limit_that_is_switched_off_is_ignored() {
     let off = Limits {
         available: None,
         stalled: None,
@@ -120,7 +120,7 @@ fn what_is_switched_off_is_not_looked_at() {
 }
 
 #[test]
-fn the_words_are_those_of_the_moment_in_which_it_began() {
+fn the_message_has_the_figures_from_the_begin_of_a_shortage() {
     let mut watch = watch(&readings(40, 900));
     watch.read(&readings(50, 900), &LIMITS);
     assert_eq!(
@@ -130,7 +130,7 @@ fn the_words_are_those_of_the_moment_in_which_it_began() {
 }
 
 #[test]
-fn the_longest_idle_is_asked_and_nobody_who_was_used_a_moment_ago() {
+fn pressure_picks_the_longest_idle_sandbox_and_none_used_a_moment_ago() {
     let mut watch = watch(&readings(40, 900));
     let candidates = [awake("b", 50), awake("a", 20), awake("new", 980)];
     watch.choose(&candidates, &LIMITS, at(1000));
@@ -145,7 +145,7 @@ fn the_longest_idle_is_asked_and_nobody_who_was_used_a_moment_ago() {
 }
 
 #[test]
-fn what_it_is_asked_for_follows_from_what_the_node_is_short_of() {
+fn the_short_resource_decides_which_sandbox_sleeps_and_how_deep() {
     use Resource::{Memory, Swap};
     let hibernates = Candidate {
         may_doze: false,
@@ -212,7 +212,7 @@ fn what_it_is_asked_for_follows_from_what_the_node_is_short_of() {
 }
 
 #[test]
-fn one_is_asked_after_the_other_and_one_that_does_not_sleep_is_left_in_peace_for_a_while() {
+fn pressure_picks_one_sandbox_at_a_time_and_delays_the_repeat_of_a_vain_request() {
     let mut watch = watch(&readings(40, 900));
     let both = [awake("a", 20), awake("b", 50)];
     watch.choose(&both, &LIMITS, at(1000));
@@ -236,7 +236,7 @@ fn one_is_asked_after_the_other_and_one_that_does_not_sleep_is_left_in_peace_for
 }
 
 #[test]
-fn nobody_is_asked_any_more_once_there_is_enough() {
+fn pressure_picks_no_sandbox_once_the_node_has_enough() {
     let mut watch = watch(&readings(40, 900));
     watch.choose(&[awake("a", 20)], &LIMITS, at(1000));
     assert!(watch.asked().is_some());
@@ -249,7 +249,7 @@ proptest! {
     /// One sandbox at a time is requested to sleep. The chosen sandbox may sleep and has been idle
     /// for long enough. No sandbox that could give as much has been idle for longer.
     #[test]
-    fn only_the_longest_idle_of_its_kind_is_asked(
+    fn pressure_picks_only_the_longest_idle_sandbox_of_its_kind(
         available in 0..300_u64,
         swap in 0..300_u64,
         idle in proptest::collection::vec((0..1000_i64, any::<[bool; 3]>()), 0..8),

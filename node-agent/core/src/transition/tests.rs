@@ -1,9 +1,11 @@
-use std::cell::RefCell;
 use std::collections::BTreeSet;
 
 use rstest::rstest;
 
 use super::*;
+
+mod fake;
+use fake::{Fake, Fault};
 
 fn image(number: u32) -> ImageId {
     ImageId::parse(&format!("uid.{number}")).expect("an id")
@@ -34,229 +36,6 @@ fn asleep() -> Vec<Entry> {
         by_itself: false,
     });
     entries
-}
-
-/// An error of the fake sandbox.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Fault {
-    Refused(Refusal),
-    /// The sandbox ended before it received the call.
-    NotReceived,
-    /// The call may have had its effect.
-    Unknown,
-    Fenced,
-    RestoreFailed,
-}
-
-/// A sandbox in memory, which records the acts.
-struct Fake {
-    recorded: Recorded,
-    entries: RefCell<Vec<Entry>>,
-    holding: Holding,
-    pause: RefCell<Option<Pause>>,
-    gofers: RefCell<Vec<Result<bool, Fault>>>,
-    held_open: bool,
-    suspended: bool,
-    resumes: Result<bool, Fault>,
-    restores: Result<(), Fault>,
-    /// Another sandbox of the Pod appends to the ledger while this one is restored.
-    overtaken: bool,
-    acts: RefCell<Vec<String>>,
-}
-
-impl Fake {
-    fn new(recorded: Recorded, entries: Vec<Entry>, pause: Option<Pause>) -> Self {
-        Self {
-            recorded,
-            entries: entries.into(),
-            holding: Holding::Held,
-            pause: pause.into(),
-            gofers: Vec::new().into(),
-            held_open: true,
-            suspended: false,
-            resumes: Ok(true),
-            restores: Ok(()),
-            overtaken: false,
-            acts: RefCell::default(),
-        }
-    }
-
-    fn dozing() -> Self {
-        Self::new(Recorded::Running, saved(), Some(Pause::Doze))
-    }
-
-    fn hibernated() -> Self {
-        Self::new(
-            Recorded::Hibernated {
-                image: image(1),
-                unstarted: None,
-            },
-            asleep(),
-            None,
-        )
-    }
-
-    fn act(&self, act: impl Into<String>) {
-        self.acts.borrow_mut().push(act.into());
-    }
-
-    fn acts(&self) -> Vec<String> {
-        self.acts.borrow().clone()
-    }
-
-    fn memory(&self) -> Memory {
-        ledger_of(&self.entries.borrow()).memory
-    }
-
-    fn seq(&self) -> u64 {
-        ledger_of(&self.entries.borrow()).seq
-    }
-}
-
-impl Paused for Fake {
-    type Error = Fault;
-
-    fn is_paused(&self) -> Result<bool, Fault> {
-        Ok(self.pause.borrow().is_some())
-    }
-
-    fn has_gofers(&self) -> Result<bool, Fault> {
-        let mut answers = self.gofers.borrow_mut();
-        match answers.is_empty() {
-            true => Ok(true),
-            false => answers.remove(0),
-        }
-    }
-
-    fn let_run(&self) -> Result<bool, Fault> {
-        self.act("resumed");
-        self.resumes.clone()
-    }
-
-    fn never_ran(error: &Fault) -> bool {
-        *error == Fault::NotReceived
-    }
-
-    fn take_back(&self, left: &Left) -> Result<(), Fault> {
-        let image = left.image.clone();
-        self.append_at(left.seq, &Entry::Committed { image })
-    }
-}
-
-impl Sandbox for Fake {
-    fn recorded(&self) -> Result<Recorded, Fault> {
-        Ok(self.recorded.clone())
-    }
-
-    fn ledger(&self) -> Result<LedgerState, Fault> {
-        Ok(ledger_of(&self.entries.borrow()))
-    }
-
-    fn holding(&self, _: &ImageId) -> Holding {
-        self.holding
-    }
-
-    fn pause(&self) -> Result<Option<Pause>, Fault> {
-        Ok(*self.pause.borrow())
-    }
-
-    fn is_held_open(&self) -> Result<bool, Fault> {
-        Ok(self.held_open)
-    }
-
-    fn is_suspended(&self) -> Result<bool, Fault> {
-        Ok(self.suspended)
-    }
-
-    fn append(&self, entry: &Entry) -> Result<u64, Fault> {
-        self.entries.borrow_mut().push(entry.clone());
-        Ok(self.seq())
-    }
-
-    fn append_at(&self, seq: u64, entry: &Entry) -> Result<(), Fault> {
-        match self.seq() == seq {
-            true => self.append(entry).map(drop),
-            false => Err(Fault::Fenced),
-        }
-    }
-
-    fn is_fenced(error: &Fault) -> bool {
-        *error == Fault::Fenced
-    }
-
-    fn end(&self, _: &ImageId) -> Result<(), Fault> {
-        self.act("ended");
-        self.pause.replace(None);
-        Ok(())
-    }
-
-    fn copy(&self, of: &ImageId) -> Result<ImageId, Fault> {
-        assert_eq!(*of, other());
-        self.act("copied");
-        Ok(image(1))
-    }
-
-    fn sleep_unstarted(&self, _: &ImageId, origin: Origin) -> Result<(), Fault> {
-        self.act(format!("sleeps, {origin:?}"));
-        Ok(())
-    }
-
-    fn start_cold(&self, _: &ImageId, _: &Fault) -> Result<(), Fault> {
-        self.append(&Entry::Awake)?;
-        self.act("starts cold");
-        Ok(())
-    }
-
-    fn is_final(error: &Fault) -> bool {
-        *error == Fault::RestoreFailed
-    }
-
-    fn take(&self, _: &ImageId) -> Result<(), Fault> {
-        self.act("taken");
-        Ok(())
-    }
-
-    fn give_back(&self, _: &ImageId) -> Result<(), Fault> {
-        self.act("given back");
-        Ok(())
-    }
-
-    fn open(&self, _: &ImageId) -> Result<(), Fault> {
-        Ok(())
-    }
-
-    fn restore(&self, _: &ImageId, awake: &Awake<'_, Fault>) -> Result<(), Fault> {
-        self.act("restored");
-        if self.overtaken {
-            self.append(&Entry::Waking { image: image(1) })?;
-        }
-        self.restores.clone()?;
-        awake(&|| self.act("released"))
-    }
-
-    fn renew(&self, release: &dyn Fn()) -> Result<(), Fault> {
-        self.act("renewed");
-        release();
-        Ok(())
-    }
-
-    fn report(&self) -> Result<(), Fault> {
-        self.act("reported");
-        Ok(())
-    }
-
-    fn reason(_: &Fault) -> String {
-        "RestoreFailed".to_owned()
-    }
-
-    fn catch_up(&self) -> Result<(), Fault> {
-        self.act("caught up");
-        Ok(())
-    }
-
-    fn refuse(refusal: Refusal) -> Fault {
-        Fault::Refused(refusal)
-    }
 }
 
 #[rstest]
@@ -522,7 +301,7 @@ fn a_pod_whose_sandbox_was_taken_away_while_it_slept_goes_on_from_its_image() {
 }
 
 #[test]
-fn a_pod_that_crashed_awake_does_not_go_back_in_time() {
+fn a_pod_that_crashed_awake_starts_cold_and_not_from_an_old_image() {
     let mut entries = asleep();
     entries.extend([Entry::Waking { image: image(1) }, Entry::Awake]);
     assert_eq!(
@@ -532,7 +311,7 @@ fn a_pod_that_crashed_awake_does_not_go_back_in_time() {
 }
 
 #[test]
-fn a_pod_that_crashed_goes_back_to_its_last_image_only_if_its_user_wishes_that() {
+fn a_crashed_pod_is_rolled_back_to_its_last_image_only_on_request() {
     let back = |entries: &[Entry], held| {
         let last = Some(image(1));
         source(&ledger_of(entries), |_| held, None, false, last)
@@ -644,7 +423,7 @@ fn a_new_sandbox_that_is_to_sleep_sleeps_in_its_image_without_running() {
 }
 
 #[test]
-fn only_an_image_that_is_the_memory_or_a_golden_one_is_slept_in() {
+fn a_sandbox_sleeps_only_in_an_image_that_is_its_memory_or_golden() {
     let none = LedgerState::default();
     let slept = ledger_of(&asleep());
     let ran = ledger_of(&[asleep(), vec![Entry::Awake]].concat());

@@ -1,11 +1,11 @@
-//! The agent: observe, plan, tell, execute. It may die at any point, and any call may fail or never
-//! answer.
+//! The agent observes, plans and tells; the shim takes the steps. Each may die at any point, and
+//! any call may fail or never answer.
 
 use jiff::Timestamp;
 use torpor_core::transition::{self, Left, Paused, Resumed, Sandbox};
 use torpor_core::{
     Action, Departure, Doze, Entry, Failures, ImageId, ImageState, Live, Memory, Outcome,
-    PodPresence, Policy, Reason, SnapshotState, SnapshotWish, Step, plan,
+    PodPresence, Policy, Reason, SandboxId, SnapshotState, SnapshotWish, Step, plan,
 };
 
 use crate::node::{Fault, NodeSandbox};
@@ -22,6 +22,36 @@ pub(crate) struct Agent {
     by_user: bool,
     /// When it was first seen that the Pod is gone.
     gone_since: Option<Timestamp>,
+}
+
+/// The steps of a plan.
+pub(crate) struct Planned {
+    steps: Vec<Step>,
+    basis: Basis,
+}
+
+/// State that the shim compares before it takes the first step: the basis of the request
+/// (`torpor_messages::service::Basis`) and the fence.
+#[derive(Debug, PartialEq)]
+struct Basis {
+    live: Live,
+    dozes: bool,
+    in_session: bool,
+    sandbox: Option<SandboxId>,
+    ledger_seq: u64,
+}
+
+impl Basis {
+    fn of(world: &World) -> Self {
+        let observed = world.observe(&Failures::default());
+        Self {
+            live: observed.live,
+            dozes: observed.doze.is_some(),
+            in_session: observed.sessions > 0,
+            sandbox: observed.sandbox,
+            ledger_seq: world.ledger().seq,
+        }
+    }
 }
 
 /// How a pass ended.
@@ -55,7 +85,21 @@ impl Faults {
 struct Dead;
 
 impl Agent {
+    /// Looks and acts, without anything between.
     pub(crate) fn pass(&mut self, world: &mut World, random: &mut Random, faults: Faults) -> Pass {
+        match self.look(world, random, faults) {
+            Ok(planned) => self.take(world, random, faults, &planned),
+            Err(pass) => pass,
+        }
+    }
+
+    /// Observes and plans. `Err`: there is nothing to do.
+    pub(crate) fn look(
+        &mut self,
+        world: &mut World,
+        random: &mut Random,
+        faults: Faults,
+    ) -> Result<Planned, Pass> {
         let mut desired = world.desired(self.departure(world));
         self.failures.saw(world.live);
         let observed = world.observe(&self.failures);
@@ -88,13 +132,32 @@ impl Agent {
             // A task without an answer asks again at once.
             let again = made.asks.then(|| world.time());
             let made_at = made.wake_at.into_iter().chain(again).min();
-            return Pass::Idle(made_at.map(|at| at.as_second()));
+            return Err(Pass::Idle(made_at.map(|at| at.as_second())));
         }
         let pressed = |reason: &Reason| matches!(reason, Reason::Pressure { .. });
         if made.why.iter().any(pressed) {
             world.say("asleep for the node", String::new);
         }
-        for step in &made.steps {
+        Ok(Planned {
+            steps: made.steps,
+            basis: Basis::of(world),
+        })
+    }
+
+    /// Takes the steps, if the sandbox is in the state that they were planned for. The agent may
+    /// have died since.
+    pub(crate) fn take(
+        &mut self,
+        world: &mut World,
+        random: &mut Random,
+        faults: Faults,
+        planned: &Planned,
+    ) -> Pass {
+        if planned.basis != Basis::of(world) {
+            world.say("stale", || format!("{:?}", planned.steps));
+            return Pass::Worked;
+        }
+        for step in &planned.steps {
             let outcome = match self.execute(world, random, faults, step) {
                 Ok(outcome) => outcome,
                 Err(Dead) => {
@@ -109,10 +172,29 @@ impl Agent {
                 world.say("step not done", || {
                     format!("{:?}: {outcome:?}", step.action)
                 });
+                self.run_on_after(world, random, faults, planned, &outcome);
                 break;
             }
         }
         Pass::Worked
+    }
+
+    /// Lets the sandbox run at once where the shim does. It may die before it has.
+    fn run_on_after(
+        &mut self,
+        world: &mut World,
+        random: &mut Random,
+        faults: Faults,
+        planned: &Planned,
+        last: &Outcome,
+    ) {
+        let held = |image: &ImageId| world.held(image);
+        let runs_on = transition::runs_on_after(planned.basis.live, last, world.ledger(), held);
+        if runs_on && world.doze.is_none() && may_die(random, faults).is_ok() {
+            world.say("runs on", String::new);
+            let _ = self.act(world, random, faults, &Action::Resume, None);
+            world.check();
+        }
     }
 
     /// Facts about how the Pod went.

@@ -66,8 +66,9 @@ fn no_schedule_loses_memory_runs_it_twice_turns_back_time_or_gets_stuck() {
 }
 
 /// Seeds that found something once, in the planner or in the model of it.
-const ONCE_FAILED: [u64; 12] = [
-    23, 218, 734, 1_750, 1_889, 2_468, 11_685, 13_774, 27_003, 41_126, 51_548, 60_600,
+const ONCE_FAILED: [u64; 16] = [
+    23, 218, 734, 1_750, 1_889, 2_468, 11_685, 13_774, 27_003, 41_126, 45_568, 51_548, 60_600,
+    73_218, 90_745, 128_623,
 ];
 
 #[test]

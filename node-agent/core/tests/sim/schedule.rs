@@ -6,18 +6,17 @@ use std::time::Duration;
 use torpor_core::pressure::{self, Limits, Readings, Watch};
 use torpor_core::transition::{self, Delivery, Found, Place, Refusal, Source};
 use torpor_core::{
-    Doze, Failures, ImageId, ImageState, Live, Memory, PodPresence, Power, SleepAfter,
-    SnapshotReason, SnapshotWish,
+    Failures, ImageId, Live, PodPresence, Power, SleepAfter, SnapshotReason, SnapshotWish,
 };
 
-use crate::agent::{Agent, Faults, Pass};
+use crate::agent::{Agent, Faults};
 use crate::node::{Fault, NodeSandbox};
 use crate::world::{ENOUGH_IDLE, World};
 
+mod quiet;
+
 /// Events of a random life.
 const EVENTS: u32 = 120;
-/// Passes after which everything must have come right once nothing interferes.
-const QUIET_PASSES: u32 = 60;
 /// Events that must occur in the schedules together.
 pub(crate) const EXERCISED: &[&str] = &[
     "pause",
@@ -31,6 +30,8 @@ pub(crate) const EXERCISED: &[&str] = &[
     "bind",
     "taken by a claim",
     "forget sleep",
+    "stale",
+    "runs on",
     "discard partial",
     "discard image",
     "discard ledger",
@@ -41,6 +42,8 @@ pub(crate) const EXERCISED: &[&str] = &[
     "exec wake",
     "exec wake died",
     "exec resume",
+    "stale",
+    "runs on",
     "exec resume died",
     "exec refused",
     "exec failed",
@@ -149,7 +152,14 @@ impl Schedule {
         let fail = self.faults;
         match self.random.below(100) {
             0..46 => {
-                self.agent.pass(&mut self.world, &mut self.random, fail);
+                if let Ok(planned) = self.agent.look(&mut self.world, &mut self.random, fail) {
+                    while self.random.chance(150) {
+                        self.between(fail);
+                        self.world.check();
+                    }
+                    let (world, random) = (&mut self.world, &mut self.random);
+                    self.agent.take(world, random, fail, &planned);
+                }
             }
             46..49 => self.node(),
             49..52 => self.world.refresh_cache(),
@@ -170,6 +180,20 @@ impl Schedule {
             97 => self.restart_agent(),
             98 => self.world.now += 400,
             _ => self.delete_pod(),
+        }
+    }
+
+    /// Something happens after a plan was made and before its steps are taken: the lock is free
+    /// meanwhile.
+    fn between(&mut self, faults: Faults) {
+        match self.random.below(8) {
+            0..3 => self.call(faults),
+            3 => self.kubelet(faults),
+            4 => self.world.sessions = u32::try_from(self.random.below(2)).unwrap(),
+            5 => self.kill(),
+            6 => self.kill_gofer(),
+            // The shim goes on without the agent that asked.
+            _ => self.restart_agent(),
         }
     }
 
@@ -479,138 +503,5 @@ impl Schedule {
         world.sandboxes += 1;
         world.containers = true;
         world.starts(world.newest);
-    }
-
-    /// Nothing interferes any more: within a few passes all must be as it is wanted, and stay so.
-    fn quiet(&mut self) {
-        self.world.say("quiet", String::new);
-        self.world.disk_full = false;
-        self.world.sessions = 0;
-        self.world.save_turn = true;
-        self.world.pressed = None;
-        let mut returns = self.random.chance(500);
-        for _ in 0..QUIET_PASSES {
-            self.kubelet(Faults::NONE);
-            if self.world.pod == PodPresence::Gone && std::mem::take(&mut returns) {
-                self.controller_returns();
-            }
-            self.world.refresh_cache();
-            self.world.refresh_pod();
-            self.world.runs();
-            let before = format!("{:?}", self.world.snapshots);
-            let pass = self
-                .agent
-                .pass(&mut self.world, &mut self.random, Faults::NONE);
-            self.world.check();
-            let told = before != format!("{:?}", self.world.snapshots);
-            match pass {
-                Pass::Idle(None) if !told => return self.check_settled(),
-                Pass::Idle(Some(at)) => self.world.now = self.world.now.max(at + 1),
-                Pass::Idle(None) | Pass::Worked | Pass::Died => {}
-            }
-        }
-        panic!("no rest after {QUIET_PASSES} passes: {:#?}", self.world);
-    }
-
-    fn check_settled(&self) {
-        let world = &self.world;
-        world.check_ledger_bytes();
-        let partial = world
-            .images
-            .values()
-            .any(|image| image.state == ImageState::Partial);
-        assert!(!partial, "a partial image was left: {:?}", world.images);
-        let memory = world.ledger().memory.clone();
-        let kept = |id| {
-            let wanted = |s: &&crate::world::Snapshot| s.intent.wish == SnapshotWish::Keep;
-            world
-                .snapshots
-                .iter()
-                .filter(wanted)
-                .any(|s| s.intent.image.as_ref() == Some(id))
-        };
-        let present = world.pod == PodPresence::Present;
-        for id in world.images.keys() {
-            assert!(
-                kept(id)
-                    || present && memory.image() == Some(id)
-                    || present && world.keep_last && world.last_image().as_ref() == Some(id),
-                "{id} is of no use"
-            );
-        }
-        for snapshot in &world.snapshots {
-            assert_eq!(
-                snapshot.intent.wish,
-                SnapshotWish::Keep,
-                "was not released: {snapshot:?}"
-            );
-            if present {
-                assert!(snapshot.intent.image.is_some(), "never saved: {snapshot:?}");
-            } else if snapshot.intent.reason == SnapshotReason::Suspend && !snapshot.stale {
-                let is_owed = world.owed.is_some() && world.is_owed();
-                assert!(
-                    !is_owed || snapshot.intent.image.is_some(),
-                    "claimed in vain: {snapshot:?}"
-                );
-                // A wake may be repeated whose end no caller saw: see the ledger's rules.
-                let begun = matches!(memory, Memory::Waking { .. });
-                let unseen = snapshot.memory.is_some() && snapshot.memory == world.unseen;
-                let newest = snapshot.memory.is_none_or(|memory| memory == world.newest);
-                assert!(
-                    newest || begun || unseen,
-                    "would turn back time: {snapshot:?}"
-                );
-            }
-        }
-        if !present {
-            // The store removes a ledger without a whole record.
-            let seq = world.ledger().seq;
-            assert!(!world.images.is_empty() || seq == 0, "the ledger was left");
-            return;
-        }
-        let asleep = world.live == Live::None && world.record.is_some();
-        let desired = world.desired(None);
-        match desired.target() {
-            // Until a caller needs it, and there is none any more.
-            Power::Awake
-                if matches!(
-                    memory,
-                    Memory::Asleep {
-                        by_itself: true,
-                        ..
-                    }
-                ) =>
-            {
-                let hibernates = world.sleep.hibernate.is_some();
-                let deepened = world.may_be_pressed || world.evicted;
-                assert!(asleep && (hibernates || deepened));
-            }
-            Power::Awake if world.idle_since.is_some() && world.sleep.hibernate.is_some() => {
-                panic!("idle, and not asleep: {:?}", world.live)
-            }
-            Power::Awake
-                if world.sleep.doze.is_some()
-                    && (world.idle_since.is_some() || world.live == Live::Paused) =>
-            {
-                assert_eq!(
-                    (world.live, world.doze),
-                    (Live::Paused, Some(Doze { reclaimed: true }))
-                );
-                assert!(world.restorable().is_some(), "dozes without an image");
-            }
-            Power::Awake => {
-                assert_eq!(world.live, Live::Running);
-                assert!(
-                    world.is_bound() || !world.claimed,
-                    "the claim never arrived"
-                );
-            }
-            Power::Asleep => assert!(asleep, "{:?}", world.live),
-            Power::Frozen => {
-                assert!(asleep || world.live == Live::Paused, "{:?}", world.live);
-                assert_eq!(world.doze, None, "an exec would resume what is frozen");
-            }
-            Power::Dozing => panic!("nobody asks for that"),
-        }
     }
 }

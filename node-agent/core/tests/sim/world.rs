@@ -314,6 +314,12 @@ impl World {
         held.max_by_key(|image| image.number()).cloned()
     }
 
+    /// Returns whether the sandbox dozes, and an image has its memory.
+    pub(crate) fn dozes_in_image(&self) -> bool {
+        let dozes = (self.live, self.doze) == (Live::Paused, Some(Doze { reclaimed: true }));
+        dozes && self.restorable().is_some()
+    }
+
     /// Memory newer than this image is given up, as the user wishes for a crash.
     pub(crate) fn leaves_behind(&mut self, image: &ImageId) {
         let memory = self.images[image].memory;

@@ -148,7 +148,7 @@ fn each_step_may_be_done_twice() {
 }
 
 #[test]
-fn what_needs_an_image_is_refused() {
+fn a_step_that_needs_an_image_is_refused() {
     let test = test(&RUNS);
     let image = torpor_core::ImageId::new(pod(), 1).expect("an image's name");
     for action in [
@@ -168,7 +168,7 @@ fn what_needs_an_image_is_refused() {
 }
 
 #[test]
-fn memory_of_what_runs_or_of_others_is_not_pushed_out() {
+fn memory_of_a_running_sandbox_or_a_foreign_process_is_not_pushed_out() {
     let test = test(&RUNS);
     let reason = |outcome| match outcome {
         Outcome::Failed { reason, .. } => reason,
@@ -213,7 +213,7 @@ fn a_pause_that_is_refused_leaves_all_running_and_one_without_an_answer_is_unkno
 }
 
 #[test]
-fn a_resume_that_fails_for_one_container_is_done_for_the_others() {
+fn a_resume_that_fails_for_one_container_is_done_for_the_other_containers() {
     let test = test(&RUNS);
     test.act(&Action::Pause);
     test.fails("b", Fault::Refuses);
@@ -240,7 +240,7 @@ fn a_container_that_ends_or_goes_in_the_middle_is_no_failure() {
 }
 
 #[test]
-fn a_containerd_that_is_away_is_unknown_and_found_again() {
+fn a_step_without_containerd_is_unknown_and_is_done_once_containerd_is_back() {
     let test = test(&RUNS);
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("later.sock");
@@ -361,7 +361,7 @@ fn desired(power: Power, doze: bool) -> Desired {
 }
 
 #[test]
-fn an_idle_sandbox_dozes_and_is_woken_by_who_does_not_wish_it_any_more() {
+fn an_idle_sandbox_dozes_and_is_resumed_once_dozing_is_no_longer_requested() {
     let test = test(&RUNS);
     let mut agent = Agent::new(&test);
     agent.idle_since = Some(at(0));
@@ -381,7 +381,7 @@ fn an_idle_sandbox_dozes_and_is_woken_by_who_does_not_wish_it_any_more() {
 /// gets no answer, and the next agent has no state. In the end the sandbox must be in the desired
 /// state and its sandbox container must run.
 #[test]
-fn whatever_is_cut_off_is_taken_up_by_the_next_agent() {
+fn a_step_that_was_cut_off_is_completed_by_the_next_agent() {
     let dozing = desired(Power::Awake, true);
     for fault in [Fault::HangsBefore, Fault::HangsAfter, Fault::Refuses] {
         for letter in ["a", "b"] {

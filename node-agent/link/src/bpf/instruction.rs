@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_jump_goes_to_what_follows_its_label() {
+    fn a_jump_goes_to_the_instruction_after_its_label() {
         let mut code = Code::new();
         code.jump(jump(), "end");
         code.push(set(R0, 1));

@@ -53,7 +53,7 @@ fn answered(segments: &[(u64, Segment)]) -> Vec<bool> {
 }
 
 #[test]
-fn a_keepalive_is_answered_once_it_is_known_for_one() {
+fn a_keepalive_is_answered_once_it_is_recognized() {
     // The keepalive comes again after each keepalive interval.
     let idle = [(0, bare(99)), (75_000, bare(99)), (7_275_000, bare(99))];
     assert_eq!(answered(&idle), [false, true, true]);
@@ -83,7 +83,7 @@ fn a_keepalive_is_answered_once_it_is_known_for_one() {
 }
 
 #[test]
-fn what_is_no_keepalive_is_not_answered() {
+fn a_segment_that_is_no_keepalive_is_not_answered() {
     let data = Segment {
         length: 5,
         ..bare(100)
@@ -149,7 +149,7 @@ fn kinds(segments: &[Segment]) -> Vec<SegmentKind> {
 }
 
 #[test]
-fn a_peer_that_reads_on_is_told_from_one_that_is_idle() {
+fn a_peer_that_reads_on_is_distinguished_from_an_idle_peer() {
     use SegmentKind::{AcknowledgesMore, Other, WindowOpens};
     let acknowledgement = |acknowledgment, window| Segment {
         acknowledgment,
@@ -195,7 +195,7 @@ fn a_peer_that_reads_on_is_told_from_one_that_is_idle() {
 }
 
 #[test]
-fn the_first_who_speaks_up_is_asked_and_one_that_reads_on_says_it_again() {
+fn the_first_unclear_segment_is_probed_and_its_repetition_shows_an_opened_window() {
     let heard_at = |millis: u64, segments: &[Segment], may_ask: bool| {
         let began = Instant::now();
         let mut keepalives = Keepalives::begin(began);
@@ -229,7 +229,7 @@ fn the_first_who_speaks_up_is_asked_and_one_that_reads_on_says_it_again() {
 }
 
 #[test]
-fn who_has_spoken_to_a_sandbox_that_may_not_have_heard_it_is_asked_again() {
+fn a_peer_is_probed_again_if_the_sandbox_may_have_missed_its_last_segment() {
     let now = Instant::now();
     let at = |millis| now + Duration::from_millis(millis);
     let mut keepalives = Keepalives::begin(now);
@@ -261,7 +261,7 @@ fn who_has_spoken_to_a_sandbox_that_may_not_have_heard_it_is_asked_again() {
 }
 
 #[test]
-fn a_question_is_an_old_number_that_acknowledges_nothing_new() {
+fn a_keepalive_probe_has_an_old_number_and_acknowledges_nothing_new() {
     let probe = Answer::probe(&bare(100));
     assert_eq!((probe.sequence, probe.acknowledgment), (499, 100));
     let kept = Answer::to_keepalive(&bare(99));
@@ -269,7 +269,7 @@ fn a_question_is_an_old_number_that_acknowledges_nothing_new() {
 }
 
 #[test]
-fn a_byte_of_rubbish_is_known_by_what_came_before_it() {
+fn a_keepalive_with_a_byte_is_recognized_by_the_segments_before_it() {
     let rubbish = Segment {
         length: 1,
         ..bare(99)
@@ -291,7 +291,7 @@ fn a_byte_of_rubbish_is_known_by_what_came_before_it() {
 }
 
 #[test]
-fn a_peer_that_does_not_agree_is_not_answered_again_at_once() {
+fn a_keepalive_right_after_an_answer_is_not_answered() {
     let protest = [
         (0, bare(99)),
         (1_000, bare(99)),
@@ -319,7 +319,7 @@ fn a_connection_that_is_over_is_forgotten() {
 }
 
 #[test]
-fn the_sandbox_is_told_once_of_each_peer_that_has_said_something_and_is_there() {
+fn the_sandbox_gets_one_reminder_for_each_connection_whose_last_segment_had_data() {
     let now = Instant::now();
     let mut keepalives = Keepalives::begin(now);
     let of = |port, segment| Segment {
@@ -355,7 +355,7 @@ fn the_sandbox_is_told_once_of_each_peer_that_has_said_something_and_is_there() 
 }
 
 #[test]
-fn connections_are_bounded_and_the_quietest_goes() {
+fn connections_are_bounded_and_the_longest_silent_is_forgotten() {
     let now = Instant::now();
     let mut keepalives = Keepalives::begin(now);
     for n in 0..=MAX_CONNECTIONS {
@@ -388,7 +388,7 @@ macro_rules! frame {
 }
 
 #[test]
-fn the_answer_says_what_the_keepalive_asks_for() {
+fn the_answer_has_the_numbers_and_timestamps_that_the_keepalive_requests() {
     let to = || PacketBuilder::ethernet2([2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 3]);
     let stamp = [
         TcpOptionElement::Noop,
@@ -460,7 +460,7 @@ proptest! {
     /// A peer that follows RFC 9293 gets no acknowledgement of data that is not in the sandbox's
     /// image, and no two answers within a moment.
     #[test]
-    fn nothing_is_acknowledged_that_the_sandbox_does_not_have(
+    fn data_that_the_sandbox_does_not_have_is_never_acknowledged(
         received in any::<u32>(),
         in_flight in 0..3_u32,
         events in proptest::collection::vec(event(), 0..60),

@@ -95,7 +95,7 @@ fn other_namespaces_addresses_and_ipv6_are_left_alone() {
 }
 
 #[test]
-fn the_namespace_is_as_it_was_when_nobody_holds_the_link() {
+fn the_namespace_is_as_before_once_no_process_holds_the_link() {
     let namespace = LoopbackNamespace::new();
     let Loopback { listener, link } = open(&namespace.path()).expect("open");
     drop(namespace.dial("127.0.0.1:8080").expect("a connection"));

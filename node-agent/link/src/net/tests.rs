@@ -15,7 +15,7 @@ fn show(namespace: &Namespace) -> String {
 
 /// Needs root and iproute2, as the development cluster does.
 #[test]
-fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
+fn addresses_that_runsc_removed_are_put_back_and_a_repetition_changes_nothing() {
     let namespace = Namespace::with_addresses();
     let before = show(&namespace);
     let kept = read(&namespace.path()).expect("read");
@@ -34,7 +34,7 @@ fn what_runsc_takes_away_is_put_back_and_twice_changes_nothing() {
 }
 
 #[test]
-fn a_network_that_was_behind_the_gateway_is_so_again() {
+fn a_route_behind_the_gateway_is_put_back() {
     let namespace = Namespace::with_addresses();
     let name = namespace.name();
     // The routes of the CNI plugin ptp.
@@ -60,7 +60,7 @@ fn a_network_that_was_behind_the_gateway_is_so_again() {
 }
 
 #[test]
-fn an_address_that_is_taken_away_is_told_and_so_is_the_end_of_who_would_do_it() {
+fn a_watch_ends_when_an_address_is_removed_or_its_remover_ends() {
     let namespace = Namespace::with_addresses();
     let removal = AddressWatch::begin(&namespace.path()).expect("watched");
     let (near, far) = std::os::unix::net::UnixStream::pair().expect("a pair");
@@ -90,7 +90,7 @@ fn a_damaged_record_is_refused() {
 }
 
 #[test]
-fn a_record_tells_the_pods_own_addresses() {
+fn a_record_has_the_pods_own_addresses() {
     let namespace = Namespace::with_addresses();
     let kept = read(&namespace.path()).expect("read");
     let ips: Vec<String> = ips(&kept)

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_reaches_a_pod_past_the_hosts_end_is_seen_by_what_both_ends_have_counted() {
+    fn traffic_that_bypasses_the_hosts_end_is_detected_by_the_counters_of_both_ends() {
         let veth = |index, peer, received, sent| Veth {
             index,
             peer,

@@ -30,7 +30,7 @@ const UDP: Meaning = Meaning::Wakes(Cause::Udp { port: 53 });
 const ICMP: Meaning = Meaning::Wakes(Cause::Icmp);
 
 #[test]
-fn what_wants_an_answer_wakes_and_what_does_not_is_kept() {
+fn only_a_packet_that_needs_an_answer_wakes_the_pod() {
     let cases: Vec<(&str, Vec<u8>, Meaning)> = vec![
         (
             "syn",
@@ -111,7 +111,7 @@ fn what_wants_an_answer_wakes_and_what_does_not_is_kept() {
 }
 
 #[test]
-fn an_arp_request_is_the_kernels() {
+fn an_arp_request_is_left_to_the_kernel() {
     let mut frame = vec![0xff; 6];
     frame.extend([2; 6]);
     frame.extend([0x08, 0x06, 0, 1, 8, 0, 6, 4, 0, 1]);
@@ -182,7 +182,7 @@ fn a_pod_may_be_woken_by_some_packets_only() {
 }
 
 #[test]
-fn what_nobody_waits_for_stays_what_it_is() {
+fn the_wake_on_setting_does_not_change_packets_that_never_wake() {
     let nothing = WakeOn::Only {
         tcp: false,
         udp: false,
@@ -195,7 +195,7 @@ fn what_nobody_waits_for_stays_what_it_is() {
 }
 
 #[test]
-fn a_segment_that_is_sent_again_says_the_same() {
+fn a_segment_that_is_sent_again_has_the_same_content() {
     let stamped =
         |tcp: etherparse::PacketBuilderStep<etherparse::TcpHeader>, at, payload: &[u8]| {
             let options = [
@@ -258,7 +258,7 @@ fn a_segment_is_read_with_what_its_answer_needs() {
 
 proptest! {
     #[test]
-    fn no_frame_is_too_strange(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn no_frame_causes_a_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         meaning(&bytes, &own());
         segment(&bytes, &own());
     }

@@ -107,7 +107,7 @@ impl Kubelet {
 }
 
 #[test]
-fn a_connection_is_taken_and_its_end_forgets_it() {
+fn a_connection_is_accepted_and_is_forgotten_at_its_end() {
     for (pod, node) in [(POD, NODE), (POD6, NODE6)] {
         let mut kubelet = Kubelet::connects(pod, node);
         kubelet.carry();
@@ -135,7 +135,7 @@ fn a_request_is_answered_with_yes_once_it_is_whole() {
 }
 
 #[test]
-fn a_hook_is_not_told_that_the_program_has_done_its_work() {
+fn a_hook_without_its_program_gets_no_answer_and_fails() {
     let mut kubelet = Kubelet::connects(POD, NODE);
     kubelet.send(
         b"GET /stop HTTP/1.1\r\nHost: 10.1.2.3:8080\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n",
@@ -260,7 +260,7 @@ fn a_request_over_tls_is_answered_with_yes_once_it_is_whole() {
 }
 
 #[test]
-fn a_hook_over_tls_is_as_one_without() {
+fn a_hook_is_handled_over_tls_as_without_tls() {
     let hook = b"GET /stop HTTP/1.1\r\nUser-Agent: kube-lifecycle/1.36\r\n\r\n";
     let mut kubelet = Kubelet::connects(POD, NODE);
     assert_eq!(kubelet.request_over_tls(hook), b"");
@@ -272,7 +272,7 @@ fn a_hook_over_tls_is_as_one_without() {
 }
 
 #[test]
-fn what_is_too_much_or_begins_like_tls_and_is_none_does_not_hold_on() {
+fn an_oversized_or_malformed_tls_request_ends_the_connection() {
     let mut kubelet = Kubelet::connects(POD, NODE);
     assert_eq!(kubelet.request_over_tls(&vec![b'x'; RECEIVE + 1]), b"");
     assert!(!kubelet.socket().may_recv(), "too much was said");
@@ -315,7 +315,7 @@ fn a_health_check_is_answered_serving_on_its_stream() {
 /// grpc-go sends PING and GOAWAY after the answer has ended the connection. If it
 /// repeated them, they would count as data of a peer that wants the Pod.
 #[test]
-fn last_words_are_acknowledged() {
+fn frames_after_the_answer_are_acknowledged() {
     let mut kubelet = Kubelet::connects(POD, NODE);
     kubelet.send(&health_check());
     kubelet.send(&[0; 72]);
@@ -326,7 +326,7 @@ fn last_words_are_acknowledged() {
 }
 
 #[test]
-fn what_is_no_probe_does_not_hold_on_for_ever() {
+fn a_connection_that_sends_no_valid_probe_is_closed() {
     let mut kubelet = Kubelet::connects(POD, NODE);
     kubelet.send(&vec![b'x'; RECEIVE + 1]);
     assert!(!kubelet.socket().may_recv(), "too much was said");
@@ -339,7 +339,7 @@ fn what_is_no_probe_does_not_hold_on_for_ever() {
 }
 
 #[test]
-fn only_so_many_are_answered_at_once() {
+fn the_number_of_probes_answered_at_once_is_limited() {
     let now = Instant::now();
     let mut responder = Responder::new(&own(), now);
     let ends = |port| Ends {
@@ -355,7 +355,7 @@ fn only_so_many_are_answered_at_once() {
 }
 
 #[test]
-fn half_of_a_preface_is_no_request() {
+fn an_incomplete_http2_preface_is_no_request() {
     for length in 0..HTTP2.len() {
         assert_eq!(answer(&HTTP2[..length]), None, "{length}");
     }

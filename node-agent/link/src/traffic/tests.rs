@@ -91,7 +91,7 @@ fn connect(from: &str, to: &str, port: u16) -> std::io::Result<()> {
 }
 
 #[test]
-fn what_the_node_says_to_a_port_is_told_from_what_others_say() {
+fn packets_of_the_node_to_a_port_are_counted_apart_from_other_packets() {
     let pod = Pod::new();
     pod.reset();
     pod.on_node(|| connect(NODE, POD, 8080));
@@ -141,7 +141,7 @@ fn datagrams_and_pings_in_either_direction_count() {
 }
 
 #[test]
-fn what_says_nothing_does_not_count() {
+fn keepalives_arp_and_multicast_do_not_count_as_use() {
     let pod = Pod::new();
     let listener = pod.in_pod(|| std::net::TcpListener::bind((POD, 7000)));
     let near = pod.on_node(|| std::net::TcpStream::connect((POD, 7000)));
@@ -181,7 +181,7 @@ fn what_says_nothing_does_not_count() {
 }
 
 #[test]
-fn a_question_is_told_from_its_answer_and_from_the_end_of_a_connection() {
+fn a_request_is_distinguished_from_its_answer_and_from_the_end_of_a_connection() {
     let pod = Pod::new();
     let open = |probed: &[u16]| unanswered(pod.watch, probed).expect("read").is_some();
     let listener = pod.in_pod(|| std::net::TcpListener::bind((POD, 7000)));
@@ -221,7 +221,7 @@ fn more_ports_than_are_noted_count_as_everything_else() {
 }
 
 #[test]
-fn what_a_bridge_tells_everybody_is_for_one() {
+fn a_packet_that_a_bridge_floods_counts_only_for_its_receiver() {
     let pod = Pod::new();
     let near = pod.near.name();
     sh(&format!(

@@ -220,7 +220,7 @@ fn data_makes_an_entry_which_acknowledgements_move_and_end() {
 }
 
 #[test]
-fn an_end_counts_as_one() {
+fn an_end_of_connection_counts_as_one_number() {
     let pod = Pod::new();
     for (data, after) in [(&b""[..], 101), (b"bye", 104)] {
         let end = Segment {
@@ -238,7 +238,7 @@ fn an_end_counts_as_one() {
 }
 
 #[test]
-fn who_resets_or_begins_a_connection_ends_what_is_known_of_it() {
+fn a_reset_or_a_begin_of_a_connection_removes_its_entry() {
     let pod = Pod::new();
     for family in [0, 1] {
         for flags in [RST, RST | ACK, SYN, SYN | ACK] {
@@ -285,7 +285,7 @@ fn numbers_begin_anew_after_the_largest() {
 }
 
 #[test]
-fn what_is_not_of_this_connection_changes_nothing() {
+fn a_packet_of_another_connection_changes_no_entry() {
     let pod = Pod::new();
     pod.sends_marked(0, data_segment(100, b"a probe's answer"), NOT_OF_SANDBOX);
     assert_eq!(pod.numbers(), None);
@@ -305,7 +305,7 @@ fn what_is_not_of_this_connection_changes_nothing() {
 }
 
 #[test]
-fn there_is_room_for_few_and_those_who_spoke_last_have_it() {
+fn the_number_of_entries_is_limited_and_the_latest_senders_keep_theirs() {
     const SOME: usize = 32;
     let pod = Pod::new();
     let ports = 10_000..10_000 + 4 * u16::try_from(MAX_CONNECTIONS).expect("few");
@@ -328,7 +328,7 @@ fn there_is_room_for_few_and_those_who_spoke_last_have_it() {
 }
 
 #[test]
-fn the_times_of_packets_are_noted_beside_it() {
+fn packet_times_are_noted_beside_unacknowledged_data() {
     let pod = Pod::new();
     let own = Pod::ends(0);
     let path = pod.far.path();
@@ -341,7 +341,7 @@ fn the_times_of_packets_are_noted_beside_it() {
 }
 
 #[test]
-fn whatever_a_sandbox_says_can_be_read() {
+fn any_entry_of_a_sandbox_can_be_read() {
     let (mut key, mut value) = ([0xff; KEY], [0xff; VALUE]);
     assert_eq!(entry(&key, &value), None, "neither IPv4 nor IPv6");
     key[KEY - 4..].copy_from_slice(&program::IPV6.to_ne_bytes());

@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::record::{GOFERS, id_map, is_nothing, is_usual, namespace, oom_score, running};
-use torpor_runsc::keeper::MAX_MESSAGE;
+use torpor_messages::wire::MAX_MESSAGE;
 
 /// Most file systems of a container. gVisor takes 128 files with one call (pkg/urpc, `maxFiles`):
 /// one for each file system, and some others.
 const MOST_FILE_SYSTEMS: usize = 100;
 /// Most bytes of the mounts, which are sent in one message to the process that becomes the gofer.
-const MOST_TEXT: usize = MAX_MESSAGE / 2;
+const MOST_TEXT: usize = MAX_MESSAGE / 4;
 
 /// Known options of a container's mount: all that a kubelet sets, with the flag of mount(2) for
 /// each (gVisor, runsc/specutils/fs.go). "rw" means that "ro" is not set.

@@ -64,7 +64,7 @@ fn args() -> ServeArgs {
 }
 
 #[test]
-fn how_a_gofer_begins_is_told_from_how_runsc_began_it() {
+fn the_plan_of_a_gofer_is_derived_from_runscs_record() {
     let plan = plan(&record(), &spec()).expect("known");
     assert_eq!(plan.file_systems(), 3);
     assert_eq!((plan.user, plan.oom_score), ((0, 0), Some(1000)));
@@ -120,7 +120,7 @@ fn of_pause_container() -> (Value, Value) {
 }
 
 #[test]
-fn a_volume_of_the_sandbox_is_in_a_file_and_nobody_serves_it() {
+fn a_volume_of_the_sandbox_is_in_a_file_and_no_gofer_serves_it() {
     let (mut record, spec) = of_pause_container();
     let args = plan(&record, &spec)
         .expect("known")
@@ -137,7 +137,7 @@ fn a_volume_of_the_sandbox_is_in_a_file_and_nobody_serves_it() {
 }
 
 #[test]
-fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
+fn the_last_execution_of_runsc_has_the_arguments_of_runscs_own() {
     let descriptors = Descriptors {
         log: 3,
         spec: 4,
@@ -153,7 +153,7 @@ fn the_last_execution_of_runsc_has_the_words_that_its_own_has() {
 }
 
 #[test]
-fn a_root_is_read_only_where_the_spec_or_a_file_over_it_says_so() {
+fn a_root_is_read_only_under_a_file_or_by_its_spec() {
     let served = |upper: u64, read_only: bool| {
         let (mut record, mut spec) = (record(), spec());
         record["goferMountConfs"][0]["upper"] = json!(upper);
@@ -174,7 +174,7 @@ fn a_root_is_read_only_where_the_spec_or_a_file_over_it_says_so() {
 }
 
 #[test]
-fn what_is_not_known_is_left_to_runsc() {
+fn a_record_with_an_unknown_setting_is_left_to_runsc() {
     let known = |of: Change| {
         let (mut record, mut spec) = (record(), spec());
         of(&mut record, &mut spec);
@@ -279,7 +279,7 @@ fn what_is_not_known_is_left_to_runsc() {
 }
 
 #[test]
-fn gvisor_takes_no_more_files_than_it_takes() {
+fn a_container_with_too_many_mounts_is_left_to_runsc() {
     let of = |count: usize| {
         let (mut record, mut spec) = (record(), spec());
         record["goferMountConfs"] = json!(vec![json!({ "lower": 1, "upper": 0 }); count + 1]);
@@ -380,7 +380,7 @@ fn no_link_of_the_container_leads_a_mount_anywhere() {
 }
 
 #[test]
-fn a_mount_over_another_is_restricted_by_its_own_words() {
+fn a_mount_over_another_is_restricted_by_its_own_options() {
     with_root(|dir| {
         let file = dir.join("place/inside/file");
         let (open, closed): (&[&str], &[&str]) = (&["rbind", "rw"], &["rbind", "ro"]);
@@ -399,7 +399,7 @@ fn a_mount_over_another_is_restricted_by_its_own_words() {
 }
 
 #[test]
-fn what_is_served_can_be_written_to_where_the_spec_says_so() {
+fn a_served_mount_is_writable_only_where_the_spec_allows_it() {
     with_root(|dir| {
         let (place, file) = (dir.join("place"), dir.join("place/inside/file"));
         for (options, is_written) in [(["rbind", "rw"], true), (["rbind", "ro"], false)] {

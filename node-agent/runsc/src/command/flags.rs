@@ -64,7 +64,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(20);
 
     #[test]
-    fn a_build_gets_the_flags_that_it_knows() {
+    fn a_build_gets_the_flags_that_it_supports() {
         let programs = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../testdata"));
         for (build, flags) in [
             ("runsc-released", "--gofer-network-namespace=new\n"),

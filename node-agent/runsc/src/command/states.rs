@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_of_which_only_the_name_is_known_is_found_wherever_it_is() {
+    fn a_container_known_only_by_name_is_found_in_any_directory() {
         let (dir, node) = node();
         assert!(node.runscs_with_record("c").expect("looked").is_empty());
         let base = dir.path().join("runsc");
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_a_killed_runsc_has_left_half_written_goes_and_no_other() {
+    fn only_a_state_that_a_killed_runsc_left_half_written_is_removed() {
         let dir = tempfile::tempdir().expect("a directory");
         let runsc = runsc_in(dir.path());
         let path = |container: &str| state_path(dir.path(), container, "s");

@@ -23,7 +23,7 @@ fn answering(answer: &'static str) -> (tempfile::TempDir, Control) {
 }
 
 #[test]
-fn a_refusal_carries_gvisors_words() {
+fn a_refusal_has_gvisors_message() {
     let (_dir, mut control) = answering(r#"{"success":false,"err":"not paused","result":null}"#);
     let error = control.resume(Duration::from_secs(5)).expect_err("refused");
     assert!(matches!(&error, Error::Refused { message, .. } if message == "not paused"));
@@ -43,7 +43,7 @@ fn a_refusal_has_no_stacks_in_it() {
 }
 
 #[test]
-fn a_sandbox_that_dies_before_it_answers_leaves_the_outcome_unknown() {
+fn a_sandbox_that_ends_before_it_answers_leaves_the_outcome_unknown() {
     let (_dir, mut control) = answering("");
     let error = control
         .pause(Duration::from_secs(5))
@@ -52,7 +52,7 @@ fn a_sandbox_that_dies_before_it_answers_leaves_the_outcome_unknown() {
 }
 
 #[test]
-fn an_answer_in_drips_is_waited_for_no_longer_than_one_in_a_piece() {
+fn an_answer_in_small_pieces_has_the_same_time_limit_as_a_whole_answer() {
     let dir = tempfile::tempdir().expect("a directory");
     let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
     let answers = std::thread::spawn(move || {
@@ -108,7 +108,7 @@ fn a_call_that_is_not_read_is_given_up_and_had_no_effect() {
 }
 
 #[test]
-fn a_sandbox_that_dies_with_the_call_unread_has_not_heard_of_it() {
+fn a_call_to_a_sandbox_that_ends_without_reading_it_was_not_received() {
     for accepts in [true, false] {
         let dir = tempfile::tempdir().expect("a directory");
         let listener = UnixListener::bind(socket_path(dir.path(), "s")).expect("a socket");
@@ -144,15 +144,21 @@ fn wait_until_readable(stream: &UnixStream) {
 fn a_sandbox_that_takes_no_connections_is_not_taken_for_gone() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = socket_path(dir.path(), "s");
-    let _listener = crate::dial::tests::unresponsive(&path, SockType::Stream);
-    let connected = Control::connect_within(path, Duration::from_millis(50));
+    let limit = Duration::from_millis(50);
+    let _listener = UnixListener::bind(&path).expect("it listens");
+    // Until the queue of connections that nobody accepts is full.
+    let queued: Vec<_> = (0..10_000)
+        .map_while(|_| torpor_messages::wire::dial(&path, SockType::Stream, limit).ok())
+        .collect();
+    assert!(queued.len() < 10_000, "the queue has an end");
+    let connected = Control::connect_within(path, limit);
     let error = connected.expect_err("it does not hear");
     assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
     assert!(!error.is_unknown());
 }
 
 #[test]
-fn nobody_listening_means_not_running() {
+fn a_sandbox_without_a_listening_socket_is_not_running() {
     let dir = tempfile::tempdir().expect("a directory");
     let error = Control::connect(dir.path(), "s").expect_err("nobody there");
     assert!(matches!(error, Error::NotRunning { .. }));

@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_waits_and_ignores_the_ends_of_children() {
+    fn the_pause_program_waits_and_ignores_the_ends_of_children() {
         let Some(elf) = elf() else { return };
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("pause");

@@ -55,7 +55,7 @@ fn a_pause_container_needs_no_file_of_the_host() {
 }
 
 #[test]
-fn what_only_a_gofer_can_serve_keeps_it() {
+fn a_mount_that_only_a_gofer_can_serve_keeps_the_gofer() {
     let empty_dir = |memory| SandboxVolume {
         name: "work".into(),
         source: "/pods/u/work".into(),
@@ -78,7 +78,7 @@ fn what_only_a_gofer_can_serve_keeps_it() {
 }
 
 #[test]
-fn an_image_is_told_from_one_of_another_root_and_of_none() {
+fn the_digest_of_a_root_differs_from_another_root_and_from_no_root() {
     let spec = rewritten(pause(&[]), Vec::new());
     let under = root().under(&spec).expect("served");
     let other = Root {
@@ -117,7 +117,7 @@ fn a_sandbox_is_restored_with_the_root_that_it_was_saved_with() {
 /// the previous root must still be available.
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn the_image_is_the_one_that_saved_sandboxes_know() {
+fn the_root_image_keeps_the_digest_that_saved_sandboxes_need() {
     let image = image().expect("there is one");
     assert_eq!(file_name(&image), "pause-893cb5152a91.erofs");
     assert!(is_file_name(&file_name(&image)));
@@ -131,7 +131,7 @@ fn the_image_is_the_one_that_saved_sandboxes_know() {
 }
 
 #[test]
-fn it_is_used_where_it_is_installed() {
+fn the_root_image_is_used_where_it_is_installed() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = Config {
         runsc: dir.path().join("runsc-1"),

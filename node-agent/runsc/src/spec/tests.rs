@@ -140,7 +140,7 @@ fn a_part_of_an_empty_dir_is_refused_by_name() {
 }
 
 #[test]
-fn runsc_is_told_of_no_cgroup() {
+fn runsc_gets_no_cgroup_path() {
     let spec = rewrite(sandbox(), Path::new("/b"), &[]).expect("rewritten");
     assert_eq!(
         spec.cgroups_path(),
@@ -149,7 +149,7 @@ fn runsc_is_told_of_no_cgroup() {
 }
 
 #[test]
-fn what_swap_a_container_may_have_is_what_the_kubelet_says() {
+fn a_container_has_the_swap_limit_that_the_kubelet_set() {
     assert_eq!(sandbox().swap_limit(), None);
     let mut spec = container();
     spec.0["linux"] = json!({ "resources": { "unified": { "memory.swap.max": "1048576" } } });
@@ -210,7 +210,7 @@ fn a_relative_root_is_taken_from_the_bundle_and_unknown_fields_survive() {
 }
 
 #[test]
-fn the_digest_ignores_what_another_pod_of_the_template_has_differently() {
+fn the_digest_ignores_differences_between_pods_of_one_template() {
     let one = container();
     let mut other = container();
     other.0["hostname"] = json!("two");

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_come_at_once_have_places_of_their_own() {
+    fn processes_that_join_at_once_have_places_of_their_own() {
         let (_dir, line) = line();
         let join = |n: usize| line.join(&namespace(["a", "b"][n % 2]), false);
         let waiting: Vec<_> = std::thread::scope(|scope| {
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_of_one_that_was_killed_is_removed_and_nothing_that_is_held() {
+    fn the_place_of_a_killed_process_is_removed_and_no_held_place() {
         let (_dir, line) = line();
         let first = line.join(&namespace("a"), false).expect("a place");
         let second = line.join(&namespace("b"), false).expect("a place");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_there_for_longer_than_anybody_waits_is_passed_over_and_keeps_its_place() {
+    fn an_overdue_process_is_passed_over_and_keeps_its_place() {
         let (_dir, line) = line();
         let still = line.join(&namespace("a"), false).expect("a place");
         let second = line.join(&namespace("a"), false).expect("a place");

@@ -2,15 +2,14 @@
 
 use torpor_core::ids::{ImageId, SandboxId};
 use torpor_records::SleepNote;
-use torpor_runsc::keeper::Answer;
 
 use super::remains::remove_remains;
 use super::{begin, room};
 use crate::node::Node;
 
-/// Command of the agent: records that the sandbox is hibernated, then ends its processes and
-/// removes runsc's records of it. The image is committed. The call may be repeated.
-pub fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Answer> {
+/// Records that the sandbox is hibernated, then ends its processes and removes runsc's records of
+/// it. The image is committed. The call may be repeated.
+pub fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<()> {
     let pod = node.records.pod(sandbox)?;
     // The state must be written before the first process ends: by it the keepers distinguish a
     // hibernation from a crash.
@@ -30,6 +29,5 @@ pub fn end(node: &Node, sandbox: &SandboxId, id: &ImageId) -> anyhow::Result<Ans
         let note = SleepNote::new(bytes_before, bytes_after, doze);
         node.records.write_sleep(sandbox, &note)?;
     }
-    node.records.write_doze(sandbox, None)?;
-    Ok(Answer::ok(serde_json::Value::Null))
+    Ok(node.records.write_doze(sandbox, None)?)
 }

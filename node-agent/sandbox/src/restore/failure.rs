@@ -2,8 +2,8 @@
 
 use torpor_core::Entry;
 use torpor_core::ids::ImageId;
+use torpor_messages::keeper::{self, Request};
 use torpor_records::{PodRecord, RestoreReport};
-use torpor_runsc::keeper::{self, Request};
 use torpor_runsc::spec::Spec;
 use torpor_snapshots::LedgerFile;
 

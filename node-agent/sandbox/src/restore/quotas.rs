@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_is_lifted_for_the_work_and_back_after_it_however_that_ends() {
+    fn the_limit_is_lifted_for_the_work_and_put_back_however_the_work_ends() {
         let limited = limited();
         for well in [true, false] {
             let work = || -> anyhow::Result<()> {
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_catches_up_with_a_wake_that_was_cut_off_puts_its_limit_back() {
+    fn a_catch_up_puts_back_the_limit_of_a_wake_that_was_cut_off() {
         // The interrupted wake, up to the moment of its end.
         type Killed = fn(&Limited);
         let moments: [(&str, Killed); 4] = [

@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn room_that_is_still_used_ends_all_the_same() {
+    fn enforcing_the_limit_ends_room_that_is_still_used() {
         let limited = limited();
         let (node, pod) = (&limited.node, &limited.pod);
         make(node, pod);
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_catches_up_with_a_wake_that_was_cut_off_gives_its_room_back() {
+    fn a_catch_up_gives_back_the_room_of_a_wake_that_was_cut_off() {
         // The interrupted wake, up to the moment of its end.
         type Killed = fn(&Limited);
         let moments: [(&str, Killed); 3] = [

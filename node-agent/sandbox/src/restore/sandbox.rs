@@ -10,10 +10,10 @@ use std::os::unix::net::UnixStream;
 use torpor_cgroup::swap;
 use torpor_link::net::{self, AddressWatch};
 use torpor_link::packet_drop::{self, PacketDrop};
+use torpor_messages::keeper::{self, Request};
 use torpor_records::Role;
 use torpor_records::RunscRecord;
 use torpor_records::{ContainerRecord, PodRecord, SandboxState, WakeCause};
-use torpor_runsc::keeper::{self, Request, Rules};
 use torpor_runsc::limits::write_boot_flags;
 use torpor_runsc::spec::Spec;
 use torpor_runsc::wake_slots::WakeSlots;
@@ -289,7 +289,7 @@ pub(super) fn hold_packets(pod: &PodRecord, pause: &Path) {
     if pod.network_namespace.is_none() {
         return;
     }
-    match keeper::ask(pause, &Request::Hold(Rules::default()), &[], CALL_LIMIT) {
+    match keeper::ask(pause, &Request::Hold, &[], CALL_LIMIT) {
         Ok((answer, _)) if answer.ok => {}
         // The resume is more important, and goes on.
         Ok((answer, _)) => crate::log_line!("the keeper does not hold packets: {}", answer.message),
@@ -387,34 +387,35 @@ fn join<T>(handle: std::thread::ScopedJoinHandle<'_, T>) -> anyhow::Result<T> {
 
 #[cfg(test)]
 mod tests {
-    use torpor_runsc::keeper::Answer;
+    use torpor_messages::keeper::Answer;
 
     use super::*;
     use crate::node::tests::record;
 
     #[test]
-    fn no_sandbox_runs_unmuted_for_a_keeper_that_has_ended() {
+    fn no_sandbox_runs_without_an_egress_hold_if_its_keeper_has_ended() {
         let dir = tempfile::tempdir().expect("a directory");
         let mut pod = record();
         pod.network_namespace = Some(dir.path().join("netns"));
         let hold = || hold_egress(&pod, dir.path());
         assert!(matches!(hold(), Err(keeper::Error::Gone { .. })));
-        let socket = keeper::listen(&dir.path().join(keeper::SOCKET)).expect("a socket");
+        let socket =
+            torpor_messages::wire::listen(&dir.path().join(keeper::SOCKET)).expect("a socket");
         let next = || rustix::net::accept(&socket).expect("a connection");
         std::thread::scope(|scope| {
             // The keeper ends between the request and the answer.
-            scope.spawn(|| keeper::receive(&next()).expect("a question"));
+            scope.spawn(|| torpor_messages::wire::receive(&next()).expect("a question"));
             hold().expect_err("no answer");
             scope.spawn(|| {
                 let peer = next();
-                keeper::receive(&peer).expect("a question");
+                torpor_messages::wire::receive(&peer).expect("a question");
                 let answer = Answer::refused("NotMuted", "packets are not held".to_owned());
                 let bytes = serde_json::to_vec(&answer).expect("an answer");
-                keeper::send(&peer, &bytes, &[]).expect("sent");
+                torpor_messages::wire::send(&peer, &bytes, &[]).expect("sent");
             });
             assert!(hold().is_ok_and(|barriers| barriers.is_empty()));
         });
         pod.network_namespace = None;
-        hold_egress(&pod, Path::new("/nowhere")).expect("nothing to mute");
+        hold_egress(&pod, Path::new("/nowhere")).expect("nothing to hold");
     }
 }

@@ -57,7 +57,7 @@ fn a_sandbox_that_is_being_suspended_is_woken_by_no_signal() {
 }
 
 #[test]
-fn a_sandbox_that_is_being_suspended_is_woken_by_nobody() {
+fn a_sandbox_that_is_being_suspended_is_woken_by_no_caller() {
     let (_dir, node, pod) = one_pod();
     let ledger = node
         .store()
@@ -89,9 +89,29 @@ fn a_sandbox_that_is_being_suspended_is_woken_by_nobody() {
     }
 }
 
+/// The Pod before was on its way back to its last image when it was deleted.
+#[test]
+fn a_pod_that_continues_from_an_image_from_before_a_crash_is_rolled_back() {
+    let crashed_on_its_way = [
+        Entry::Committed { image: other() },
+        Entry::Awake,
+        Entry::Waking { image: other() },
+    ];
+    for (known, rolled) in [(1, false), (2, false), (3, true)] {
+        let (_dir, node, pod) = one_pod();
+        let store = node.store().expect("a store");
+        let before = store.ledger(other().pod()).expect("a ledger");
+        for entry in &crashed_on_its_way[..known] {
+            before.append(entry).expect("written");
+        }
+        let found = rolls_back(&store, &LedgerState::default(), &pod, &other());
+        assert_eq!(found, rolled, "{known} entries");
+    }
+}
+
 /// A user may wait for the result of the restore of such a Pod.
 #[test]
-fn a_pod_that_was_restored_says_that_it_starts_anew_also_where_its_report_is_gone() {
+fn a_restored_pod_reports_that_it_starts_anew_even_if_its_report_is_gone() {
     let restored = || RestoreReport::Restored {
         image: other(),
         rolled_back: None,

@@ -11,12 +11,12 @@ use torpor_core::transition::{
     Sandbox,
 };
 use torpor_core::{Entry, LedgerState};
+use torpor_messages::keeper::{self, Request};
 use torpor_records::{
     ContainerRecord, Depth, PodLock, PodRecord, RestoreReport, SandboxState, WakeCause, WakeNote,
 };
 use torpor_runsc::command::{self, Runsc};
 use torpor_runsc::control::Control;
-use torpor_runsc::keeper::{self, Request};
 use torpor_runsc::resume::{self, PausedSandbox};
 use torpor_runsc::{held_open, pause};
 use torpor_snapshots::{Image, ImageError, LedgerFile, Store, ledger_file};
@@ -54,7 +54,7 @@ pub struct NodeSandbox<'a> {
     stages: RefCell<Stages>,
     /// Set by [`Sandbox::pause`].
     dozed: Cell<bool>,
-    /// How deep the sandbox slept that an act has woken.
+    /// Depth of the sleep from which an act has woken the sandbox.
     woken_from: Cell<Option<Depth>>,
 }
 
@@ -278,7 +278,7 @@ impl Sandbox for NodeSandbox<'_> {
     fn end(&self, image: &ImageId) -> anyhow::Result<()> {
         // A connection would be one to the sandbox that ends.
         self.control.borrow_mut().take();
-        end(self.node, self.sandbox, image).map(drop)
+        end(self.node, self.sandbox, image)
     }
 
     fn copy(&self, image: &ImageId) -> anyhow::Result<ImageId> {

@@ -2,7 +2,9 @@
 //! needs. A container that is part of an image to be restored gets its gVisor container in the
 //! restore.
 
+use std::fs::Permissions;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::parent_id;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -15,10 +17,11 @@ use torpor_link::loopback::{self, Loopback};
 use torpor_link::net;
 use torpor_link::traffic;
 use torpor_link::unacknowledged;
+use torpor_messages::keeper::{self, Answer};
+use torpor_messages::wire;
 use torpor_records::{
     ContainerRecord, PodLock, PodRecord, Role, SandboxState, SandboxVolume, WakeCause,
 };
-use torpor_runsc::keeper::{self, Answer};
 use torpor_runsc::limits::write_boot_flags;
 use torpor_runsc::root::Root;
 use torpor_runsc::spec::{
@@ -63,7 +66,7 @@ pub(crate) fn create(node: &Node, bundle: &Path, id: &ContainerId) -> anyhow::Re
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) => {
             let refused = restore::refused(FAILED, &error);
-            keeper::send(&shim, &serde_json::to_vec(&refused)?, &[])?;
+            wire::send(&shim, &serde_json::to_vec(&refused)?, &[])?;
             Ok(ExitCode::FAILURE)
         }
     }
@@ -72,7 +75,9 @@ pub(crate) fn create(node: &Node, bundle: &Path, id: &ContainerId) -> anyhow::Re
 /// Records the keeper, a thread of the shim, and sends its descriptors. The keeper's socket listens
 /// from here on, so no caller has to wait for it.
 fn hand_over(node: &Node, mut created: Created, pid: u32, shim: &OwnedFd) -> anyhow::Result<()> {
-    let socket = keeper::listen(&created.dir.join(keeper::SOCKET))?;
+    let path = created.dir.join(keeper::SOCKET);
+    let socket = wire::listen(&path)?;
+    std::fs::set_permissions(&path, Permissions::from_mode(0o600))?;
     created.record.keeper_pid = pid;
     created.record.in_shim = true;
     node.records.write_container(&created.record)?;
@@ -89,7 +94,7 @@ fn hand_over(node: &Node, mut created: Created, pid: u32, shim: &OwnedFd) -> any
         .chain(&created.console)
         .map(AsFd::as_fd)
         .collect();
-    Ok(keeper::send(shim, &serde_json::to_vec(&answer)?, &files)?)
+    Ok(wire::send(shim, &serde_json::to_vec(&answer)?, &files)?)
 }
 
 /// Creates all of a container but its keeper. `bundle`: its OCI bundle.

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use torpor_cgroup as cgroup;
 use torpor_core::ids::{ContainerId, SandboxId};
+use torpor_messages::keeper::{self, Request};
 use torpor_records::Role;
 use torpor_records::{ContainerRecord, Error, SandboxState};
 use torpor_runsc::held_open::{has_lost_its_shim, keeper_lives};
-use torpor_runsc::keeper::{self, Request};
 
 use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use torpor_sandbox::restore::{self, end_processes, kill_processes, transitions};

@@ -4,10 +4,10 @@
 //! The keeper starts one such command for each connection. It has set the connection so that it is
 //! reset when it is closed: after any failure here, the client sees an error.
 //!
-//! A helper makes the connection in the sandbox's own network stack. The helper is this same
-//! program, which gVisor runs in the pause container from the host's file (`forward-inside`). Its
-//! standard input is one end of a pair of sockets. gVisor has a call for port-forwarding, too;
-//! docs/decisions/2026-11-21-port-forward-over-loopback.md has the reasons against it.
+//! A helper makes the connection in the sandbox's own network stack: gVisor runs it in the pause
+//! container ([`torpor_inside`]). Its standard input is one end of a pair of sockets. gVisor has a
+//! call for port-forwarding, too; docs/decisions/2026-11-21-port-forward-over-loopback.md has the
+//! reasons against it.
 
 use std::net::TcpStream;
 use std::os::fd::AsFd;
@@ -18,19 +18,15 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt;
 use rustix::process::{Pid, getppid, set_parent_process_death_signal};
 use torpor_core::ids::{ContainerId, SandboxId};
+use torpor_inside::carry::{Ended, carry};
+use torpor_inside::forward::CONNECTED;
 use torpor_records::WakeCause;
 use torpor_runsc::exec::helper_args;
 use torpor_runsc::forward::{self, Forward};
 
 use torpor_sandbox::node::Node;
-use torpor_sandbox::process::{Process, nothing, own_program};
+use torpor_sandbox::process::{Process, helper, nothing};
 use torpor_sandbox::restore::transitions;
-
-mod carry;
-mod inside;
-
-use carry::{Ended, carry};
-pub(crate) use inside::inside;
 
 /// Carries the connection on standard input to the sandbox. Returns when the connection has ended.
 pub(crate) fn forward(node: &Node, sandbox: &SandboxId) -> anyhow::Result<()> {
@@ -83,7 +79,7 @@ fn serve(client: &TcpStream, stream: &UnixStream, open: &Forward) -> anyhow::Res
         return Ok(Ended::Stopped);
     }
     let mut answer = [0];
-    if rustix::io::read(stream, &mut answer)? == 0 || answer != inside::CONNECTED {
+    if rustix::io::read(stream, &mut answer)? == 0 || answer != CONNECTED {
         bail!("no process in the sandbox accepts connections to this port");
     }
     carry(client.as_fd(), stream.as_fd(), Some(open.as_fd()), None)
@@ -103,9 +99,9 @@ impl Helper {
         port: u16,
     ) -> anyhow::Result<Self> {
         let (stream, theirs) = UnixStream::pair()?;
-        let (nothing, program) = (nothing()?, own_program()?);
+        let (nothing, program) = (nothing()?, helper()?);
         let port = port.to_string();
-        let args = helper_args(&["torpor-forward", "forward-inside", &port], pause.as_str())?;
+        let args = helper_args(&["torpor-forward", "forward", &port], pause.as_str())?;
         let files = [
             theirs.as_fd(),
             nothing.as_fd(),

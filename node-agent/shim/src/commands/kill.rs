@@ -5,9 +5,9 @@ use nix::sys::signal::Signal;
 use torpor_cgroup as cgroup;
 use torpor_core::ids::ContainerId;
 use torpor_core::transition::Delivery;
+use torpor_messages::keeper::{self, Request};
 use torpor_records::{ContainerRecord, Error, WakeCause};
 use torpor_runsc::control::{self, SignalScope};
-use torpor_runsc::keeper::{self, Request};
 
 use torpor_sandbox::doze;
 use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn signals_that_end_a_program_are_told_from_others() {
+    fn signals_that_end_a_program_are_distinguished_from_other_signals() {
         for signal in [Signal::SIGTERM, Signal::SIGKILL, Signal::SIGQUIT] {
             assert!(ends(signal.into()), "{signal}");
         }
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_that_answers_no_question_does_not_keep_the_kubelet_from_ending_it() {
+    fn a_sigkill_ends_a_sandbox_that_does_not_answer() {
         let silent = || anyhow::anyhow!("the sandbox gave no answer to debug.Stacks");
         let killed = method(Signal::SIGKILL.into(), Err(silent())).expect("a way");
         assert_eq!(killed, Method::ByForce);

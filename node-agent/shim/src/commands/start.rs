@@ -2,9 +2,9 @@
 //! the last container of the image is started: then the whole pod is restored.
 
 use torpor_core::ids::ContainerId;
+use torpor_messages::keeper::{self, Request};
 use torpor_records::Role;
 use torpor_records::{SandboxState, WakeCause};
-use torpor_runsc::keeper::{self, Request};
 
 use torpor_sandbox::node::{CALL_LIMIT, COMMAND_LIMIT, Node};
 use torpor_sandbox::packet_sockets;

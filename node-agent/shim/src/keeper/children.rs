@@ -12,8 +12,6 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 /// The purpose of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// A command for the agent (a wake, an end), or a cleanup.
-    Command,
     /// A wake because of a packet or of input.
     Wake,
     /// One forwarded connection.

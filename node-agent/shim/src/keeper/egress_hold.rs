@@ -193,7 +193,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_said_while_muted_is_heard_at_its_end_in_order_or_never() {
+    fn held_packets_of_a_pod_are_sent_in_order_at_the_end_or_discarded() {
         let both = PodAndHost::new("muted");
         let pod = PodAndHost::path(&both.pod);
         let (send, receiver) = datagrams(&both);
@@ -220,7 +220,7 @@ pub(crate) mod tests {
     /// The shim may be killed while a sandbox already runs that is about to be ended and restored
     /// once more.
     #[test]
-    fn who_restores_keeps_the_pod_mute_when_its_keeper_dies() {
+    fn the_restoring_process_keeps_the_egress_hold_when_the_keeper_ends() {
         let both = PodAndHost::new("outlived");
         let pod = PodAndHost::path(&both.pod);
         let (send, receiver) = datagrams(&both);

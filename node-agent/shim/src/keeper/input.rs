@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_typed_calls_a_sandbox_that_sleeps_once_in_a_while() {
+    fn typed_input_requests_the_wake_of_a_sleeping_sandbox_at_intervals() {
         let (input, mut client) = std::io::pipe().expect("a pipe");
         let mut watched = Input::new(&input);
         let now = Instant::now();
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_does_not_read_is_woken_once_for_what_stands_there() {
+    fn a_program_that_does_not_read_is_woken_once_for_waiting_input() {
         let (input, mut client) = std::io::pipe().expect("a pipe");
         let mut watched = Input::new(&input);
         let mut now = Instant::now();
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_and_a_closed_input_call_nobody() {
+    fn an_empty_or_closed_input_wakes_no_sandbox() {
         let (input, client) = std::io::pipe().expect("a pipe");
         let mut watched = Input::new(&input);
         let now = Instant::now();
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn an_input_that_nobody_can_write_to_is_not_looked_at() {
+    fn an_input_without_a_writer_is_not_watched() {
         let null = std::fs::File::open("/dev/null").expect("a device");
         let mut watched = Input::new(&null);
         watched.fell_asleep(&null);

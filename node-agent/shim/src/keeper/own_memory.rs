@@ -119,12 +119,12 @@ Anonymous:             0 kB
 ";
 
     #[test]
-    fn only_what_the_file_has_too_is_given_back() {
+    fn only_pages_that_equal_their_file_are_given_back() {
         assert_eq!(unchanged(SMAPS), [0x7f10..0x7f20, 0x7f20..0x7f40]);
     }
 
     #[test]
-    fn what_cannot_be_read_is_left_alone() {
+    fn a_mapping_that_cannot_be_read_is_left_alone() {
         assert_eq!(unchanged(""), [0..0; 0]);
         assert_eq!(
             unchanged("x-y r-xp 0 0 0 /file\nAnonymous: 0 kB\n"),
@@ -135,7 +135,7 @@ Anonymous:             0 kB
 
     /// The program continues after its text was given back. Its relocated constants were not.
     #[test]
-    fn a_program_goes_on_without_its_pages() {
+    fn a_program_runs_on_after_its_pages_were_given_back() {
         let functions: Vec<&'static dyn Fn(u32) -> u32> = vec![&|n| n + 1, &|n| n * 2];
         give_back();
         let sum: u32 = functions.iter().map(|function| function(20)).sum();

@@ -1,38 +1,40 @@
 //! Handles the requests that a keeper receives over its socket.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::process::Stdio;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use nix::errno::Errno;
-use nix::sys::socket::{SockFlag, accept4};
 use torpor_link::sensor::Next;
-use torpor_runsc::keeper::{Answer, Request, Run, Verb, receive, send};
+use torpor_messages::keeper::{Answer, Request};
+use torpor_messages::wire::{accept, receive, send};
 
 use super::Keeper;
-use super::children::Purpose;
 use super::relay::window;
 use super::watch::{self, Watch};
-use crate::commands;
 
 /// Time between two attempts to accept a connection while the shim has no descriptor left.
 const EXHAUSTED_INTERVAL: Duration = Duration::from_millis(50);
 
+/// Accepts a connection; none if the caller has closed it, or if the shim has no descriptor left.
+pub(super) fn accepted(listener: &OwnedFd) -> Option<OwnedFd> {
+    match accept(listener) {
+        Ok(peer) => Some(peer),
+        Err(errno) => {
+            if let Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM = errno {
+                // The connection stays, and would end each poll at once.
+                std::thread::sleep(EXHAUSTED_INTERVAL);
+            }
+            None
+        }
+    }
+}
+
 impl Keeper<'_> {
     /// Receives and handles one request. Returns the keeper's exit code if the request ends it.
-    ///
-    /// If the request runs a command, that command sends the answer.
     pub(super) fn serve(&mut self) -> anyhow::Result<Option<u8>> {
-        let peer = match accept4(self.listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC) {
-            Ok(raw) => own(raw),
-            // The connection stays, and would end each poll at once.
-            Err(Errno::EMFILE | Errno::ENFILE | Errno::ENOMEM) => {
-                std::thread::sleep(EXHAUSTED_INTERVAL);
-                return Ok(None);
-            }
-            // The caller has closed its connection.
-            Err(_) => return Ok(None),
+        let Some(peer) = accepted(&self.listener) else {
+            return Ok(None);
         };
         let Ok((bytes, files)) = receive(&peer) else {
             return Ok(None);
@@ -86,8 +88,8 @@ impl Keeper<'_> {
                 self.release();
                 answer(&peer, &done, &[]);
             }
-            Request::Hold(rules) => {
-                let answered = self.watch_packets(rules);
+            Request::Hold => {
+                let answered = self.watch_packets();
                 if let Some(watch) = &mut self.watch {
                     watch.hold();
                 }
@@ -105,25 +107,24 @@ impl Keeper<'_> {
                 self.act(next);
                 answer(&peer, &done, &[]);
             }
-            Request::Watch(rules) => {
-                let answered = self.watch_packets(rules);
+            Request::Watch => {
+                let answered = self.watch_packets();
                 answer(&peer, &answered, &[]);
                 let next = self.watch.as_mut().map(Watch::paused);
                 self.act(next.unwrap_or(Next::Nothing));
             }
             Request::Hibernated => {
-                let rules = self.rules.clone();
-                let answered = self.watch_packets(&rules);
+                let answered = self.watch_packets();
                 let next = self.watch.as_mut().map(Watch::hibernated);
-                // A pod whose packets cannot be watched sleeps on request, as it asked for.
+                // The sandbox sleeps on request also if its packets cannot be watched.
                 answer(&peer, &done, &[]);
                 if !answered.ok {
                     torpor_sandbox::log_line!("{}", answered.message);
                 }
                 self.act(next.unwrap_or(Next::Nothing));
             }
-            Request::Freeze(rules) => {
-                let answered = self.watch_packets(rules);
+            Request::Freeze => {
+                let answered = self.watch_packets();
                 let next = self.watch.as_mut().map(Watch::frozen);
                 answer(&peer, &answered, &[]);
                 self.act(next.unwrap_or(Next::Nothing));
@@ -196,39 +197,8 @@ impl Keeper<'_> {
                 answer(&peer, &done, &[]);
                 return Some(*code);
             }
-            Request::Run(command) => match files.pop_front() {
-                Some(lock) => self.run(command, lock, peer),
-                None => answer(&peer, &Answer::refused("BadRequest", "no lock".into()), &[]),
-            },
         }
         None
-    }
-
-    /// Runs a command of the shim. Its standard output is the connection to the caller, so that the
-    /// command sends the answer.
-    fn run(&mut self, command: &Run, lock: OwnedFd, peer: OwnedFd) {
-        let verb = command.verb;
-        // Only a wake takes a cause.
-        let cause = command.cause.filter(|_| verb == Verb::Wake);
-        let cause = cause.map(|cause| format!("--cause={}", cause.as_str()));
-        let claim = command.claim.as_ref().filter(|_| verb == Verb::Bind);
-        let Ok(copy) = peer.try_clone() else { return };
-        let spawned = commands::child(verb.as_str())
-            .arg(self.record.sandbox.as_str())
-            .args(command.image.as_ref().map(ToString::to_string))
-            .args(cause)
-            .args(claim.map(|claim| format!("--claim={claim}")))
-            .stdin(lock)
-            .stdout(peer)
-            .stderr(Stdio::null())
-            .spawn();
-        match spawned {
-            Ok(child) => self.children.add(Purpose::Command, child),
-            Err(error) => {
-                let message = format!("cannot run the command {}: {error}", verb.as_str());
-                answer(&copy, &Answer::refused("SpawnFailed", message), &[]);
-            }
-        }
     }
 }
 
@@ -237,10 +207,4 @@ fn answer(peer: &OwnedFd, answer: &Answer, files: &[BorrowedFd<'_>]) {
     if let Ok(bytes) = serde_json::to_vec(answer) {
         let _ = send(peer, &bytes, files);
     }
-}
-
-#[allow(unsafe_code)]
-fn own(raw: i32) -> OwnedFd {
-    // SAFETY: accept has just made this descriptor; nothing else owns it.
-    unsafe { OwnedFd::from_raw_fd(raw) }
 }

@@ -6,30 +6,30 @@
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use torpor_link::doubt::{Decision, UndecidedConnections};
+use torpor_link::doubt::Decision;
 use torpor_link::keepalive::{self, Keepalives};
 use torpor_link::neighbour;
 use torpor_link::net::{self, Pair};
 use torpor_link::owner::{Kubelet, Owner};
-use torpor_link::packet::{Cause, Ends, Meaning, Segment, is_tcp, meaning, segment};
+use torpor_link::packet::{Cause, Meaning, Segment, meaning, segment};
 use torpor_link::packet_drop::{PacketDrop, Sender};
-use torpor_link::probes::{self, Responder};
+use torpor_link::probes;
 use torpor_link::sensor::{Next, Sensor};
-use torpor_link::tap::{FrameSender, HEADER, Tap, ethernet};
+use torpor_link::tap::ethernet;
 use torpor_link::traffic;
-use torpor_link::unacknowledged::NOT_OF_SANDBOX;
-use torpor_records::Addresses;
-use torpor_records::PodRecord;
-use torpor_records::{TrafficMap, UnacknowledgedMap};
-use torpor_runsc::keeper::Rules;
+use torpor_records::{Addresses, PodRecord, Rules, TrafficMap, UnacknowledgedMap};
 
 use super::egress_hold::HeldEgress;
-use super::keepalive_probes;
-use super::sender::{set_sender, with_sender};
+use super::sender::with_sender;
+
+mod links;
+mod release;
+
+use links::{Link, PodEnd, links};
 
 /// Time in which a sandbox reads a frame that was passed on to it. It takes milliseconds, unless
 /// the sandbox gets no processor time.
@@ -40,10 +40,6 @@ const MAX_PASSED_ON: usize = 256;
 /// The largest number of frames that are read of one link before the keeper handles requests: a
 /// flood of packets must not delay its answers.
 const MAX_FRAMES: usize = 256;
-
-/// The largest number of rounds in which held frames are handed over. Each round hands over the
-/// frames that came during the one before.
-const MAX_HANDOVERS: usize = 8;
 
 /// Time after which the client of a probe without an answer has closed its connection: a probe's
 /// timeout is seldom longer.
@@ -86,24 +82,6 @@ pub(super) struct Watch {
     addresses: Addresses,
     /// The map of the connections with unacknowledged data of the sandbox.
     unacknowledged: Option<UnacknowledgedMap>,
-}
-
-/// One of the pod's links.
-struct Link {
-    pair: Pair,
-    tap: Tap,
-    pod_end: PodEnd,
-}
-
-/// The pod's end of a link. The keeper answers there in the pod's name.
-struct PodEnd {
-    socket: FrameSender,
-    /// The Ethernet address of the pod on this link.
-    address: [u8; 6],
-    /// The sender of the keeper's frames while the pod's packets are held.
-    sender: Option<Sender>,
-    probes: Responder,
-    doubts: UndecidedConnections,
 }
 
 impl Watch {
@@ -486,88 +464,6 @@ impl Watch {
             link.pod_end.sender = sender;
         }
     }
-
-    /// Ends the watch, because the sandbox runs. Releases the packets from the pod, and then those
-    /// to the pod; in each direction the held ones come first.
-    ///
-    /// The programs are detached from the links last: that takes longer, and no peer waits for it.
-    pub(super) fn release(mut self) {
-        self.end_answers();
-        // The sandbox answers all probes itself, also those that were not settled.
-        self.rules.probes.clear();
-        // If the sandbox was woken at once, its hibernation may not have been recorded here.
-        let restored = self.is_hibernated || self.held_egress.is_some();
-        let mut held_egress = self.held_egress.take();
-        if let Some(held) = &mut held_egress {
-            held.release();
-            self.send_as(None);
-        }
-        // Held frames are handed over before the drop ends, so that no later frame overtakes them.
-        // A flood of packets must not delay the sandbox, so the rounds are limited.
-        for _ in 0..MAX_HANDOVERS {
-            if !self.hand_over(|_| true) {
-                break;
-            }
-        }
-        if restored {
-            self.send_reminders();
-            self.hand_over(|_| true);
-        }
-        self.packet_drop.open();
-        self.passes_all = false;
-        // Some frames came just before the drop ended. The sandbox may have received them already,
-        // so only those of TCP are handed over, which accepts a segment twice.
-        self.hand_over(is_tcp);
-        if restored {
-            self.send_keepalive_probes();
-        }
-        // The programs for packets from the pod are detached last, too.
-        drop(held_egress);
-    }
-
-    /// Hands the held frames that `is_wanted` selects over to the sandbox, and drops the others.
-    /// Returns whether any frames were held.
-    fn hand_over(&mut self, is_wanted: impl Fn(&[u8]) -> bool) -> bool {
-        let _ = self.handle_frames();
-        let frames = self.sensor.release();
-        // All frames go to the first link. A pod with several links may have received a frame on
-        // another one, but the frame's destination address is the same pod's.
-        let Some(link) = self.links.first() else {
-            return false;
-        };
-        let wanted = frames.iter().filter(|frame| is_wanted(ethernet(frame)));
-        for frame in wanted.filter_map(|frame| with_sender(frame, self.sender)) {
-            // A peer repeats a lost frame if it needs an answer.
-            let _ = link.tap.send(&frame);
-        }
-        !frames.is_empty()
-    }
-
-    /// Sends reminders to the sandbox, because gVisor has forgotten its retransmissions: see
-    /// [`torpor_link::reminder`]. They follow the held frames, whose numbers are lower.
-    fn send_reminders(&self) {
-        let Some(link) = self.links.first() else {
-            return;
-        };
-        let (from, to) = (self.sender.address(), link.pair.pod_address);
-        let reminders = self.keepalives.reminders();
-        for frame in reminders.filter_map(|reminder| reminder.frame(from, to)) {
-            let frame = [&[0_u8; HEADER][..], frame.as_slice()].concat();
-            // Without its reminder, a connection stays as it was.
-            let _ = link.tap.send(&frame);
-        }
-    }
-
-    /// Sends keepalives to the peers that may wait for lost data of the sandbox: see
-    /// [`torpor_link::question`].
-    fn send_keepalive_probes(self) {
-        let Some((link, map)) = self.links.first().zip(self.unacknowledged) else {
-            return;
-        };
-        for frame in keepalive_probes::frames(map, &self.pod_ips, link.pair.pod_address) {
-            link.pod_end.send(frame);
-        }
-    }
 }
 
 /// Makes the preparations for `rules` that take long. They are best made while the sandbox runs.
@@ -609,33 +505,6 @@ impl From<Next> for Handled {
     }
 }
 
-impl PodEnd {
-    /// Begins to answer a probe, whose first frame this is. Returns false if there is no room.
-    fn begin_probe(&mut self, ends: &Ends, frame: &[u8], now: Instant) -> bool {
-        let begun = self.probes.begin(ends, ethernet(frame), now);
-        if begun {
-            self.probes.hear(ethernet(frame), now);
-        }
-        begun
-    }
-
-    /// Sends the answers to probes, and handles their timers.
-    fn answer_probes(&mut self, now: Instant) {
-        self.probes.turn(now);
-        while let Some(frame) = self.probes.says() {
-            self.send(frame);
-        }
-    }
-
-    /// Sends a frame in the pod's name. If the frame is lost, the peer repeats its request.
-    fn send(&self, mut frame: Vec<u8>) {
-        if let Some(sender) = self.sender {
-            set_sender(&mut frame, sender);
-        }
-        let _ = self.socket.send(&frame);
-    }
-}
-
 /// Reports whether the sandbox has not answered a packet that came a moment ago.
 ///
 /// The program may not even have read the packet. Then only the peer has the request, and waits.
@@ -651,36 +520,6 @@ fn is_probe(kubelet: &mut Kubelet, ports: &[u16], segment: &Segment) -> bool {
     segment.begins()
         && ports.contains(&segment.ends.local_port)
         && kubelet.owns(&segment.ends).unwrap_or(false)
-}
-
-/// Opens the links of the pod whose network namespace is at `namespace`.
-fn links(namespace: &Path, pod_ips: &[IpAddr], rules: &Rules) -> anyhow::Result<Vec<Link>> {
-    let pairs = net::pairs(namespace)?;
-    ensure!(
-        !pairs.is_empty(),
-        "the pod's link has no end on the host (only veth pairs have one)"
-    );
-    ensure!(
-        !pairs.iter().any(|pair| pair.is_bypassed),
-        "packets reach the pod without passing the host's end of its link, where Torpor watches them: let the CNI plugin pass them through it \
-         (Cilium: bpf.hostLegacyRouting=true; Calico: bpfRedirectToPeer: Disabled), and recreate the pod"
-    );
-    let links = pairs.into_iter().map(|pair| {
-        let mut probes = Responder::new(pod_ips, Instant::now());
-        probes.answer_hooks(rules.suspends);
-        Ok(Link {
-            pair,
-            tap: Tap::open(pair.host)?,
-            pod_end: PodEnd {
-                sender: None,
-                address: pair.pod_address,
-                socket: net::inside(namespace, || FrameSender::open(pair.pod, NOT_OF_SANDBOX))??,
-                probes,
-                doubts: UndecidedConnections::default(),
-            },
-        })
-    });
-    links.collect()
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// All that the shim knows of its pod.
 pub(crate) struct Pod {
-    node: OnceLock<Node>,
+    node: OnceLock<Arc<Node>>,
     pub(crate) events: Events,
     containers: Mutex<HashMap<ContainerId, Arc<Container>>>,
     /// Held while a container is created: containerd may give up the call, and delete the container
@@ -57,12 +57,12 @@ impl Pod {
     }
 
     /// Returns the node's configuration, which is read once.
-    pub(crate) fn node(&self) -> anyhow::Result<&Node> {
+    pub(crate) fn node(&self) -> anyhow::Result<&Arc<Node>> {
         if let Some(node) = self.node.get() {
             return Ok(node);
         }
         let node = Node::load().context("cannot load Torpor's configuration")?;
-        Ok(self.node.get_or_init(|| node))
+        Ok(self.node.get_or_init(|| Arc::new(node)))
     }
 
     pub(crate) fn add(&self, container: Arc<Container>) {

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_end_is_the_one_that_all_see() {
+    fn all_waiters_get_the_first_end_of_a_process() {
         let life = Life::new();
         assert_eq!(life.stage(), Stage::Created);
         std::thread::scope(|scope| {

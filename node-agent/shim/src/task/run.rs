@@ -277,7 +277,7 @@ fn lock_for_probe(node: &Node, sandbox: &SandboxId) -> anyhow::Result<Option<Pod
         let state = node.records.state(sandbox)?;
         let paused = match &lock {
             Some(_) => state == SandboxState::Running && is_paused(node, sandbox),
-            // With this note, the process that has the lock has paused the sandbox, or has not
+            // The note exists if the process with the lock has paused the sandbox, or has not
             // resumed it yet.
             None => node.records.is_noted_paused(sandbox),
         };
@@ -331,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_probe_is_answered_for_who_stands_still_also_while_somebody_is_at_work_on_it() {
+    fn a_probe_is_answered_for_a_sleeping_sandbox_even_during_its_wake_or_save() {
         let image = || ImageId::parse("pod-a.1").expect("an id");
         let hibernated = SandboxState::Hibernated {
             image: image(),

@@ -16,7 +16,8 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use torpor_core::ids::ContainerId;
-use torpor_runsc::keeper::{Answer, MAX_MESSAGE, receive};
+use torpor_messages::keeper::Answer;
+use torpor_messages::wire::{MAX_MESSAGE, receive};
 
 use crate::commands::child;
 use crate::keeper::Handover;

@@ -132,7 +132,7 @@ fn unknown_fields_other_spellings_and_wrong_digests_are_refused() {
 }
 
 #[test]
-fn what_breaks_a_rule_is_neither_written_nor_read() {
+fn a_manifest_that_breaks_a_rule_is_neither_written_nor_read() {
     type Break = fn(&mut Manifest);
     let cases: [(&str, Break); 9] = [
         ("no files", |m| m.files.clear()),
@@ -181,7 +181,7 @@ fn mismatch(change: fn(&mut Fingerprint)) -> Mismatch {
 }
 
 #[test]
-fn a_node_that_differs_in_what_matters_is_told_in_what() {
+fn a_relevant_difference_of_a_node_is_named() {
     assert_eq!(
         mismatch(|n| n.runsc_digest = "sha256:ee".into()).to_string(),
         "the image was made by runsc release-20260901 (sha256:00ff) and this node has runsc release-20260901 (sha256:ee); \

@@ -15,6 +15,8 @@ use crate::ledger_file::{self, LedgerFile};
 const IMAGES: &str = "images";
 const LEDGER: &str = "ledger";
 const FETCHED: &str = "fetched";
+/// Levels of directories below the root: fetched, images, a namespace, an image.
+const LEVELS: u32 = 4;
 pub(super) const TMP_PREFIX: &str = ".tmp-";
 pub(super) const TRASH_PREFIX: &str = ".trash-";
 /// Consumer in a listing if the marker cannot be read: the image is consumed by an unknown Pod.
@@ -77,22 +79,29 @@ fn image_of(name: &str) -> Option<(ImageId, ImageState)> {
     Some((ImageId::parse(id.unwrap_or(name)).ok()?, state))
 }
 
+/// Opens a directory of a store, and checks its owner and mode.
+fn open_root(root: &Path) -> Result<OwnedFd, SaveError> {
+    let top = rustix::fs::open(root, dirs::DIRECTORY, Mode::empty());
+    let top = top.map_err(|e| PathError::new("open", root, e))?;
+    dirs::check_private(top.as_fd(), root)?;
+    Ok(top)
+}
+
 impl Store {
     /// Opens the store below `root` and makes its missing directories. The path of `root` may
     /// contain links; the paths below it may not.
     pub fn open(root: impl Into<PathBuf>) -> Result<Self, SaveError> {
         let root = root.into();
+        std::fs::create_dir_all(&root).map_err(|e| PathError::new("create", &root, e))?;
         let fetched = root.join(FETCHED);
+        dirs::make_dir(open_root(&root)?.as_fd(), FETCHED, &fetched)?;
         let mut store = Self::open_one(root)?;
         store.fetched = Some(Box::new(Self::open_one(fetched)?));
         Ok(store)
     }
 
     fn open_one(root: PathBuf) -> Result<Self, SaveError> {
-        std::fs::create_dir_all(&root).map_err(|e| PathError::new("create", &root, e))?;
-        let top = rustix::fs::open(&root, dirs::DIRECTORY, Mode::empty())
-            .map_err(|e| PathError::new("open", &root, e))?;
-        dirs::check_private(top.as_fd(), &root)?;
+        let top = open_root(&root)?;
         let make = |name: &str| -> Result<OwnedFd, SaveError> {
             let path = root.join(name);
             dirs::make_dir(top.as_fd(), name, &path)?;
@@ -105,6 +114,14 @@ impl Store {
             ledger,
             fetched: None,
         })
+    }
+
+    /// Opens the store as [`Self::open`] does, for root alone, and lets the agent use all of it.
+    pub fn open_for_agent(root: impl Into<PathBuf>) -> Result<Self, SaveError> {
+        let root = root.into();
+        let store = Self::open(root.clone())?;
+        dirs::hand_over(open_root(&root)?.as_fd(), &root, LEVELS)?;
+        Ok(store)
     }
 
     /// Returns the store of images that Pods of this node have fetched from a repository.

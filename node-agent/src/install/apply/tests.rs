@@ -50,6 +50,7 @@ impl Host {
         };
         host.ship_runsc(RUNSC);
         host.ship(SHIM, "shim 1");
+        host.ship(PROGRAM, "helper 1");
         host
     }
 
@@ -242,7 +243,7 @@ fn an_installation_places_everything_and_restarts_containerd_once() {
     let tree = host.tree();
     let mode = |path: &str| tree[&host.root().join(path)].0 & 0o7777;
     assert_eq!(mode("opt/torpor/bin/containerd-shim-torpor-v1"), 0o755);
-    assert_eq!((mode("run/torpor"), mode("var/lib/torpor")), (0o700, 0o700));
+    assert_eq!((mode("run/torpor"), mode("var/lib/torpor")), (0o750, 0o750));
     assert!(!host.root().join("opt/torpor/restart-pending").exists());
 }
 
@@ -319,7 +320,7 @@ fn new_binaries_need_no_restart_and_keep_the_old_runsc() {
 }
 
 #[test]
-fn revoked_builds_are_told_to_torpor_oci_until_they_are_no_longer_named() {
+fn revoked_builds_are_in_the_configuration_until_they_are_no_longer_named() {
     let host = Host::new("version = 3\n").supervised();
     let revoked = format!("blake3:{}", "7".repeat(64));
     let mut args = host.install_args();

@@ -173,7 +173,7 @@ fn stats_period(wanted: &Wanted, main: &str) -> Option<String> {
 }
 
 #[test]
-fn containerd_measures_as_often_as_is_said_unless_the_node_says_it_itself() {
+fn containerd_measures_at_the_set_period_unless_the_node_sets_its_own() {
     let plain = "version = 3\n";
     assert_eq!(stats_period(&wanted(), plain).as_deref(), Some("10s"));
     let others =
@@ -217,7 +217,7 @@ fn the_removal_gives_every_byte_back() {
 }
 
 #[test]
-fn the_removal_takes_only_our_part_of_a_file_that_others_changed_since() {
+fn the_removal_takes_only_torpors_part_of_a_file_that_was_changed_since() {
     for (case, main, plugin) in MAINS {
         let mut after = installed(&holding(main));
         after.main = after
@@ -349,7 +349,7 @@ fn a_path_with_a_quote_stays_one_string() {
 }
 
 #[test]
-fn a_main_file_that_cannot_be_understood_is_refused_and_says_where() {
+fn an_invalid_main_file_is_refused_and_the_error_names_the_place() {
     let cases = [
         (
             "version = 3\n\nimports = [\"a\n",

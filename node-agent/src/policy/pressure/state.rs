@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn that_the_node_is_short_of_something_else_than_before_is_news() {
+    fn a_change_of_the_resources_that_a_node_is_short_of_is_news() {
         let mut pressure = NodePressure::off();
         pressure.limits.available = Some(10);
         let metrics = Metrics::new();

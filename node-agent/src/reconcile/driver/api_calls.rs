@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_taken_of_one_object_holds_up_no_other_and_is_told_in_the_end() {
+    fn a_refused_write_delays_no_other_write_and_is_reported_at_the_end() {
         let pod = Some(refused("the Pod").to_string());
         assert_eq!(combined(Ok(()), Ok(())), Ok(None));
         assert_eq!(combined(Ok(()), Err(refused("the Pod"))), Ok(pod.clone()));
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_answer_is_not_asked_again() {
+    fn a_silent_apiserver_is_not_called_again() {
         let words = silent().to_string();
         assert_eq!(combined(Ok(()), Err(silent())), Err(words.clone()));
         let after = combined(Err(refused("the Pod")), Err(silent()));

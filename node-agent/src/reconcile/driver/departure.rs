@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_deleted_to_be_rid_of_it_unless_it_is_evicted_or_its_kubelet_has_ended_it() {
+    fn a_deletion_is_the_users_unless_an_eviction_or_the_kubelet_ended_the_pod() {
         assert!(!is_deleted_by_user(&going(json!({}))));
         assert!(is_deleted_by_user(&going(deleted())));
         assert!(!is_deleted_by_user(&going(disrupted(
@@ -266,8 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn how_a_pod_went_is_known_by_how_it_was_last_seen_and_its_grace_begins_when_it_is_found_gone()
-    {
+    fn a_departure_has_the_last_seen_cause_and_begins_when_the_pod_is_found_gone() {
         let at = |second| Timestamp::from_second(second).expect("a time");
         let mut seen = Going::default();
         assert_eq!(seen.departure(Some(&going(disrupted("x"))), at(1)), None);
@@ -289,8 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_of_a_pod_that_is_gone_is_taken_on_where_its_image_is_or_by_the_node_that_it_names()
-     {
+    fn a_gone_pods_snapshot_is_adopted_by_its_images_node_or_the_named_node() {
         let of = |spec: serde_json::Value| vec![Arc::new(snapshot(spec, &[]))];
         let takes = |spec: serde_json::Value, is_there, has_image| {
             to_adopt(&of(spec), "node", is_there, has_image).count() == 1

@@ -1,5 +1,5 @@
 //! The observation of a Pod that gVisor runs, or of which only something on the disk is left: its
-//! record, the sandbox's lock, its ledger and its images.
+//! record, the report of its shim, its ledger and its images.
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Pod;
@@ -9,15 +9,14 @@ use torpor_core::status::{SnapshotDraft, SnapshotState, reasons};
 use torpor_core::store_limit;
 
 use super::departure::{self, with_disk};
-use super::keeper_rules::{KubeletRules, is_found_dozing, send_doze, send_rules};
+use super::keeper_rules::{KubeletRules, is_found_dozing, send_rules};
 use super::look::{Look, Remembered, note_turn};
 use super::shared::Shared;
 use super::sleep_watch::SleepWatch;
-use super::{gofers, limits};
 use crate::policy::idle::{self, Watched};
-use crate::policy::saves::figures;
 use crate::reconcile::manifest;
 use crate::reconcile::observe::{observe, words};
+use crate::reconcile::shim::{Shim, nothing};
 use crate::report::wakes;
 
 /// Observes a Pod that Kata does not run, and plans.
@@ -25,7 +24,7 @@ pub(super) fn look(
     shared: &Shared,
     pod: Option<&Pod>,
     desired: &Desired,
-    kubelet: KubeletRules,
+    kubelet: Option<KubeletRules>,
     remembered: Remembered,
 ) -> (Look, Option<Watched>) {
     let node = &shared.node;
@@ -35,74 +34,55 @@ pub(super) fn look(
     let record = node.sandbox_of(&pod_uid);
     // This time is read before anything else of the sandbox, so that a change meanwhile is newer.
     let as_of = (record.as_ref()).and_then(|record| node.records.changed_at(&record.sandbox));
-    let KubeletRules { probes, rules } = kubelet;
     let sent_rules = record
         .as_ref()
-        .zip(rules.as_ref())
+        .zip(kubelet.as_ref())
         .and_then(|(record, rules)| send_rules(node, record, rules, remembered.sent_rules));
-    // A new sandbox that is to sleep waits for this note, under its lock: with the note its keeper
-    // has the rules, too.
-    if let Some((record, probes)) = record.as_ref().zip(probes.as_ref())
-        && sent_rules.is_some()
-        && let Err(error) = node.records.write_probes(&record.sandbox, probes)
-    {
-        tracing::warn!(%pod_uid, error = words(&error), "cannot record the Pod's probes");
-    }
-    let lock = record
-        .as_ref()
-        .and_then(|record| node.records.try_lock(&record.sandbox).ok().flatten());
-    let busy = record.is_some() && lock.is_none();
     // The mark is written before any status is published: from then on the memory of a
     // suspended Pod stays in its image.
-    if let Some(rules) = &rules
-        && let Err(error) = node.records.note_suspends(&pod_uid, rules.suspends)
+    if let Some(kubelet) = &kubelet
+        && let Err(error) = node.records.note_suspends(&pod_uid, kubelet.rules.suspends)
     {
         tracing::warn!(%pod_uid, error = words(&error), "cannot record whether the Pod is being suspended");
     }
     let failures = &remembered.failures;
-    let mut observed = observe(node, &pod_uid, record.as_ref(), failures, busy);
+    let shim = record
+        .as_ref()
+        .map(|record| Shim::of(&node.records, &record.sandbox));
+    let seen = shim.map_or_else(nothing, |shim| shim.observe(idle::after(desired).is_some()));
+    let mut observed = observe(node, &pod_uid, record.as_ref(), failures, &seen);
+    let busy = seen.busy;
     if !busy {
         observed.failures.saw(observed.live);
     }
-    if let Some((record, rules)) = record.as_ref().zip(rules.as_ref())
+    if let Some(shim) = shim
         && is_found_dozing(remembered.handled.as_ref(), &observed)
-        && let Err(why) = send_doze(node, record, rules)
+        && let Err(why) = shim.watch()
     {
         observed.can_doze = Err(why);
     }
-    let sent_limits = match record.as_ref().zip(lock.as_ref()) {
-        Some((record, _)) => {
-            gofers::end_containers_without(node, record, &observed);
-            limits::send(node, record, &observed, remembered.sent_limits)
-        }
-        None => remembered.sent_limits,
-    };
     let handled = match busy || observed.live == Live::Unknown {
         true => remembered.handled,
         false => observed.sandbox.clone(),
     };
     // No container runs in a sleeping sandbox.
-    observed.added = record
-        .as_ref()
+    observed.added = pod
         .filter(|_| !observed.containers.is_empty())
-        .and_then(|record| manifest::added(node, record, pod));
+        .and_then(|pod| manifest::added(pod, &seen.kept));
     let mut failed_wakes = remembered.failed_wakes;
     if let Some(reason) = (observed.ledger.as_ref().ok()).and_then(|read| failed_wakes.look(read)) {
         shared.metrics.wake_failed(reason.to_owned());
     }
     note_turn(&mut observed, remembered.save_turn.as_deref());
-    let idle = match record.as_ref().zip(lock.as_ref()) {
-        Some((record, lock)) => {
-            let sandbox = idle::Sandbox {
-                node,
-                record,
-                lock,
-                probes: probes.as_ref(),
-            };
-            idle::watch(&sandbox, desired, &mut observed, remembered.idle, now)
+    let idle = match &record {
+        Some(record) if !busy => {
+            let used = seen.used;
+            let sandbox = idle::Sandbox { node, record, used };
+            idle::watch(sandbox, desired, &mut observed, remembered.idle, now)
         }
-        // Another process holds the lock: the earlier result still applies.
-        None => remembered.idle.filter(|_| busy),
+        // Another process changes the sandbox: the earlier result still applies.
+        Some(_) => remembered.idle,
+        None => None,
     };
     let working_set = || node.working_set(record.as_ref()?);
     let swap = &node.swap;
@@ -127,9 +107,9 @@ pub(super) fn look(
         .flat_map(|namespace| manifest::saved(node, namespace, &plan))
         .collect();
     let given_up = departure::given_up(node, namespace.as_ref(), &plan);
-    let wish = shared.saves.wish(&plan, namespace.as_ref(), || {
-        figures(node, record.as_ref()?, lock.as_ref()?).expected()
-    });
+    let wish = shared
+        .saves
+        .wish(&plan, namespace.as_ref(), || shim?.measure()?.expected());
     let look = Look {
         pod_uid,
         asleep: SleepWatch::of(
@@ -138,19 +118,17 @@ pub(super) fn look(
             as_of.filter(|_| !busy),
             now.into(),
         ),
-        stops_for: plan.stops_for(&observed).cloned(),
+        stops_for: plan.stops_for(&observed),
         plan,
+        basis: seen.basis,
         record,
-        lock,
         namespace,
         wish,
         saved,
         nothing,
         given_up,
         candidate: candidate(desired, &observed),
-        rules: rules.unwrap_or_default(),
         sent_rules,
-        sent_limits,
         handled,
         decided: now,
         cause: wakes::cause(pod, observed.asleep_since, now),

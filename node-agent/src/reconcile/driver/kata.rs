@@ -7,13 +7,13 @@ use kube::ResourceExt;
 use torpor_core::ids::Namespace;
 use torpor_core::pressure::candidate;
 use torpor_core::state::Desired;
-use torpor_runsc::keeper::Rules;
 
 use super::keeper_rules::KubeletRules;
 use super::look::{Look, Remembered, note_turn};
 use super::shared::Shared;
 use crate::kata::{PodInput, may_be_kata};
 use crate::policy::idle::Watched;
+use crate::reconcile::shim::nothing;
 use crate::report::wakes;
 
 /// Observes a Pod that Kata runs, and plans. Returns none for any other Pod.
@@ -21,7 +21,7 @@ pub(super) fn look(
     shared: &Shared,
     pod: Option<&Pod>,
     desired: &Desired,
-    kubelet: &KubeletRules,
+    kubelet: Option<&KubeletRules>,
     remembered: &Remembered,
 ) -> Option<(Look, Option<Watched>)> {
     let kata = shared.kata.as_ref()?;
@@ -39,8 +39,8 @@ pub(super) fn look(
     let input = PodInput {
         pod,
         desired,
-        rules: kubelet.rules.as_ref()?,
-        probes: kubelet.probes.as_ref()?,
+        rules: &kubelet?.rules,
+        probes: &kubelet?.probes,
     };
     let looked = kata.look(&input, &remembered.failures, remembered.idle.clone(), now)?;
     let mut observed = looked.observed;
@@ -59,16 +59,14 @@ pub(super) fn look(
         // Only the runtime has the state of the sandbox, so each turn reads it anew.
         asleep: None,
         record: None,
-        lock: None,
+        basis: nothing().basis,
         namespace,
         wish,
         saved: Vec::new(),
         nothing: false,
         given_up: Vec::new(),
         candidate: candidate(desired, &observed),
-        rules: Rules::default(),
         sent_rules: None,
-        sent_limits: None,
         handled: None,
         decided: now,
         cause: wakes::cause(Some(pod), observed.asleep_since, now),

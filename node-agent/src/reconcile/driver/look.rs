@@ -7,13 +7,12 @@ use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::pressure::Candidate;
 use torpor_core::queue::Wish;
 use torpor_core::state::{Failures, Observed};
-use torpor_core::steps::{Plan, Step};
-use torpor_records::{PodLock, PodRecord, WakeCause};
-use torpor_runsc::keeper::Rules;
+use torpor_core::steps::Plan;
+use torpor_messages::service::Basis;
+use torpor_records::{PodRecord, WakeCause};
 
 use super::departure::{GivenUp, Going};
 use super::keeper_rules::SentRules;
-use super::limits::SentLimits;
 use super::own_writes::OwnWrites;
 use super::sleep_watch::SleepWatch;
 use crate::kata::LockedSandbox;
@@ -31,7 +30,6 @@ pub(super) struct Remembered {
     /// The task's turn to save, or its place in the queue.
     pub(super) save_turn: Option<Arc<SaveTurn>>,
     pub(super) sent_rules: Option<SentRules>,
-    pub(super) sent_limits: Option<SentLimits>,
     /// The sandbox that this task observed last.
     pub(super) handled: Option<SandboxId>,
     pub(super) own_writes: OwnWrites,
@@ -39,14 +37,15 @@ pub(super) struct Remembered {
     pub(super) going: Going,
 }
 
-/// One observation of a Pod and the plan that follows. It holds the sandbox's lock for the steps.
+/// One observation of a Pod and the plan that follows.
 pub(super) struct Look {
     pub(super) pod_uid: PodUid,
     pub(super) plan: Plan,
-    /// The step for which the plan stops the running sandbox.
-    pub(super) stops_for: Option<Step>,
+    /// The index of the step for which the plan stops the running sandbox.
+    pub(super) stops_for: Option<usize>,
     pub(super) record: Option<PodRecord>,
-    pub(super) lock: Option<PodLock>,
+    /// The state of the sandbox that the plan is made for.
+    pub(super) basis: Basis,
     pub(super) namespace: Option<Namespace>,
     /// The save for which the plan waits.
     pub(super) wish: Option<Wish>,
@@ -60,10 +59,7 @@ pub(super) struct Look {
     pub(super) asleep: Option<SleepWatch>,
     /// Set if the sandbox could sleep to relieve the node.
     pub(super) candidate: Option<Candidate>,
-    /// The rules of the sandbox's keeper.
-    pub(super) rules: Rules,
     pub(super) sent_rules: Option<SentRules>,
-    pub(super) sent_limits: Option<SentLimits>,
     /// The sandbox that this task has observed.
     pub(super) handled: Option<SandboxId>,
     /// When the plan was made.

@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_written_counts_until_the_watch_shows_something_newer() {
+    fn an_own_write_counts_until_the_watch_shows_a_newer_version() {
         let mut written = OwnWrites::default();
         assert_eq!(counts(&mut written, 1).as_deref(), Some("1"));
         written.note(&version(1), None);
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_else_wrote_over_it_counts_at_once() {
+    fn a_later_write_of_another_client_counts_at_once() {
         let mut written = OwnWrites::default();
         written.note(&version(1), Some(version(2)));
         assert_eq!(counts(&mut written, 4).as_deref(), Some("4"));

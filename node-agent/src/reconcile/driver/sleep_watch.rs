@@ -64,7 +64,7 @@ mod tests {
     use crate::reconcile::sandbox_index::tests::{make, records};
 
     #[test]
-    fn who_sleeps_is_as_it_was_until_anything_of_it_is_written_or_it_is_gone() {
+    fn a_sleeping_sandbox_counts_as_unchanged_until_a_record_is_written_or_removed() {
         let (_dir, records) = records();
         let record = make(&records, 'a', "pod-1");
         let image = ImageId::parse("pod-1.1").expect("an image");

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_only_snapshots_tell_of_gets_so_many_tasks_and_no_more() {
+    fn pods_known_only_from_snapshots_get_a_limited_number_of_tasks() {
         let pod = |n: usize| PodUid::new(format!("pod-{n}")).expect("a UID");
         let mut tasks = Tasks::default();
         let began = (0..2 * MAX_SNAPSHOT_TASKS).filter(|n| {

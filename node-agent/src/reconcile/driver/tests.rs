@@ -11,8 +11,8 @@ use torpor_test_apiserver::Apiserver;
 use super::*;
 use crate::policy::pressure::NodePressure;
 use crate::policy::saves::Saves;
-use crate::reconcile::execute::tests::node_in;
 use crate::reconcile::snapshot_index::SnapshotIndex;
+use crate::reconcile::steps_for_tests::node_in;
 use crate::report::metrics::Metrics;
 use crate::report::publish::Publisher;
 use crate::report::sandboxes::tests::image_in;
@@ -150,7 +150,7 @@ async fn a_snapshot_that_comes_late_gets_the_image_of_a_pod_that_is_gone() {
 }
 
 #[tokio::test]
-async fn an_image_that_a_snapshot_names_which_no_watch_shows_stays_and_else_is_given_up_aloud() {
+async fn an_image_stays_while_its_snapshot_exists_and_its_removal_is_an_event() {
     let bench = Bench::new(Duration::ZERO);
     bench.snapshot();
     bench.driver.begin();
@@ -185,7 +185,7 @@ async fn an_image_that_a_snapshot_names_which_no_watch_shows_stays_and_else_is_g
 }
 
 #[tokio::test]
-async fn a_snapshot_of_a_pod_that_nobody_knows_is_answered_once_and_keeps_no_task() {
+async fn a_snapshot_of_an_unknown_pod_is_answered_once_and_keeps_no_task() {
     let bench = Bench::new(Duration::from_secs(600));
     bench.driver.begin();
     bench.server.create(

@@ -80,6 +80,40 @@ fn uploaded_images_of_a_namespace_and_class_count_once_each() {
 }
 
 #[test]
+fn the_image_of_a_manual_snapshot_is_uploaded_although_its_sandbox_runs_on() {
+    let shown = SnapshotIndex::new(NODE.to_owned());
+    let put = |name: &str, reason: &str, conditions: &[&str]| {
+        let spec = json!({
+            "sandboxName": "s", "snapshotClassName": "far", "reason": reason,
+            "podUID": "pod-1", "nodeName": NODE,
+        });
+        let mut snapshot = named(name, "n", 1, spec);
+        let conditions: Vec<_> = conditions
+            .iter()
+            .map(|kind| {
+                json!({
+                    "type": kind, "status": "True", "reason": "x", "message": "",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z",
+                })
+            })
+            .collect();
+        snapshot.status = serde_json::from_value(json!({
+            "imageID": "pod-1.1", "nodeName": NODE, "podUID": "pod-1", "conditions": conditions,
+        }))
+        .expect("a status");
+        snapshot.metadata.finalizers =
+            Some(vec![torpor_api::annotations::IMAGE_FINALIZER.to_owned()]);
+        shown.take(Event::Apply(snapshot));
+    };
+    put("manual", "Manual", &["Committed", "Consumed"]);
+    put("uploaded", "Manual", &["Committed", "Consumed", "Uploaded"]);
+    put("saving", "Manual", &[]);
+    put("suspended", "Suspend", &["Committed"]);
+    put("resumed", "Suspend", &["Committed", "Consumed"]);
+    assert_eq!(names(&shown.to_upload()), ["manual", "suspended"]);
+}
+
+#[test]
 fn an_archive_is_about_no_pod_and_its_image_is_named() {
     let shown = SnapshotIndex::new(NODE.to_owned());
     let spec = json!({
@@ -101,7 +135,7 @@ fn an_archive_is_about_no_pod_and_its_image_is_named() {
 }
 
 #[test]
-fn who_may_write_into_one_namespace_has_no_say_over_the_pods_of_another() {
+fn a_snapshot_in_one_namespace_does_not_affect_pods_of_another_namespace() {
     let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "reason": "Suspend" });
     for by_status in [false, true] {
         let mut other = named("other", "of-somebody-else", 1, spec.clone());
@@ -133,7 +167,7 @@ fn a_snapshot_that_names_another_node_means_no_pod_of_this_one() {
 }
 
 #[test]
-fn a_list_counts_when_it_is_whole_and_tells_what_changed() {
+fn a_list_counts_once_it_is_whole_and_returns_the_changed_snapshots() {
     let shown = SnapshotIndex::new(NODE.to_owned());
     for (name, version) in [("a", 1), ("b", 2), ("c", 3)] {
         shown.take(Event::Apply(of_pod_1(name, version)));
@@ -168,7 +202,7 @@ async fn the_first_list_is_waited_for() {
 }
 
 #[test]
-fn a_node_answers_for_what_names_it_until_it_has_answered() {
+fn a_node_answers_for_a_snapshot_that_names_it_until_it_has_answered() {
     let shown = SnapshotIndex::new(NODE.to_owned());
     let asked = |node: Option<&str>, change: &dyn Fn(&mut SandboxSnapshot)| {
         let spec = json!({ "sandboxName": "s", "podUID": "pod-1", "nodeName": node });

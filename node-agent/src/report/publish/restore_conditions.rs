@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_asked_for_is_named_and_the_pod_may_be_ready_with_the_same_words() {
+    fn a_restore_names_the_requested_pod_snapshot_and_opens_the_readiness_gate() {
         let asked = pod(&json!({BY_SDK: "t-1"}), &gate(), &json!([]));
         let derived = derived(&asked, &restored());
         let kinds: Vec<_> = derived
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_restored_from_it_says_so() {
+    fn a_pod_that_was_not_restored_from_its_pod_snapshot_reports_this() {
         let another = "A sandbox continues from its newest memory, not from PodSnapshot \"t\"; annotation torpor.dev/restore-from starts another Sandbox as a copy of SandboxSnapshot \"t\"";
         let elsewhere = "The Pod was not restored with the memory of its suspension";
         let (yes, no) = (Truth::True, Truth::False);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restore_that_came_through_is_said_once_and_one_that_failed_is_tried_again() {
+    fn a_successful_restore_is_reported_once_and_a_failed_restore_again() {
         let written = |status: &str| json!([{"type": "PodRestored", "status": status}]);
         let asked = |status: &str| pod(&json!({BY_SDK: "t"}), &json!([]), &written(status));
         assert_eq!(derived(&asked("True"), &restored()), []);
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_who_does_not_ask_is_told() {
+    fn a_pod_without_a_requested_pod_snapshot_gets_no_condition() {
         let plain = pod(&json!({}), &json!([{"conditionType": "x"}]), &json!([]));
         assert_eq!(derived(&plain, &restored()), []);
         let too_long = pod(&json!({BY_SDK: "x".repeat(254)}), &gate(), &json!([]));

@@ -7,7 +7,7 @@ use torpor_test_apiserver::Apiserver;
 use super::*;
 
 #[test]
-fn a_doze_and_its_end_are_events_and_of_a_doze_only_what_is_true_of_each_is_said() {
+fn a_doze_and_its_end_are_events_and_name_no_image() {
     let condition = |reason: &str, message: &str| PodCondition {
         reason: Some(reason.to_owned()),
         message: Some(message.to_owned()),
@@ -93,7 +93,7 @@ async fn a_late_status_takes_away_nothing_that_was_written_since() {
 }
 
 #[tokio::test]
-async fn a_restored_pod_is_told_everything_by_one_write_that_leaves_the_kubelets_words_alone() {
+async fn one_write_sets_all_conditions_of_a_restored_pod_and_keeps_the_kubelets_conditions() {
     let server = Apiserver::new();
     server.create(
         "pods",
@@ -171,7 +171,7 @@ fn every_reason_of_the_planner_is_one_of_the_api() {
 }
 
 #[test]
-fn what_is_wrong_with_one_object_is_told_from_an_apiserver_that_can_do_nothing() {
+fn an_error_of_one_object_is_distinguished_from_a_failing_apiserver() {
     let what = || "x".to_owned();
     let answered = |code| {
         let status = kube::core::Status::failure("words", "Reason").with_code(code);

@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_sandboxnode_goes_with_its_node_and_belongs_to_one_that_was_made_anew() {
+    async fn a_sandboxnode_is_owned_by_its_node_also_after_the_node_was_made_anew() {
         let server = Apiserver::new();
         let first = node(&server);
         assert_eq!(start(&server).await, json!([first]));
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_of_an_older_agent_gets_its_owner_once_and_keeps_its_others() {
+    async fn a_sandboxnode_of_an_older_agent_gets_its_owner_once_and_keeps_other_owners() {
         let server = Apiserver::new();
         let node = node(&server);
         let other = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "c", "uid": "u-1"});
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_whose_node_cannot_be_read_or_that_may_not_be_corrected_is_written_without() {
+    async fn a_sandboxnode_whose_owner_cannot_be_read_or_set_is_written_without_an_owner() {
         let server = Apiserver::new();
         assert_eq!(start(&server).await, Value::Null);
         node(&server);

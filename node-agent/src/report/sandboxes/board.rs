@@ -178,7 +178,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_disk_takes_the_oldest_image_that_nobody_claims_first() {
+    fn the_oldest_unclaimed_image_goes_first() {
         let pod = |uid: &str| PodUid::new(uid).expect("a UID");
         let board = Board::default();
         board.note(&pod("claimed"), left("claimed.1", 1, false));
@@ -192,7 +192,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_a_pod_left_is_news_once() {
+    fn a_change_of_the_memory_that_a_pod_left_is_news_once() {
         let pod = PodUid::new("pod-a").expect("a UID");
         let board = Board::default();
         let changed = || board.left_changed().now_or_never().is_some();

@@ -93,8 +93,8 @@ pub(crate) mod tests {
 
     use super::super::board::tests::left;
     use super::*;
-    use crate::reconcile::execute::tests::node_in;
     use crate::reconcile::sandbox_index::tests::make;
+    use crate::reconcile::steps_for_tests::node_in;
     use crate::report::metrics::Metrics;
     use crate::report::sandboxes::Sandboxes;
     use crate::report::spans::Spans;

@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_while_the_pod_is_there_says_nothing() {
+    fn a_mark_changes_no_claim_while_its_pod_exists() {
         let claims = [claim("p", FetchState::Claimed)];
         let marked = [held(true, Some("p"))];
         let facts = Facts {

@@ -34,7 +34,10 @@ async fn nothing_is_lost_when_the_agent_is_killed_at_any_moment() -> anyhow::Res
                 tokio::time::sleep(BETWEEN_PODS).await;
             }
             tokio::time::sleep(Duration::from_millis(*delay)).await;
-            Agent::find()?.kill_and_replace(case.client()).await?;
+            Agent::running()
+                .await?
+                .kill_and_replace(case.client())
+                .await?;
             if wish.is_none() {
                 for (name, before) in PODS.iter().zip(&mut before) {
                     let now = case.counted(name).await?;

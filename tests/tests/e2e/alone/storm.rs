@@ -79,7 +79,12 @@ async fn kill(case: &Case, over: &AtomicBool) -> anyhow::Result<u32> {
                 let at_once = DeleteParams::default().grace_period(0);
                 pods.delete_collection(&at_once, &of_controller).await?;
             }
-            1 => drop(Agent::find()?.kill_and_replace(case.client()).await?),
+            1 => drop(
+                Agent::running()
+                    .await?
+                    .kill_and_replace(case.client())
+                    .await?,
+            ),
             _ => containerd()?.kill()?,
         }
         kills += 1;

@@ -28,9 +28,12 @@ use super::{
     origin::record,
     previous_condition,
 };
-use crate::sandbox::{
-    dereference::Observed,
-    validate::{Desired, Ownership, ownership},
+use crate::{
+    sandbox::{
+        dereference::Observed,
+        validate::{Desired, Ownership, ownership},
+    },
+    time_left::time_left,
 };
 
 /// Reports whether the plan needs the UID of the cluster.
@@ -161,12 +164,7 @@ fn ready<'a>(
         return Err(Wait::new(reasons::ARCHIVE_FAILED, why));
     }
     let name = image.name_any();
-    let status = image.status.as_ref();
-    let committed = status.and_then(|status| status.committed_at.as_ref());
-    let since = committed.map(|at| Duration::try_from(now.duration_since(at.0)));
-    // A clock behind the node's gives an age of zero.
-    let since = since.and_then(Result::ok).unwrap_or_default();
-    if let Some(left) = after.checked_sub(since).filter(|left| !left.is_zero()) {
+    if let Some(left) = time_left(after, image.committed_at(), now) {
         let message = format!(
             "The Sandbox is archived {} s after its suspension",
             after.as_secs()

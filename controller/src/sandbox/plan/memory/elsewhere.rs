@@ -23,7 +23,7 @@ use super::{
     pod_condition,
     resume::Obstacle,
 };
-use crate::sandbox::{dereference::Observed, validate::Desired};
+use crate::sandbox::{dereference::Observed, pod_spec, validate::Desired};
 
 /// Most nodes in the affinity of a Pod.
 const MOST_NODES: usize = 64;
@@ -182,7 +182,9 @@ fn fitting(desired: &Desired<'_>, observed: &Observed, snapshot: &SandboxSnapsho
     let nodes = observed.cluster.iter().filter(|candidate| {
         !candidate.is_silent && fits(desired, observed, snapshot, &candidate.node).is_ok()
     });
+    let named = pod_spec::named_nodes(desired.sandbox.spec.pod_template.spec.json());
     let mut nodes: Vec<String> = nodes.map(|candidate| candidate.node.name_any()).collect();
+    nodes.retain(|node| named.as_ref().is_none_or(|named| named.contains(node)));
     nodes.sort_by_key(|node| name_hash(&format!("{}/{node}", desired.name)));
     nodes
 }

@@ -6,7 +6,7 @@ use torpor_api::PodRecord;
 
 use super::{
     super::{LastPod, Plan},
-    capabilities, evicted, is_terminating, sleeps_in_place,
+    backup, capabilities, evicted, is_terminating, sleeps_in_place,
     suspend::runs,
 };
 use crate::{
@@ -24,9 +24,14 @@ pub(in crate::sandbox::plan) fn record(
     observed: &Observed,
     pod: &Pod,
 ) {
+    let is_known = || {
+        let known = saved_pod::last_pod(desired.sandbox);
+        known.is_some_and(|known| Some(&known.uid) == pod.metadata.uid.as_ref())
+    };
     if is_terminating(pod) && !evicted::is_evicted(pod) {
-        // A user who deletes the Pod of a running Sandbox wants its memory gone.
-        if !desired.suspended {
+        // A user who deletes the Pod of a running Sandbox wants its memory gone. A Pod that has not
+        // run has no memory, and the record is of the Pod before.
+        if !desired.suspended && is_known() {
             forget_record(plan, desired);
         }
         return;
@@ -34,10 +39,10 @@ pub(in crate::sandbox::plan) fn record(
     if plan.last_pod != LastPod::Keep {
         return;
     }
-    let known = saved_pod::last_pod(desired.sandbox);
-    let is_new = || known.is_none_or(|known| Some(&known.uid) != pod.metadata.uid.as_ref());
     let can_sleep = || capabilities(observed, pod).0.hibernate || sleeps_in_place(pod);
-    if runs(pod) && can_sleep() && candidates::pool_of(desired.sandbox).is_none() && is_new() {
+    let is_member = candidates::pool_of(desired.sandbox).is_some();
+    let has_run = || runs(pod) && backup::is_settled(pod) && can_sleep();
+    if !is_member && has_run() && !is_known() {
         plan.last_pod = PodRecord::of(pod).map_or(LastPod::Keep, LastPod::Write);
     }
 }

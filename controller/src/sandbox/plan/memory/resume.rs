@@ -1,35 +1,29 @@
-//! Plans a resume: the image that a new Pod continues from, and the cleanup of images by a running
-//! Pod.
+//! Plans a resume: the image that a new Pod continues from.
 
 use std::sync::Arc;
 
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
 use kube::ResourceExt;
 use serde_json::json;
 use torpor_api::{
     SandboxSnapshot,
     annotations::{self, OnRestoreFailure, SleepAfter, WakeOn},
-    conditions::{self, Draft},
-    labels,
-    reasons::{hibernated, restored, snapshot as snapshot_reasons},
+    conditions, labels,
+    reasons::{restored, snapshot as snapshot_reasons},
 };
 use torpor_daemon::spans::LONGEST_CARRIER;
 
 use super::{
-    super::{
-        Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence, delete_as_seen, delete_pod,
-    },
-    archive, capabilities, condition_false, delete_snapshot, elsewhere, evicted, fence,
-    is_deleting, is_incomplete, is_resumable, is_terminating,
+    super::{Action, Area, ConditionChange, ImageUse, Plan, SnapshotFence},
+    archive, backup, condition_false, delete_snapshot, elsewhere, fence, is_deleting,
+    is_incomplete, is_resumable,
     location::{
         GIVEN_UP_AFTER, LOOK_FOR_NODE, LOOK_SOON, LostNode, await_node, cold_start, lost,
         may_be_back,
     },
-    newest_resumable, node_of,
+    newest_resumable,
     origin::{record, trusted_node},
-    own_snapshots, phase, pod_condition, previous_condition, show_hibernated, sleeps_in_place,
-    snapshot_of_pod,
+    own_snapshots, previous_condition, show_hibernated,
     unclaimed::{self, LeftMemory},
 };
 use crate::claim::files;
@@ -42,8 +36,6 @@ use crate::sandbox::{
 /// Reason and message why memory cannot be restored.
 pub(super) type Obstacle = (&'static str, String);
 
-// --- without a Pod ---
-
 /// Plans for a running Sandbox without a Pod.
 pub(in crate::sandbox::plan) fn start(
     plan: &mut Plan,
@@ -54,14 +46,28 @@ pub(in crate::sandbox::plan) fn start(
     show_hibernated(plan, desired, observed, ConditionChange::Remove);
     archive::end(plan, desired, observed);
     if let Some(snapshot) = newest_resumable(desired, observed) {
+        if let Some((backup, why)) = backup::in_place_of(desired, observed, snapshot) {
+            let (name, message) = (snapshot.name_any(), why.clone());
+            plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
+            return continue_from_backup(plan, desired, observed, (backup, &why));
+        }
         delete_incomplete(plan, desired, observed);
         return resume(plan, desired, observed, snapshot, now);
+    }
+    if let Some((backup, why)) = backup::of_lost_pod(desired, observed) {
+        return continue_from_backup(plan, desired, observed, (backup, &why));
     }
     let given_up = match unclaimed::settle(plan, desired, observed, now) {
         LeftMemory::Awaited(change) => return show_hibernated(plan, desired, observed, change),
         LeftMemory::GivenUp(why) => Some(why),
         LeftMemory::Nothing => None,
     };
+    if let Some((why, backup)) = given_up
+        .as_deref()
+        .zip(backup::of_last_pod(desired, observed))
+    {
+        return continue_from_backup(plan, desired, observed, (backup, why));
+    }
     delete_incomplete(plan, desired, observed);
     if given_up.is_some() {
         unclaimed::forget(plan, desired);
@@ -78,6 +84,37 @@ pub(in crate::sandbox::plan) fn start(
         None => after_cold_start(desired, observed),
     };
     create_pod(plan, desired, observed, None, change);
+}
+
+/// Starts a Pod as a copy of a backup. `why`: why there is no newer memory. The record of the last
+/// Pod stays until the new one has run, which may need the backup again.
+fn continue_from_backup(
+    plan: &mut Plan,
+    desired: &Desired<'_>,
+    observed: &Observed,
+    (backup, why): (&SandboxSnapshot, &str),
+) {
+    delete_incomplete(plan, desired, observed);
+    match can_restore(desired, observed, backup, true) {
+        Ok(memory) => {
+            let memory = Memory {
+                backup: Some(backup::words(backup, why)),
+                ..memory
+            };
+            let start = Some((memory, fence(observed, backup, ImageUse::Backup)));
+            create_pod(plan, desired, observed, start, ConditionChange::Remove);
+        }
+        Err((reason, message)) if desired.settings.restore_policy() == OnRestoreFailure::Fail => {
+            plan.requeue_after(LOOK_SOON);
+            let message = format!("{why}. {message}. To {}", cold_start());
+            plan.memory.restored = condition_false(conditions::RESTORED, reason, message);
+        }
+        Err((reason, message)) => {
+            let message = cold_start_message(reason, &format!("{why}. {message}"));
+            let change = condition_false(conditions::RESTORED, restored::COLD_STARTED, message);
+            create_pod(plan, desired, observed, None, change);
+        }
+    }
 }
 
 /// Deletes snapshots whose save has not completed. The fence finds one that was just committed.
@@ -314,7 +351,7 @@ fn create_pod(
 }
 
 /// Returns Restored for a Pod that was not restored, with the memory that it left unused.
-fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> ConditionChange {
+pub(super) fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> ConditionChange {
     let left_behind = own_snapshots(desired, observed).filter_map(|snapshot| {
         let consumed = conditions::find(snapshot.conditions(), conditions::CONSUMED)?;
         (consumed.status == "True" && consumed.reason == snapshot_reasons::SUPERSEDED)
@@ -339,7 +376,7 @@ fn after_cold_start(desired: &Desired<'_>, observed: &Observed) -> ConditionChan
 /// Returns the trace for the agent's spans.
 ///
 /// Only Pods that an agent may act on get it. All others are as upstream's.
-fn trace(desired: &Desired<'_>) -> Option<String> {
+pub(super) fn trace(desired: &Desired<'_>) -> Option<String> {
     desired
         .sandbox
         .spec
@@ -362,7 +399,7 @@ fn on_restore(desired: &Desired<'_>) -> Option<[(&'static str, String); 2]> {
 /// Returns the annotations that the kubelet writes into the volume for a claim. Without a claim,
 /// and until the Secret with the claim's files is written, the first is empty: it marks Pods that
 /// have the volume.
-fn claim_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 3] {
+pub(super) fn claim_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 3] {
     let on_sandbox = desired.sandbox.annotations();
     let secret = on_sandbox.get(annotations::CLAIM_SECRET);
     let is_written = secret.is_none_or(|state| state == files::WRITTEN);
@@ -381,7 +418,7 @@ fn claim_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 
 
 /// Returns the annotations about when the sandbox falls asleep by itself, what wakes it, and what
 /// it starts from after a crash.
-fn sleep_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 6] {
+pub(super) fn sleep_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 6] {
     let settings = &desired.settings;
     let canonical = |after: Option<SleepAfter>| after.map(SleepAfter::canonical);
     [
@@ -407,220 +444,4 @@ fn sleep_annotations(desired: &Desired<'_>) -> [(&'static str, Option<String>); 
             settings.wake_at.as_ref().map(ToString::to_string),
         ),
     ]
-}
-
-// --- with a Pod ---
-
-/// Returns Torpor's annotations for an existing Pod; the value `None` removes one.
-pub(in crate::sandbox::plan) fn annotations_for_pod(
-    desired: &Desired<'_>,
-    pod: &Pod,
-) -> Vec<(&'static str, Option<String>)> {
-    let mut wishes = vec![
-        (
-            annotations::HIBERNATE,
-            desired.settings.hibernate.then(|| "true".to_owned()),
-        ),
-        (annotations::FREEZE, None),
-        (annotations::POD_TRACE_CONTEXT, trace(desired)),
-    ];
-    wishes.extend(sleep_annotations(desired));
-    if pod.annotations().contains_key(annotations::CLAIM) {
-        wishes.extend(claim_annotations(desired));
-    }
-    // During a restore the annotation holds the policy with which it began.
-    let restoring = pod.annotations().contains_key(annotations::RESTORE_IMAGE)
-        && restored_condition(pod).is_none_or(|restored| restored.status != "True");
-    if let Some(policy) = desired.settings.on_restore_failure
-        && !restoring
-    {
-        wishes.push((
-            annotations::ON_RESTORE_FAILURE,
-            Some(policy.as_str().to_owned()),
-        ));
-    }
-    wishes
-}
-
-fn restored_condition(pod: &Pod) -> Option<Draft> {
-    pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED)
-}
-
-/// Plans for a running Sandbox with its Pod.
-pub(in crate::sandbox::plan) fn awake(
-    plan: &mut Plan,
-    desired: &Desired<'_>,
-    observed: &Observed,
-    pod: &Pod,
-) {
-    archive::end(plan, desired, observed);
-    let change = evicted::keep(plan, desired, observed, pod)
-        .unwrap_or_else(|| hibernated_in_place(desired, observed, pod));
-    show_hibernated(plan, desired, observed, change);
-    cancel_suspension(plan, desired, observed, pod);
-    if let Some(source) = source_of(desired, observed, pod) {
-        elsewhere::record_taker(plan, source, pod);
-        if elsewhere::has_more_places(source, pod) {
-            plan.step(Area::Pod, delete_as_seen(pod));
-        }
-    }
-    if let Some(bound) = pod_condition(pod, conditions::POD_BOUND, conditions::BOUND) {
-        plan.memory.bound = ConditionChange::Set(bound);
-    }
-    plan.memory.restored = match restored_condition(pod) {
-        Some(draft) => {
-            settle_restore(plan, desired, observed, pod, &draft);
-            ConditionChange::Set(draft)
-        }
-        None if pod.annotations().contains_key(annotations::RESTORE_IMAGE) => {
-            ConditionChange::Remove
-        }
-        None => after_cold_start(desired, observed),
-    };
-    delete_consumed(plan, desired, observed, pod);
-}
-
-fn hibernated_in_place(desired: &Desired<'_>, observed: &Observed, pod: &Pod) -> ConditionChange {
-    if let Some(draft) = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED) {
-        return ConditionChange::Set(draft);
-    }
-    let (can, runtime) = capabilities(observed, pod);
-    let Some(node) = node_of(pod).filter(|_| {
-        let by_itself = [
-            desired.settings.hibernate_after,
-            desired.settings.doze_after,
-        ];
-        let by_itself = by_itself
-            .into_iter()
-            .flatten()
-            .any(|after| after != SleepAfter::Off);
-        (desired.settings.hibernate || by_itself) && !can.hibernate
-    }) else {
-        return ConditionChange::Remove;
-    };
-    let message = format!("{runtime} on node {node:?} cannot hibernate");
-    condition_false(
-        conditions::HIBERNATED,
-        hibernated::RUNTIME_NOT_CAPABLE,
-        message,
-    )
-}
-
-/// Cancels a suspension when the Sandbox is to run again before its Pod was deleted.
-///
-/// The controller deletes the snapshot. The agent wakes the sandbox before it deletes the image.
-fn cancel_suspension(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) {
-    let uid = pod.uid().unwrap_or_default();
-    let Some(snapshot) = snapshot_of_pod(desired, observed, &uid) else {
-        return;
-    };
-    // A Pod that ends loses its memory. Then only the image is left, from which the next Pod
-    // continues.
-    let ends = is_terminating(pod) || matches!(phase(pod), "Succeeded" | "Failed");
-    if ends || is_deleting(snapshot) {
-        return;
-    }
-    if snapshot
-        .annotations()
-        .contains_key(annotations::REPLACES_POD)
-    {
-        // Another pass may be about to delete the Pod. The next Pod continues from the image.
-        if is_resumable(snapshot) && snapshot.is_committed() {
-            let image = fence(observed, snapshot, ImageUse::OnlyCopy);
-            plan.step(Area::Pod, delete_pod(pod, Some(image)));
-        }
-        return;
-    }
-    let fence = SnapshotFence::PodAlive {
-        name: pod.name_any(),
-        uid,
-        resource_version: snapshot.resource_version().unwrap_or_default(),
-    };
-    plan.step(Area::Pod, delete_snapshot(snapshot, fence));
-}
-
-/// Returns the snapshot that a Pod was created to continue from.
-fn source_of<'a>(
-    desired: &'a Desired<'_>,
-    observed: &'a Observed,
-    pod: &Pod,
-) -> Option<&'a Arc<SandboxSnapshot>> {
-    if pod.annotations().contains_key(annotations::RESTORE_COPY) {
-        return None;
-    }
-    let image = pod.annotations().get(annotations::RESTORE_IMAGE)?;
-    own_snapshots(desired, observed).find(|snapshot| {
-        snapshot
-            .status
-            .as_ref()
-            .and_then(|status| status.image_id.as_ref())
-            == Some(image)
-    })
-}
-
-/// Acts on the agent's report about the restore.
-fn settle_restore(
-    plan: &mut Plan,
-    desired: &Desired<'_>,
-    observed: &Observed,
-    pod: &Pod,
-    draft: &Draft,
-) {
-    if is_terminating(pod) {
-        return;
-    }
-    let source = source_of(desired, observed, pod).filter(|snapshot| !is_deleting(snapshot));
-    let supersede = |plan: &mut Plan| {
-        if let Some(snapshot) = source.filter(|snapshot| !snapshot.is_consumed()) {
-            let (name, message) = (snapshot.name_any(), draft.message.to_string());
-            plan.step(Area::Pod, Action::SupersedeSnapshot { name, message });
-        }
-    };
-    if draft.status == "True" {
-        if let Some(snapshot) = source {
-            plan.step(Area::Pod, delete_snapshot(snapshot, SnapshotFence::Stale));
-        }
-    } else if draft.reason == restored::COLD_STARTED {
-        supersede(plan);
-    } else if sleeps_in_place(pod) {
-        // The agent retries a failed wake in place. The image is deleted with this Pod.
-    } else if draft.reason == restored::IMAGE_STALE
-        && !pod.annotations().contains_key(annotations::RESTORE_COPY)
-    {
-        // Another Pod has continued from this image. This Pod never ran; the next one starts cold.
-        supersede(plan);
-        plan.step(Area::Pod, delete_as_seen(pod));
-    } else if draft.status == "False" && policy_was_changed(desired, pod) {
-        // The sandbox reads the policy at its creation, so a new policy needs a new Pod.
-        plan.step(Area::Pod, delete_as_seen(pod));
-    }
-}
-
-fn policy_was_changed(desired: &Desired<'_>, pod: &Pod) -> bool {
-    let cold = OnRestoreFailure::ColdStart;
-    desired.settings.restore_policy() == cold
-        && pod
-            .annotations()
-            .get(annotations::ON_RESTORE_FAILURE)
-            .map(String::as_str)
-            != Some(cold.as_str())
-}
-
-/// Deletes consumed images, which a running Sandbox does not need.
-fn delete_consumed(plan: &mut Plan, desired: &Desired<'_>, observed: &Observed, pod: &Pod) {
-    let uid = pod.uid().unwrap_or_default();
-    for snapshot in own_snapshots(desired, observed) {
-        let used = conditions::find(snapshot.conditions(), conditions::CONSUMED)
-            .is_some_and(|c| c.status == "True" && c.reason == snapshot_reasons::RESUMED);
-        let this_pods = snapshot.spec.pod_uid.as_deref() == Some(&uid);
-        // The Pod that consumed the image may still be restoring from it. Once it reports Restored,
-        // settle_restore deletes the image.
-        let status = snapshot.status.as_ref();
-        let by_this = status.and_then(|s| s.consumed_by_pod_uid.as_deref()) == Some(&uid);
-        let action = delete_snapshot(snapshot, SnapshotFence::Stale);
-        let planned = plan.steps.iter().any(|step| step.action == action);
-        if used && !this_pods && !by_this && !is_deleting(snapshot) && !planned {
-            plan.step(Area::Pod, action);
-        }
-    }
 }

@@ -5,9 +5,8 @@ use std::time::Duration;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use kube::ResourceExt;
-use serde_json::json;
 use torpor_api::{
-    PodRecord, SandboxSnapshot,
+    PodRecord, SandboxSnapshot, SnapshotReason,
     annotations::{self, SuspensionStrategy},
     conditions::{self, Draft, Status},
     reasons::{freeze, hibernated, restored as restored_reasons, snapshot as snapshot_reasons},
@@ -21,15 +20,16 @@ use super::{
     },
     NOT_KEPT, archive, capabilities, condition_false, delete_snapshot, evicted, fence,
     hibernated_kept, hibernated_missing, hibernated_saving, hibernated_waiting, is_deleting,
-    is_terminating, new_snapshot, node_of,
+    is_terminating, node_of,
     origin::mismatch,
     phase, pod_condition,
     record::forget_record,
-    show_hibernated, sleeps_in_place, snapshot_of_pod,
+    restored_condition, show_hibernated, sleeps_in_place, snapshot_of_pod, snapshot_to_make,
 };
 use crate::{
     sandbox::{dereference::Observed, metadata, validate::Desired},
     saved_pod,
+    time_left::time_left,
 };
 
 /// Interval at which a taken snapshot name is checked.
@@ -90,7 +90,7 @@ pub(super) fn runs(pod: &Pod) -> bool {
 }
 
 fn was_refused(pod: &Pod) -> bool {
-    let restored = pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED);
+    let restored = restored_condition(pod);
     let refused = restored.is_some_and(|restored| {
         restored.status == "False" && restored.reason != restored_reasons::COLD_STARTED
     });
@@ -116,7 +116,7 @@ fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
     if !resumes || has_ended(pod) {
         return false;
     }
-    if let Some(restored) = pod_condition(pod, conditions::POD_RESTORED, conditions::RESTORED) {
+    if let Some(restored) = restored_condition(pod) {
         return restored.status == "True";
     }
     let condition = pod_condition(pod, conditions::POD_HIBERNATED, conditions::HIBERNATED);
@@ -125,12 +125,9 @@ fn may_have_resumed(plan: &mut Plan, pod: &Pod, now: Timestamp) -> bool {
         false => RESTORE_BEGINS,
     };
     let made = pod.metadata.creation_timestamp.as_ref();
-    // A clock behind the apiserver's gives an age of zero.
-    let age = made.and_then(|made| Duration::try_from(now.duration_since(made.0)).ok());
-    let left = limit.saturating_sub(age.unwrap_or_default());
-    if left.is_zero() {
+    let Some(left) = time_left(limit, made.map(|made| made.0), now) else {
         return false;
-    }
+    };
     plan.requeue_after(left);
     true
 }
@@ -395,19 +392,7 @@ fn make(
     if observed.snapshots.contains_key(&name) {
         return name_taken(plan, &name);
     }
-    let spec = json!({
-        "sandboxName": desired.name,
-        "podUID": uid,
-        "nodeName": node,
-        "reason": "Suspend",
-    });
-    let mut snapshot = new_snapshot(desired, &name, spec);
-    if let Some(class) = &desired.settings.snapshot_class {
-        snapshot["spec"]["snapshotClassName"] = class.as_str().into();
-    }
-    if let Some(record) = record {
-        snapshot["metadata"]["annotations"] = saved_pod::annotation(record);
-    }
+    let snapshot = snapshot_to_make(desired, &name, (uid, node), SnapshotReason::Suspend, record);
     plan.step(Area::Pod, Action::CreateSnapshot(snapshot));
     hibernated_saving(message)
 }

@@ -15,7 +15,7 @@ fn waiting(observed: Observed) -> Observed {
 }
 
 #[test]
-fn a_save_waits_for_its_turn_and_nothing_stands_still_meanwhile() {
+fn a_save_waits_for_its_turn_and_pauses_no_sandbox_meanwhile() {
     use StepKind::*;
     let running = || waiting(observed(Live::Running, &[], &[]));
     let idle = idle_since(0, running());
@@ -64,7 +64,7 @@ fn a_save_waits_for_its_turn_and_nothing_stands_still_meanwhile() {
 }
 
 #[test]
-fn what_a_sandbox_is_about_to_stop_for_is_known_before_it_stops() {
+fn the_step_that_a_sandbox_would_stop_for_is_known_before_it_stops() {
     use StepKind::*;
     let idle = |observed| idle_since(990, observed);
     let running = || idle(observed(Live::Running, &[], &[]));
@@ -98,17 +98,19 @@ fn what_a_sandbox_is_about_to_stop_for_is_known_before_it_stops() {
         ),
     ] {
         let plan = planned(&desired, &observed);
-        let stops_for = plan.stops_for(&observed).map(|step| step.action.kind());
+        let stops_for = plan.stops_for(&observed);
+        let stops_for = stops_for.map(|index| plan.steps[index].action.kind());
         assert_eq!(stops_for, step, "{:?}: {:?}", plan.why, plan.steps);
     }
 }
 
 #[test]
-fn a_sandbox_that_there_is_no_room_for_runs_on_and_is_told_of() {
+fn a_sandbox_without_room_for_its_image_runs_on_and_is_reported() {
     let running = idle_since(990, observed(Live::Running, &[], &[]));
     for wish in [desired(Power::Asleep), idle_dozes()] {
         let plan = planned(&wish, &running);
-        let step = plan.stops_for(&running).expect("it would stop");
+        let index = plan.stops_for(&running).expect("it would stop");
+        let step = &plan.steps[index];
         let full = Outcome::Failed {
             reason: "DiskFull".into(),
             message: "no room".into(),
@@ -130,7 +132,7 @@ fn a_sandbox_that_there_is_no_room_for_runs_on_and_is_told_of() {
 }
 
 #[test]
-fn who_waits_for_bandwidth_says_so_unless_it_is_wanted_at_once() {
+fn only_a_save_by_a_timer_is_reported_as_waiting_for_bandwidth() {
     let held_back = |observed| Observed {
         held_back: true,
         ..waiting(observed)
@@ -189,7 +191,7 @@ fn asked(desired: &Desired, observed: &Observed) -> Option<Ask> {
 }
 
 #[test]
-fn who_is_asked_for_the_nodes_sake_sleeps_as_if_its_time_had_come_and_says_why() {
+fn a_sandbox_under_pressure_sleeps_as_if_its_idle_time_were_over_and_reports_why() {
     let idle = idle_since(900, observed(Live::Running, &[], &[]));
     assert_steps(&pressable(), &idle, &[]);
     let unready = Desired {
@@ -210,7 +212,7 @@ fn who_is_asked_for_the_nodes_sake_sleeps_as_if_its_time_had_come_and_says_why()
 }
 
 #[test]
-fn nobody_is_asked_who_must_not_sleep_or_is_in_use() {
+fn pressure_spares_sandboxes_in_use_and_those_that_must_not_sleep() {
     let idle = || idle_since(900, observed(Live::Running, &[], &[]));
     assert!(asked(&pressable(), &idle()).is_some());
     let never = Desired {
@@ -246,7 +248,7 @@ fn never_hibernates() -> Desired {
 }
 
 #[test]
-fn who_is_said_not_to_hibernate_only_dozes_for_the_nodes_sake() {
+fn a_sandbox_that_must_not_hibernate_only_dozes_under_pressure() {
     let awake = idle_since(900, observed(Live::Running, &[], &[]));
     let ask = asked(&never_hibernates(), &awake).unwrap();
     assert!(ask.doze);
@@ -271,7 +273,7 @@ fn who_is_said_not_to_hibernate_only_dozes_for_the_nodes_sake() {
 }
 
 #[test]
-fn who_is_said_not_to_doze_is_not_asked_to() {
+fn a_sandbox_that_must_not_doze_only_hibernates_under_pressure() {
     let mut hibernates = pressable();
     hibernates.pressure.never_dozes = true;
     let mut unsaved = idle_since(900, observed(Live::Running, &[], &[]));
@@ -291,7 +293,7 @@ fn who_is_said_not_to_doze_is_not_asked_to() {
 }
 
 #[test]
-fn who_sleeps_for_the_nodes_sake_sleeps_on_when_the_node_has_enough_again() {
+fn a_sandbox_that_pressure_put_to_sleep_sleeps_on_after_the_pressure() {
     let mut asleep = observed(Live::None, &asleep_entries(true), &[1]);
     asleep.record = Some(Record { image: image(1) });
     let dozes_only = Desired {
@@ -415,7 +417,7 @@ fn a_sandbox_whose_keepers_were_ended_in_its_sleep_sleeps_on() {
 
 /// A reader of that status gives the memory up.
 #[test]
-fn that_an_ended_pod_left_no_memory_is_said_when_it_is_certain() {
+fn an_ended_pod_is_reported_without_memory_only_when_this_is_certain() {
     let reports_no_memory = |seen: &Observed| {
         let desired = Desired {
             pod: PodPresence::Terminating,
@@ -448,7 +450,7 @@ fn that_an_ended_pod_left_no_memory_is_said_when_it_is_certain() {
 }
 
 #[test]
-fn a_sandbox_that_went_back_to_its_last_image_says_so() {
+fn a_roll_back_to_the_last_image_is_reported() {
     let mut back = observed(
         Live::Running,
         &[Entry::Waking { image: image(1) }, Entry::Awake],

@@ -10,7 +10,7 @@ fn failed() -> Outcome {
 }
 
 #[test]
-fn what_cannot_be_removed_keeps_no_sandbox_standing_still() {
+fn a_failed_removal_keeps_no_sandbox_paused() {
     let mut observed = observed(Live::Paused, &[saving(1)], &[1]);
     observed.images[0].state = ImageState::Partial;
     let removals = [
@@ -37,7 +37,7 @@ fn what_cannot_be_removed_keeps_no_sandbox_standing_still() {
 }
 
 #[test]
-fn a_wake_that_failed_is_not_told_of_the_next_sleep_when_somebody_else_woke_it() {
+fn a_failed_wake_is_no_longer_reported_once_another_process_woke_the_sandbox() {
     let mut asleep = hibernated();
     let wake = Action::Wake { image: image(1) };
     asleep.failures.note(&wake, &failed(), at(999));
@@ -52,7 +52,7 @@ fn a_wake_that_failed_is_not_told_of_the_next_sleep_when_somebody_else_woke_it()
 }
 
 #[test]
-fn an_end_that_failed_keeps_nobody_awake_who_was_woken_since() {
+fn a_failed_end_is_forgotten_once_the_sandbox_runs_again() {
     let (end, checkpoint) = (
         Action::End { image: image(1) },
         Action::Checkpoint { image: image(1) },

@@ -67,7 +67,7 @@ fn a_sandbox_that_never_ran_has_no_memory_to_wait_for() {
 }
 
 #[test]
-fn there_is_no_grace_time_where_somebody_wanted_the_memory_gone_or_the_disk_is_short() {
+fn memory_has_no_grace_time_if_a_user_deleted_it_or_the_disk_is_short() {
     let now = |change: fn(&mut Departure)| {
         let desired = departed(|departure| {
             departure.since = at(999);
@@ -99,7 +99,7 @@ fn there_is_no_grace_time_where_somebody_wanted_the_memory_gone_or_the_disk_is_s
 }
 
 #[test]
-fn the_apiserver_itself_is_asked_before_an_image_of_a_pod_goes_that_the_watch_shows_no_more() {
+fn the_apiserver_is_asked_before_an_image_of_a_gone_pod_is_removed() {
     let with = |answer| departed_with(&gone(), answer);
     let awake = [
         asleep(),
@@ -130,7 +130,7 @@ fn the_apiserver_itself_is_asked_before_an_image_of_a_pod_goes_that_the_watch_sh
 }
 
 #[test]
-fn nothing_whole_goes_before_the_nodes_own_records_of_the_sandbox() {
+fn a_whole_image_is_not_removed_before_the_nodes_records_of_its_sandbox() {
     let by_user = departed(|departure| departure.by_user = true);
     for there in [hibernated(), observed(Live::None, &asleep(), &[1, 2])] {
         let plan = planned(&by_user, &there);

@@ -31,7 +31,7 @@ fn an_idle_sandbox_falls_asleep_by_itself_when_its_time_has_come() {
 }
 
 #[test]
-fn one_that_was_woken_a_moment_ago_does_not_fall_asleep_by_itself_however_short_its_time_is() {
+fn a_sandbox_woken_a_moment_ago_stays_awake_however_short_its_idle_time_is() {
     let second = Some(std::time::Duration::from_secs(1));
     let sleep = |doze, hibernate| Desired {
         sleep: SleepAfter { doze, hibernate },
@@ -49,7 +49,7 @@ fn one_that_was_woken_a_moment_ago_does_not_fall_asleep_by_itself_however_short_
 
 /// While a sandbox sleeps, the kubelet's probes are answered for it.
 #[test]
-fn one_that_is_not_ready_does_not_fall_asleep_by_itself_and_says_so() {
+fn a_sandbox_that_is_not_ready_does_not_fall_asleep_by_itself_and_reports_this() {
     use StepKind::*;
     let unready = |desired| Desired {
         ready: false,
@@ -87,7 +87,7 @@ fn one_that_is_not_ready_does_not_fall_asleep_by_itself_and_says_so() {
 }
 
 #[test]
-fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
+fn a_sandbox_dozes_in_three_plans_so_that_a_caller_can_resume_it_between_them() {
     use StepKind::*;
     let idle = |observed| idle_since(990, observed);
     let running = idle(observed(Live::Running, &[], &[]));
@@ -134,7 +134,7 @@ fn a_sandbox_dozes_in_three_plans_so_that_whoever_needs_it_comes_between() {
 }
 
 #[test]
-fn a_doze_that_cannot_be_saved_ends_and_one_without_swap_does_not_begin() {
+fn a_doze_that_cannot_be_saved_ends_and_without_swap_no_doze_begins() {
     use StepKind::*;
     let mut noted = idle_since(0, dozing(false, observed(Live::Paused, &[], &[])));
     save_failure(&mut noted, 999);
@@ -152,7 +152,7 @@ fn a_doze_that_cannot_be_saved_ends_and_one_without_swap_does_not_begin() {
 }
 
 #[test]
-fn what_fell_asleep_by_itself_sleeps_on_until_it_may_not_and_what_was_asked_to_sleep_is_woken() {
+fn a_sandbox_sleeps_on_without_a_request_only_if_it_fell_asleep_by_itself() {
     use StepKind::*;
     let asleep = |by_itself| Observed {
         ledger: Ok(LedgerState::fold(&asleep_entries(by_itself))),
@@ -246,7 +246,7 @@ fn a_sandbox_is_awake_at_the_time_that_was_set_whatever_made_it_sleep() {
 }
 
 #[test]
-fn of_several_times_each_is_kept() {
+fn each_of_several_wake_times_is_kept() {
     let asleep_since = |second| Observed {
         ledger: Ok(LedgerState::fold(&asleep_entries(true))),
         asleep_since: Some(at(second)),
@@ -271,7 +271,7 @@ fn of_several_times_each_is_kept() {
 }
 
 #[test]
-fn the_clock_wakes_nobody_who_is_frozen_or_being_suspended() {
+fn the_clock_wakes_no_sandbox_that_is_frozen_or_being_suspended() {
     let late = |desired| Desired {
         wake_up: [at(1000)].into(),
         ..desired
@@ -288,7 +288,7 @@ fn the_clock_wakes_nobody_who_is_frozen_or_being_suspended() {
 }
 
 #[test]
-fn a_sandbox_that_cannot_be_saved_is_left_running_and_told_of_and_seldom_tried_again() {
+fn a_sandbox_that_cannot_be_saved_runs_on_and_is_reported_and_seldom_tried_again() {
     let mut running = idle_since(0, observed(Live::Running, &[], &[]));
     save_failure(&mut running, 999);
     let plan = planned(&idle_hibernates(), &running);
@@ -315,7 +315,7 @@ fn a_sandbox_that_cannot_be_saved_is_left_running_and_told_of_and_seldom_tried_a
 }
 
 #[test]
-fn a_sandbox_that_nothing_would_wake_stays_awake_and_is_saved_for_who_asks() {
+fn a_sandbox_that_no_packet_would_wake_stays_awake_but_is_saved_on_request() {
     use StepKind::*;
     let unwatched = |second, observed| {
         let mut observed = idle_since(0, observed);
@@ -363,7 +363,7 @@ fn a_sandbox_that_nothing_would_wake_stays_awake_and_is_saved_for_who_asks() {
 }
 
 #[test]
-fn one_that_was_asked_to_sleep_and_that_no_packet_wakes_says_so() {
+fn a_sandbox_asleep_on_request_that_no_packet_wakes_reports_this() {
     let asleep = Observed {
         not_watched: Some("no veth pair".into()),
         ..hibernated()
@@ -387,7 +387,7 @@ fn a_save_that_missed_a_container_is_tried_again_in_a_moment_also_of_an_idle_san
 }
 
 #[test]
-fn whoever_cannot_see_packets_does_not_fall_asleep_and_says_so() {
+fn a_sandbox_without_a_known_idle_time_stays_awake_and_reports_why() {
     let mut running = observed(Live::Running, &[], &[]);
     running.idle_known = Err("no BPF".into());
     let condition = planned(&idle_hibernates(), &running)
@@ -410,7 +410,7 @@ fn whoever_cannot_see_packets_does_not_fall_asleep_and_says_so() {
 
 /// A restore ends the processes that exec left behind, a doze does not.
 #[test]
-fn what_exec_has_left_behind_keeps_a_sandbox_from_hibernating_by_itself_but_not_from_dozing() {
+fn processes_left_by_exec_keep_a_sandbox_from_hibernating_by_itself_but_not_from_dozing() {
     let left = |mut observed: Observed| {
         observed.left_by_exec = ["server", "a", "b", "c", "d", "e"]
             .map(str::to_owned)

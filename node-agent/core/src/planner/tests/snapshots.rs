@@ -162,7 +162,7 @@ fn a_sandbox_that_may_have_continued_elsewhere_is_not_woken_before_the_apiserver
 }
 
 #[test]
-fn an_image_that_cannot_be_found_for_a_while_is_its_snapshots_when_it_is_there_again() {
+fn an_image_that_was_missing_for_a_while_still_belongs_to_its_snapshot() {
     for reason in [SnapshotReason::Suspend, SnapshotReason::Manual] {
         let mut desired = gone();
         desired.snapshots.push(snapshot("s-1", reason));
@@ -187,7 +187,7 @@ fn an_image_that_cannot_be_found_for_a_while_is_its_snapshots_when_it_is_there_a
 }
 
 #[test]
-fn of_a_pod_that_went_while_it_was_saved_it_is_said_that_nothing_is_left_to_save() {
+fn a_snapshot_whose_pod_went_during_the_save_reports_sandbox_not_found() {
     let mut suspended = gone();
     suspended
         .snapshots
@@ -201,7 +201,7 @@ fn of_a_pod_that_went_while_it_was_saved_it_is_said_that_nothing_is_left_to_save
 }
 
 #[test]
-fn a_snapshot_whose_image_cannot_be_found_is_not_made_anew_of_what_runs_now() {
+fn a_snapshot_whose_image_is_missing_is_not_made_anew_from_the_running_sandbox() {
     let mut desired = desired(Power::Awake);
     desired
         .snapshots
@@ -241,7 +241,7 @@ fn an_image_that_a_pod_took_and_never_ran_is_given_back_when_that_pod_is_gone() 
 }
 
 #[test]
-fn of_a_pod_that_is_gone_only_what_snapshots_refer_to_stays() {
+fn after_a_pod_is_gone_only_images_that_snapshots_name_stay() {
     use StepKind::*;
     let mut desired = gone();
     let two = left(&asleep(), &[1, 2]);
@@ -272,6 +272,24 @@ fn the_ledger_leaves_a_frozen_sandboxs_image_before_the_image_goes() {
     let plan = planned(&frozen_with_deleted_snapshot(), &frozen);
     assert_eq!(kinds(&plan), [StepKind::DiscardImage]);
     assert_eq!(plan.steps[0].before, Some(Entry::Awake));
+}
+
+/// The image stays for the next snapshot, which adopts it in the same plan.
+#[test]
+fn an_image_that_a_snapshot_adopts_is_not_removed_for_the_deletion_of_another() {
+    let next = snapshot("s-2", SnapshotReason::Manual);
+    let mut desired = frozen_with_deleted_snapshot();
+    desired.snapshots.push(next);
+    let frozen = observed(Live::Paused, &committed(), &[1]);
+    assert_steps(&desired, &frozen, &[StepKind::Record]);
+    desired.power = Power::Awake;
+    let hibernated = Observed {
+        record: Some(Record { image: image(1) }),
+        ..observed(Live::None, &asleep(), &[1])
+    };
+    assert_steps(&desired, &hibernated, &[StepKind::Record, StepKind::Wake]);
+    let woken_for = planned(&desired, &hibernated).why;
+    assert!(woken_for.contains(&Reason::AwakeWanted), "{woken_for:?}");
 }
 
 #[test]

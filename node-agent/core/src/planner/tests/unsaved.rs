@@ -37,7 +37,7 @@ fn condition(plan: &Plan) -> (String, String) {
 }
 
 #[test]
-fn it_dozes_in_two_plans_and_never_saves() {
+fn a_sandbox_without_images_dozes_in_two_plans_and_never_saves() {
     use StepKind::*;
     let idle = |observed| idle_since(900, observed);
     let mut only_doze = idle_dozes();
@@ -60,7 +60,7 @@ fn it_dozes_in_two_plans_and_never_saves() {
 }
 
 #[test]
-fn who_asks_for_hibernation_is_told_that_there_is_none() {
+fn a_request_to_hibernate_reports_that_the_runtime_cannot() {
     let asked = desired(Power::Asleep);
     for observed in [running(), paused(begun(false)), paused(begun(true))] {
         let plan = planned(&asked, &observed);
@@ -80,7 +80,7 @@ fn who_asks_for_hibernation_is_told_that_there_is_none() {
 }
 
 #[test]
-fn without_a_way_to_push_memory_out_it_stays_awake_and_says_why() {
+fn without_swap_a_sandbox_stays_awake_and_reports_why() {
     let mut observed = idle_since(0, running());
     observed.can_doze = Err("no swap".into());
     for wish in [idle_dozes(), desired(Power::Asleep)] {
@@ -92,7 +92,7 @@ fn without_a_way_to_push_memory_out_it_stays_awake_and_says_why() {
 }
 
 #[test]
-fn what_dozes_for_the_nodes_sake_sleeps_on_when_it_is_not_asked_any_more() {
+fn a_sandbox_that_dozes_under_pressure_dozes_on_after_the_pressure() {
     let mut pressed = desired(Power::Awake);
     pressed.pressure.may = true;
     let mut sleeps_later = idle_hibernates();
@@ -125,7 +125,7 @@ fn what_dozes_for_the_nodes_sake_sleeps_on_when_it_is_not_asked_any_more() {
 }
 
 #[test]
-fn whoever_needs_it_has_it_resumed() {
+fn a_paused_sandbox_is_resumed_once_it_is_needed() {
     use StepKind::*;
     for doze in [None, begun(false), begun(true)] {
         assert_steps(&desired(Power::Awake), &paused(doze), &[Resume]);
@@ -156,7 +156,7 @@ fn whoever_needs_it_has_it_resumed() {
 }
 
 #[test]
-fn a_doze_that_was_cut_off_is_taken_up_and_ended_while_it_waits_after_a_failure() {
+fn a_doze_that_was_cut_off_is_continued_and_a_failed_doze_is_resumed() {
     use StepKind::*;
     let half = || idle_since(900, paused(None));
     assert_steps(&idle_dozes(), &half(), &[Doze]);
@@ -178,7 +178,7 @@ fn a_doze_that_was_cut_off_is_taken_up_and_ended_while_it_waits_after_a_failure(
 }
 
 #[test]
-fn it_freezes_as_any_other_and_is_let_go() {
+fn a_sandbox_without_images_is_frozen_and_resumed() {
     use StepKind::*;
     let frozen = desired(Power::Frozen);
     assert_steps(&frozen, &running(), &[Freeze]);
@@ -188,7 +188,7 @@ fn it_freezes_as_any_other_and_is_let_go() {
 }
 
 #[test]
-fn a_snapshot_of_it_fails_and_does_not_keep_it_from_dozing() {
+fn a_snapshot_fails_without_images_and_does_not_prevent_a_doze() {
     let mut wish = idle_dozes();
     wish.snapshots = vec![snapshot("m", SnapshotReason::Manual)];
     let plan = planned(&wish, &idle_since(900, running()));
@@ -204,7 +204,7 @@ fn a_snapshot_of_it_fails_and_does_not_keep_it_from_dozing() {
 }
 
 #[test]
-fn pressure_asks_one_that_runs_and_not_one_that_dozes_already() {
+fn pressure_picks_a_running_sandbox_and_not_a_dozing_one() {
     let mut wish = idle_dozes();
     wish.pressure.may = true;
     let candidate = |observed| crate::pressure::candidate(&wish, &idle_since(0, observed));
@@ -216,7 +216,7 @@ proptest! {
     /// For any request and observation, no step is planned that needs an image, and a sandbox that
     /// is paused without a reason is resumed.
     #[test]
-    fn only_what_the_runtime_can_do_is_planned(
+    fn only_steps_that_the_runtime_can_do_are_planned(
         power in prop_oneof![Just(Power::Awake), Just(Power::Asleep), Just(Power::Frozen)],
         pod in prop_oneof![Just(PodPresence::Present), Just(PodPresence::Terminating), Just(PodPresence::Gone)],
         live in prop_oneof![Just(Live::None), Just(Live::Running), Just(Live::Paused), Just(Live::Unknown)],

@@ -1,9 +1,11 @@
 use std::io::Write;
 use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::path::Path;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 use torpor_core::ids::{Namespace, PodUid, SandboxId};
 use torpor_core::wake_on::WakeOn;
+use torpor_link::tap::Tap;
 use torpor_link::unacknowledged;
 
 use super::*;
@@ -26,7 +28,7 @@ fn pod_in(network: &Path) -> PodRecord {
 }
 
 #[test]
-fn what_is_frozen_is_reached_by_others_until_its_memory_is_written() {
+fn a_frozen_sandbox_receives_packets_until_its_memory_is_written() {
     let both = PodAndHost::new("frozen");
     let network = PodAndHost::path(&both.pod);
     let receiver = both.in_pod(|| receiver("10.204.0.1:7"));
@@ -76,7 +78,7 @@ fn sent_segments(tap: &mut Tap) -> Vec<Segment> {
 }
 
 #[test]
-fn who_has_not_acknowledged_what_was_said_is_asked_after_a_restore_alone() {
+fn a_peer_with_unacknowledged_data_is_probed_only_after_a_restore() {
     let both = PodAndHost::new("asked");
     let network = PodAndHost::path(&both.pod);
     let pod = pod_in(&network);
@@ -161,7 +163,7 @@ fn segments(receiver: &UdpSocket) -> Vec<Segment> {
 }
 
 #[test]
-fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
+fn a_restored_sandbox_gets_its_held_packets_and_a_reminder_of_the_next_number() {
     let both = PodAndHost::new("remind");
     let pod = pod_in(&PodAndHost::path(&both.pod));
     let (_listener, mut peer, _program) = connected(&both);
@@ -186,7 +188,7 @@ fn who_was_restored_gets_what_has_waited_and_is_told_what_comes_next() {
 }
 
 #[test]
-fn one_that_is_stopped_hears_nothing_and_is_found_until_it_goes_on() {
+fn a_stopped_sandbox_receives_no_packets_and_its_address_is_still_resolved() {
     let both = PodAndHost::new("halted");
     let network = PodAndHost::path(&both.pod);
     let pod = pod_in(&network);
@@ -258,7 +260,7 @@ fn one_that_is_stopped_hears_nothing_and_is_found_until_it_goes_on() {
 }
 
 #[test]
-fn what_a_probe_from_before_says_wakes_nobody_and_what_others_say_does() {
+fn data_on_an_earlier_probe_connection_wakes_no_sandbox_and_other_data_does() {
     let both = PodAndHost::new("probed");
     let pod = pod_in(&PodAndHost::path(&both.pod));
     let (_listener, mut peer, _program) = connected(&both);
