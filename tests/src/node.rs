@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use anyhow::Context;
+use torpor_core::LedgerState;
 use torpor_core::ids::{PodUid, SandboxId};
+use torpor_core::ledger::Memory;
 use torpor_records::Role;
 use torpor_records::config::{Config, FILE_NAME};
 use torpor_records::{ContainerRecord, PodRecord, Records, SandboxState};
@@ -75,9 +77,13 @@ impl Node {
     }
 
     /// Reports whether the Pod's sandbox dozes with its memory reclaimed.
+    ///
+    /// The note of a doze outlasts it: a wake removes the note after the sandbox has answered. The
+    /// ledger has the wake before the sandbox runs.
     pub fn dozes(&self, uid: &str) -> anyhow::Result<bool> {
         let note = self.records.doze(&self.sandbox_of(uid)?.sandbox)?;
-        Ok(note.is_some_and(|note| note.reclaimed))
+        let reclaimed = note.is_some_and(|note| note.reclaimed);
+        Ok(reclaimed && is_in_image(&self.ledger(uid)?.memory))
     }
 
     /// Returns the record of a container by its name in the Pod ([`PAUSE`] for the pause
@@ -183,18 +189,33 @@ impl Node {
         self.config.store_dir.join("ledger").join(uid)
     }
 
+    /// Returns what the Pod's ledger states.
+    pub fn ledger(&self, uid: &str) -> anyhow::Result<LedgerState> {
+        let ledger = self.store.ledger(&PodUid::new(uid)?)?;
+        ledger.read().context("cannot read the ledger")
+    }
+
     /// Returns the number of entries that the Pod's ledger has had; a wake makes two.
     pub fn ledger_seq(&self, uid: &str) -> anyhow::Result<u64> {
-        Ok(self.store.ledger(&PodUid::new(uid)?)?.read()?.seq)
+        Ok(self.ledger(uid)?.seq)
     }
 
     /// Describes the Pod's ledger for people.
     pub fn ledger_words(&self, uid: &str) -> String {
-        let read = || -> anyhow::Result<String> {
-            let ledger = self.store.ledger(&PodUid::new(uid)?)?;
-            Ok(format!("{:?}", ledger.read()?))
-        };
-        read().unwrap_or_else(|error| format!("{error:#}"))
+        match self.ledger(uid) {
+            Ok(ledger) => format!("{ledger:?}"),
+            Err(error) => format!("{error:#}"),
+        }
+    }
+}
+
+/// Reports whether the memory is safe in an image, whatever happens to the sandbox's processes.
+pub(crate) fn is_in_image(memory: &Memory) -> bool {
+    match memory {
+        Memory::Committed { .. } | Memory::Asleep { .. } | Memory::WakeFailed { .. } => true,
+        // A sandbox that is being restored may be awake already. One that is being saved may not be
+        // saved yet.
+        Memory::Live | Memory::Saving { .. } | Memory::Waking { .. } => false,
     }
 }
 

@@ -5,9 +5,8 @@ use anyhow::Context;
 use torpor_core::ledger::LedgerState;
 use torpor_records::SandboxState;
 
-use super::strike::is_in_image;
 use crate::machine::{self, Process};
-use crate::node::Node;
+use crate::node::{Node, is_in_image};
 
 const VERBS_OF_SHIM: [&str; 3] = ["create", "start", "delete"];
 const VERBS_OF_RUNSC: [&str; 4] = ["create", "restore", "delete", torpor_runsc_direct::COMMAND];

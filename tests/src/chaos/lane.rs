@@ -18,10 +18,11 @@ use super::client::{Client, Unanswered, pod_spec};
 use super::counting::Progress;
 use super::excuses::{Excuse, Excuses};
 use super::schedule::{Cycle, Depth, Moment, Strike, Victim, Waker};
-use super::strike::{is_in_image, ledger, strike};
+use super::strike::strike;
 use super::trouble::{Done, Trouble};
 use crate::case::{Case, condition};
 use crate::machine::Process;
+use crate::node::is_in_image;
 use crate::remains::Footprint;
 use crate::sandboxes::{condition_of, sandbox};
 use crate::sleep::{is_ready, restarts};
@@ -567,8 +568,10 @@ impl Shared<'_> {
     /// The note alone may be about to go: it is removed only after a woken sandbox has answered.
     async fn has_dozed_off(&self) -> Result<bool, Trouble> {
         let (node, uid) = (&self.case.node, self.uid().await?);
-        let in_image = uid
-            .is_some_and(|uid| ledger(node, &uid).is_ok_and(|ledger| is_in_image(&ledger.memory)));
+        let in_image = uid.is_some_and(|uid| {
+            node.ledger(&uid)
+                .is_ok_and(|ledger| is_in_image(&ledger.memory))
+        });
         let note = self
             .look(|sandbox| node.records.doze(sandbox).ok()?)
             .await?;

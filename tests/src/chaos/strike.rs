@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use torpor_core::ids::{ContainerId, PodUid};
+use torpor_core::ids::ContainerId;
 use torpor_core::ledger::{LedgerState, Memory};
 use torpor_records::PodRecord;
 
@@ -11,7 +11,7 @@ use super::commands;
 use super::schedule::Victim;
 use crate::agent::Agent;
 use crate::machine::{self, Process};
-use crate::node::{self, Node};
+use crate::node::{self, Node, is_in_image};
 
 /// Time for a killed process to end: a Pod without requests gets a five-hundredth of a busy
 /// processor.
@@ -46,7 +46,7 @@ pub fn strike(
         (_, None) => return Ok(None),
     };
     let Ok(process) = found else { return Ok(None) };
-    let read = || uid.map(|uid| ledger(node, uid)).transpose();
+    let read = || uid.map(|uid| node.ledger(uid)).transpose();
     let before = read()?;
     let starting = match victim {
         Victim::Containerd => starting(node)?,
@@ -60,7 +60,10 @@ pub fn strike(
     let after = read()?;
     let others = starting
         .into_iter()
-        .filter(|pod| ledger(node, pod.pod_uid.as_str()).is_ok_and(|now| !is_in_image(&now.memory)))
+        .filter(|pod| {
+            node.ledger(pod.pod_uid.as_str())
+                .is_ok_and(|now| !is_in_image(&now.memory))
+        })
         .map(|pod| pod.name)
         .collect();
     // A killed start costs memory only if the program may have started.
@@ -109,21 +112,6 @@ fn starting(node: &Node) -> anyhow::Result<Vec<PodRecord>> {
         containers.iter().any(|container| is_named(&container.id))
     });
     Ok(pods)
-}
-
-pub(super) fn ledger(node: &Node, uid: &str) -> anyhow::Result<LedgerState> {
-    let ledger = node.store.ledger(&PodUid::new(uid)?)?;
-    ledger.read().context("cannot read the ledger")
-}
-
-/// Reports whether the memory is safe in an image, whatever happens to the sandbox's processes.
-pub(super) fn is_in_image(memory: &Memory) -> bool {
-    match memory {
-        Memory::Committed { .. } | Memory::Asleep { .. } | Memory::WakeFailed { .. } => true,
-        // A sandbox that is being restored may be awake already. One that is being saved may not be
-        // saved yet.
-        Memory::Live | Memory::Saving { .. } | Memory::Waking { .. } => false,
-    }
 }
 
 /// Reports whether the sandbox slept before and after the kill, and does not run on before its
