@@ -12,7 +12,10 @@ use kube::{CustomResource, KubeSchema, ResourceExt};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
-use crate::{conditions, install, snapshot::Fingerprint};
+use crate::{
+    conditions, install,
+    snapshot::{Fingerprint, SandboxSnapshot},
+};
 
 /// Desired state of a SandboxNode: empty, since a SandboxNode is a report.
 #[derive(
@@ -86,6 +89,11 @@ pub struct SandboxNodeStatus {
     /// Time of the agent's last report.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heartbeat_time: Option<Time>,
+    /// Builds of runsc on the node: `blake3:` and the first 12 hex digits of each digest. The node
+    /// restores the images that each of them has made.
+    // Written also when empty: a merge patch removes nothing that it does not name.
+    #[serde(default)]
+    pub runsc_builds: Vec<String>,
     /// Runtime handlers of containerd, each with its probed capabilities.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "runtimes_schema")]
@@ -134,6 +142,11 @@ pub enum FetchState {
     /// The Pod is gone, and it never ran from the image.
     Released,
 }
+
+/// Hex digits of a digest in `status.runscBuilds`, as in the name of the build's file.
+pub const BUILD_DIGITS: usize = 12;
+/// Most CPU features that a message names.
+const NAMED_FEATURES: usize = 8;
 
 /// Most entries of `status.fetched`.
 pub const MAX_FETCHED: usize = 512;
@@ -340,6 +353,42 @@ impl SandboxNode {
             .find(|report| report.pod_uid == pod_uid)
     }
 
+    /// Returns the needs of a snapshot's image that this node does not meet, for people; empty if
+    /// the node can restore the image, as far as is known.
+    ///
+    /// The node makes the same comparison before a restore. The kernel and the text of runsc's
+    /// version are for people only.
+    pub fn lacks(&self, snapshot: &SandboxSnapshot) -> Vec<String> {
+        let made_with = snapshot.status.as_ref();
+        let made_with = made_with.and_then(|status| status.fingerprint.as_ref());
+        let Some((image, status)) = made_with.zip(self.status.as_ref()) else {
+            return Vec::new();
+        };
+        let Some(node) = &status.fingerprint else {
+            return Vec::new();
+        };
+        let builds = [&node.runsc_digest].into_iter().chain(&status.runsc_builds);
+        let build = &image.runsc_digest;
+        let lacks = [
+            (!has_build(builds, build)).then(|| format!("build {build} of runsc")),
+            (image.platform != node.platform).then(|| format!("platform {}", image.platform)),
+            (image.flags != node.flags).then(|| format!("flags {}", image.flags.join(" "))),
+            missing_features(image, node),
+        ];
+        lacks.into_iter().flatten().collect()
+    }
+
+    /// Reports whether the build of runsc that made a snapshot's image is the one with which the
+    /// node starts sandboxes, as far as is known.
+    pub fn has_build_of(&self, snapshot: &SandboxSnapshot) -> bool {
+        let image = snapshot.status.as_ref();
+        let image = image.and_then(|status| status.fingerprint.as_ref());
+        let node = self.status.as_ref();
+        let node = node.and_then(|status| status.fingerprint.as_ref());
+        let both = image.zip(node);
+        both.is_none_or(|(image, node)| image.runsc_digest == node.runsc_digest)
+    }
+
     /// Returns the Pods for which this node has fetched the image.
     pub fn fetched<'a>(
         &'a self,
@@ -364,6 +413,39 @@ impl SandboxNode {
             .flat_map(|status| &status.runtimes)
             .find(|runtime| runtime.handler == handler)
             .map_or_else(RuntimeCapabilities::default, |runtime| runtime.capabilities)
+    }
+}
+
+/// Reports whether a build is among `builds`, of which each has its digest or the beginning of it.
+fn has_build<'a>(mut builds: impl Iterator<Item = &'a String>, digest: &str) -> bool {
+    builds.any(|build| build == digest || (is_shortened(build) && digest.starts_with(build)))
+}
+
+/// Reports whether the entry of `runscBuilds` has all 12 digits.
+fn is_shortened(build: &str) -> bool {
+    let digits = build.strip_prefix("blake3:").unwrap_or_default();
+    digits.len() == BUILD_DIGITS
+}
+
+/// Returns the CPU features that the node lacks, for people; none if it has all. Without lists only
+/// the digests are compared.
+fn missing_features(image: &Fingerprint, node: &Fingerprint) -> Option<String> {
+    if image.cpu_features_digest == node.cpu_features_digest {
+        return None;
+    }
+    let (needed, had) = (&image.cpu_features, &node.cpu_features);
+    if needed.is_empty() || had.is_empty() {
+        let digest = &image.cpu_features_digest;
+        return Some(format!("the set of CPU features with digest {digest}"));
+    }
+    let had: BTreeSet<&str> = had.split_whitespace().collect();
+    let needed = needed.split_whitespace();
+    let missing: Vec<&str> = needed.filter(|feature| !had.contains(feature)).collect();
+    let (named, more) = missing.split_at(missing.len().min(NAMED_FEATURES));
+    match (named.join(" "), more.len()) {
+        (_, 0) if named.is_empty() => None,
+        (named, 0) => Some(format!("CPU features {named}")),
+        (named, more) => Some(format!("CPU features {named} and {more} more")),
     }
 }
 
@@ -452,6 +534,68 @@ mod tests {
             ]},
         }))
         .unwrap()
+    }
+
+    /// A node with this fingerprint and the builds `blake3:0123456789ab` and `blake3:`.
+    fn offering(fingerprint: serde_json::Value) -> SandboxNode {
+        let mut node = node("h", true);
+        let status = node.status.as_mut().unwrap();
+        status.fingerprint = serde_json::from_value(fingerprint).unwrap();
+        status.runsc_builds = vec!["blake3:0123456789ab".into(), "blake3:".into()];
+        node
+    }
+
+    fn image_of(fingerprint: serde_json::Value) -> SandboxSnapshot {
+        serde_json::from_value(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": {"name": "s"}, "spec": {"sandboxName": "s"},
+            "status": {"fingerprint": fingerprint},
+        }))
+        .unwrap()
+    }
+
+    const NEW: &str = "blake3:ffffffffffff00";
+
+    #[test]
+    fn a_node_restores_the_images_of_its_older_builds_and_of_lesser_processors() {
+        let node = offering(json!({
+            "runscDigest": NEW, "platform": "systrap", "flags": ["-a"], "kernel": "6.6",
+            "cpuFeatures": "avx avx2 fpu", "cpuFeaturesDigest": "3",
+        }));
+        let fits = |change: serde_json::Value| {
+            let mut image = json!({
+                "runscDigest": NEW, "platform": "systrap", "flags": ["-a"], "kernel": "6.1",
+                "cpuFeatures": "avx avx2 fpu", "cpuFeaturesDigest": "3",
+            });
+            let changes = change.as_object().unwrap().clone();
+            image.as_object_mut().unwrap().extend(changes);
+            node.lacks(&image_of(image)).join("; ")
+        };
+        assert_eq!(fits(json!({})), "");
+        assert_eq!(fits(json!({"runscDigest": "blake3:0123456789abcdef"})), "");
+        let unknown = "blake3:9123456789abcdef";
+        let lacks = fits(json!({"runscDigest": unknown}));
+        assert_eq!(lacks, format!("build {unknown} of runsc"));
+        let features = |cpu: &str| fits(json!({"cpuFeatures": cpu, "cpuFeaturesDigest": "2"}));
+        assert_eq!(features("avx fpu"), "");
+        assert_eq!(features("amx avx avx512f"), "CPU features amx avx512f");
+        let many = features("a b c d e f g h i j");
+        assert_eq!(many, "CPU features a b c d e f g h and 2 more");
+        assert_eq!(features(""), "the set of CPU features with digest 2");
+        let other = fits(json!({"platform": "kvm", "flags": ["-a", "-b"]}));
+        assert_eq!(other, "platform kvm; flags -a -b");
+    }
+
+    #[test]
+    fn a_node_without_a_report_lacks_nothing_that_is_known() {
+        let image = image_of(json!({"runscDigest": NEW}));
+        assert!(node("h", true).lacks(&image).is_empty());
+        let without = image_of(serde_json::Value::Null);
+        assert!(
+            offering(json!({"runscDigest": NEW}))
+                .lacks(&without)
+                .is_empty()
+        );
     }
 
     #[test]

@@ -199,11 +199,15 @@ pub struct CompletedContainer {
 
 /// Runtime and processor properties of an image or of a node.
 ///
-/// A node restores an image only if both fingerprints are equal, except for the kernel and the text
-/// of the version.
+/// A node restores an image with the same flags and platform, if it has the build of runsc that
+/// made the image and all CPU features of it (`SandboxNodeStatus::lacks`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Fingerprint {
+    /// CPU features that the sandbox sees: names as in /proc/cpuinfo, sorted, with a space between
+    /// two. Empty in reports of agents from before 2026-11-28.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub cpu_features: String,
     /// Digest of the CPU features that the sandbox sees.
     #[serde(default)]
     pub cpu_features_digest: String,
@@ -222,35 +226,6 @@ pub struct Fingerprint {
     /// Version that the runtime reports.
     #[serde(default)]
     pub runsc_version: String,
-}
-
-impl Fingerprint {
-    /// Returns the names of the fields that differ, in API spelling; empty if `node` can restore an
-    /// image of `self`.
-    pub fn differs_in(&self, node: &Self) -> Vec<&'static str> {
-        // An image does not depend on the kernel and the text of the version, which are only
-        // displayed.
-        let Self {
-            cpu_features_digest,
-            flags,
-            kernel: _,
-            platform,
-            runsc_digest,
-            runsc_version: _,
-        } = self;
-        [
-            (
-                "cpuFeaturesDigest",
-                *cpu_features_digest == node.cpu_features_digest,
-            ),
-            ("flags", *flags == node.flags),
-            ("platform", *platform == node.platform),
-            ("runscDigest", *runsc_digest == node.runsc_digest),
-        ]
-        .into_iter()
-        .filter_map(|(field, equal)| (!equal).then_some(field))
-        .collect()
-    }
 }
 
 impl SandboxSnapshot {
@@ -468,22 +443,5 @@ mod tests {
         assert_ne!(name, backup_name("s1", "u", "2026-01-01T00:00:01Z"));
         assert_ne!(name, backup_name("s1", "v", since));
         assert_eq!(backup_name(&"a".repeat(253), "u", since).len(), 253);
-    }
-
-    #[test]
-    fn a_fingerprint_reports_every_differing_field_except_the_kernel() {
-        let image = Fingerprint {
-            kernel: "6.1".into(),
-            platform: "systrap".into(),
-            ..Default::default()
-        };
-        assert!(image.differs_in(&image).is_empty());
-        let node = Fingerprint {
-            kernel: "6.6".into(),
-            flags: vec!["x".into()],
-            platform: "kvm".into(),
-            ..image.clone()
-        };
-        assert_eq!(image.differs_in(&node), ["flags", "platform"]);
     }
 }

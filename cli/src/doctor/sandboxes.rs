@@ -134,15 +134,13 @@ fn check_committed(
     let is_needed = snapshot.spec.reason == SnapshotReason::Suspend && !snapshot.is_consumed();
     let report = |n: &&SandboxNode| n.name_any() == node;
     let report = facts.sandbox_nodes.iter().flatten().find(report)?;
-    let offered = report.status.as_ref()?.fingerprint.as_ref()?;
-    let made_with = snapshot.status.as_ref()?.fingerprint.as_ref()?;
-    let different = made_with.differs_in(offered);
-    (is_needed && !different.is_empty()).then(|| {
+    let lacks = report.lacks(snapshot);
+    (is_needed && !lacks.is_empty()).then(|| {
         Finding::problem(
             subject,
             format!(
-                "was made with another runtime than node {node} has now (different: {}): its Sandbox cannot resume",
-                different.join(", ")
+                "cannot be restored on node {node}, which lacks what it was made with: {}",
+                lacks.join("; ")
             ),
             "install the runtime that made it, or start without the memory (torpor.dev/on-restore-failure=ColdStart)",
         )

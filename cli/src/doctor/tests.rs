@@ -465,7 +465,7 @@ fn being_deleted(when: &str, status: Value) -> Value {
         "nodeName": "node-0", "conditions": committed()["conditions"],
         "fingerprint": {"platform": "systrap", "runscDigest": "older"},
     })),
-    Some("another runtime than node node-0 has now (different: runscDigest)")
+    Some("node node-0, which lacks what it was made with: build older of runsc")
 )]
 fn a_snapshot_that_is_stuck_or_useless_is_reported(
     #[case] seen: Value,

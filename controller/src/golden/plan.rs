@@ -171,17 +171,12 @@ fn fits(observed: &Observed, snapshot: &SandboxSnapshot) -> bool {
     images::image(snapshot).is_none_or(|(record, _)| fits_on(observed, snapshot, &record.node_name))
 }
 
-/// Reports whether a node can restore the image of a snapshot, as far as is known.
+/// Reports whether a node starts its sandboxes with the build of runsc that made the image, and can
+/// restore the image, as far as is known. The members of a pool get a new build with the node.
 fn fits_on(observed: &Observed, snapshot: &SandboxSnapshot, node: &str) -> bool {
     let mut nodes = observed.nodes.iter();
     let node = nodes.find(|one| one.name_any() == node);
-    let offered = node.and_then(|node| node.status.as_ref()?.fingerprint.as_ref());
-    let made_with = snapshot
-        .status
-        .as_ref()
-        .and_then(|status| status.fingerprint.as_ref());
-    let compared = made_with.zip(offered);
-    compared.is_none_or(|(made_with, offered)| made_with.differs_in(offered).is_empty())
+    node.is_none_or(|node| node.has_build_of(snapshot) && node.lacks(snapshot).is_empty())
 }
 
 /// Plans for a golden Sandbox that exists: saves it once it is Ready, and deletes it once it is

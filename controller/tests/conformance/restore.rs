@@ -245,6 +245,36 @@ fn runtime_cannot(world: &World) {
     );
 }
 
+#[tokio::test]
+async fn a_sandbox_resumes_after_an_upgrade_with_the_build_that_saved_it() {
+    let (world, name) = asleep(json!({})).await;
+    let made_with = |digest: &str| json!({"fingerprint": {"runscDigest": digest}});
+    let image = json!({"status": made_with("blake3:0123456789abcdef")});
+    world.edit_snapshot(&name, &image);
+    let mut upgraded = made_with("blake3:ffffffffffffffff");
+    upgraded["runscBuilds"] = json!(["blake3:ffffffffffff"]);
+    world
+        .api
+        .edit("sandboxnodes", "", "n1", &json!({"status": upgraded}));
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert!(world.pod().is_none());
+    let restored = world.condition("Restored").expect("a condition");
+    assert_eq!(restored.1, "FingerprintMismatch");
+    let message = restored.2;
+    assert!(
+        message.contains("build blake3:0123456789abcdef"),
+        "{message}"
+    );
+
+    // The operator brings the build to the node.
+    let both = json!(["blake3:0123456789ab", "blake3:ffffffffffff"]);
+    let brought = json!({"status": {"runscBuilds": both}});
+    world.api.edit("sandboxnodes", "", "n1", &brought);
+    world.settle().await;
+    assert!(world.pod().is_some());
+}
+
 const KEPT: &str = "The image is kept in SandboxSnapshot NAME; to start without the memory, set torpor.dev/on-restore-failure: ColdStart";
 const BRING_THE_AGENT_BACK: &str = "Bring the agent back to continue with the memory (`kubectl torpor doctor` checks it); to start without the memory, set torpor.dev/on-restore-failure: ColdStart";
 const BRING_THE_NODE_BACK: &str = "Bring the node back to continue with the memory; to start without the memory, set torpor.dev/on-restore-failure: ColdStart, or delete the Sandbox";
@@ -265,7 +295,7 @@ const BRING_THE_NODE_BACK: &str = "Bring the node back to continue with the memo
 #[case(
     runtime_is_another,
     "FingerprintMismatch",
-    "The image was made with another runtime than node \"n1\" has now (different: platform, runscDigest)",
+    "Node \"n1\" lacks what the image was made with: build sha256:1 of runsc; platform systrap",
     KEPT
 )]
 #[case(

@@ -8,6 +8,14 @@ use serde::{Deserialize, Serialize};
 /// Name of the file beside the shim's program. The OCI runtime of 0.1 (`torpor-oci`) reads it, too.
 pub const FILE_NAME: &str = "torpor-oci.json";
 
+/// Beginning of the file name of a build of runsc; digits of its digest follow.
+const BUILD: &str = "runsc-";
+const BUILD_DIGITS: usize = 12;
+
+fn is_build(digits: &str) -> bool {
+    digits.len() == BUILD_DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
 /// Paths and flags that the shim, its commands and the agent share.
 // Unknown fields are accepted. After an update the shim of an older pod still runs commands of its
 // own version. They read the new file, and must be able to wake the sandbox.
@@ -134,10 +142,22 @@ impl Config {
         if digest == self.runsc_digest {
             return Some(self.runsc.clone());
         }
-        let hex = digest.strip_prefix("blake3:")?.get(..12)?;
-        let plain = hex.bytes().all(|byte| byte.is_ascii_hexdigit());
-        let path = self.runsc.with_file_name(format!("runsc-{hex}"));
-        (plain && path.is_file()).then_some(path)
+        let digits = digest.strip_prefix("blake3:")?.get(..BUILD_DIGITS)?;
+        let path = self.runsc.with_file_name(format!("{BUILD}{digits}"));
+        (is_build(digits) && path.is_file()).then_some(path)
+    }
+
+    /// Returns the installed builds of runsc, sorted: `blake3:` and the digits in the name of the
+    /// build's file. Empty if their directory cannot be read.
+    pub fn runsc_builds(&self) -> Vec<String> {
+        let files = self.runsc.parent().map(std::fs::read_dir);
+        let names = files.into_iter().flatten().flatten().flatten();
+        let names = names.filter_map(|file| file.file_name().into_string().ok());
+        let digits = |name: String| name.strip_prefix(BUILD).map(str::to_owned);
+        let builds = names.filter_map(digits).filter(|digits| is_build(digits));
+        let mut builds: Vec<String> = builds.map(|digits| format!("blake3:{digits}")).collect();
+        builds.sort_unstable();
+        builds
     }
 
     /// Returns an error if the build is revoked. Only a start or a restore checks its build: the
@@ -192,6 +212,30 @@ pub(crate) mod tests {
         let refused = config.admit_runsc("blake3:02").expect_err("revoked");
         let words = refused.to_string();
         assert!(words.contains("blake3:02") && words.contains("--revoked-runsc"));
+    }
+
+    #[test]
+    fn each_installed_build_is_listed_and_found_by_its_digest() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let names = [
+            "runsc-00112233aabb",
+            "runsc-00112233aabb.flags",
+            "runsc-0",
+            "torpor-agent",
+        ];
+        for name in names.into_iter().chain(["runsc-ffffffffffff"]) {
+            std::fs::write(dir.path().join(name), []).expect("written");
+        }
+        let config = Config {
+            runsc: dir.path().join("runsc-ffffffffffff"),
+            ..on(Path::new("/s"))
+        };
+        let builds = config.runsc_builds();
+        assert_eq!(builds, ["blake3:00112233aabb", "blake3:ffffffffffff"]);
+        let older = config.runsc_build(&format!("{}{}", builds[0], "0".repeat(52)));
+        assert_eq!(older, Some(dir.path().join(names[0])));
+        assert_eq!(config.runsc_build("blake3:../../etc/pw"), None);
+        assert_eq!(config.runsc_build("blake3:000000000000"), None);
     }
 
     #[test]

@@ -16,6 +16,10 @@ pub(crate) struct RunscArgs {
     /// the SHA-512 beside each release
     #[arg(long, requires = "runsc", env = "TORPOR_RUNSC_DIGEST")]
     pub(crate) runsc_digest: Option<ShaDigest>,
+    /// Paths of further builds of runsc on the host: those of earlier versions of Torpor, on a node
+    /// that is to restore images which they have made
+    #[arg(long, value_delimiter = ',', value_parser = absolute, env = "TORPOR_OLDER_RUNSC")]
+    pub(crate) older_runsc: Vec<PathBuf>,
     /// Builds of runsc that start no sandbox on this node, by the digests (blake3:<64 hex digits>)
     /// that SandboxNodes and SandboxSnapshots show as runscDigest. Their images are kept
     #[arg(long, value_delimiter = ',', value_parser = blake3_digest, env = "TORPOR_REVOKED_RUNSC")]

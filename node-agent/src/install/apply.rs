@@ -220,6 +220,7 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
         });
     }
     let build = Build::chosen(&node.root, &args.payload_dir, &args.runsc)?;
+    let older = Build::older(&node.root, &args.runsc)?;
     let created = [&node.bin, &state, &store]
         .into_iter()
         .flat_map(|dir| host::missing(dir));
@@ -246,7 +247,7 @@ pub(super) fn install(args: &InstallArgs) -> Result<Outcome, Error> {
 
     host::make_dir(&node.bin, 0o755)?;
     prepare_for_agent(&state, &store)?;
-    let binaries = place_binaries(&node, args, &build)?;
+    let binaries = place_binaries(&node, args, &build, &older)?;
     if matches!(plan.drop_in, Change::Write(_)) && !conf_dir.is_dir() {
         host::make_dir(&conf_dir, 0o755)?;
     }
@@ -344,15 +345,18 @@ fn default_wakes() -> u32 {
 }
 
 /// Places runsc first and the shim, which runs it, last. Returns whether a file was written.
-fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool, Error> {
-    let runsc = build.file_name();
-    let placed = node.bin.join(&runsc);
-    let own_flags = flags::file_of(&placed);
-    let mut changed = write(&own_flags, build.flags()?.as_bytes(), Mode::New(0o644))?;
-    changed |= place(&build.path, Some(build.digest), &placed)?;
-    changed |= place_pause(node)?;
+fn place_binaries(
+    node: &Node,
+    args: &InstallArgs,
+    build: &Build,
+    older: &[Build],
+) -> Result<bool, Error> {
+    let mut changed = place_pause(node)?;
+    for build in older.iter().chain([build]) {
+        changed |= place_build(node, build)?;
+    }
     let config = Config {
-        runsc: args.paths.bin_dir().join(&runsc),
+        runsc: args.paths.bin_dir().join(build.file_name()),
         runsc_digest: build.config_digest(),
         state_dir: args.paths.state_dir.clone(),
         store_dir: args.paths.store_dir.clone(),
@@ -375,6 +379,15 @@ fn place_binaries(node: &Node, args: &InstallArgs, build: &Build) -> Result<bool
         )?;
     }
     Ok(changed)
+}
+
+/// Places a build of runsc and its flags, which the agent lists and the shims read by the build's
+/// name. Returns whether a file was written.
+fn place_build(node: &Node, build: &Build) -> Result<bool, Error> {
+    let placed = node.bin.join(build.file_name());
+    let own_flags = flags::file_of(&placed);
+    let changed = write(&own_flags, build.flags()?.as_bytes(), Mode::New(0o644))?;
+    Ok(place(&build.path, Some(build.digest), &placed)? || changed)
 }
 
 /// Returns the kubelet's highest eviction limit of free disk space, in percent. A failure to read

@@ -12,7 +12,7 @@ use tracing::{info, warn};
 
 use super::error::Error;
 use super::host::HostRoot;
-use crate::args::RunscArgs;
+use crate::args::{RunscArgs, ShaDigest};
 
 /// Name of the program in the payload, and beginning of its name on the node.
 pub(super) const RUNSC: &str = "runsc";
@@ -36,7 +36,7 @@ impl Build {
         args: &RunscArgs,
     ) -> Result<Self, Error> {
         let build = match &args.runsc {
-            Some(path) => Self::of_host(&root.path(path)?, args)?,
+            Some(path) => Self::of_host(&root.path(path)?, args.runsc_digest.as_ref())?,
             None => Self::shipped(payload_dir.join(RUNSC))?,
         };
         let digest = build.config_digest();
@@ -49,6 +49,14 @@ impl Build {
         Ok(build)
     }
 
+    /// Checks and returns the builds that `--older-runsc` names.
+    pub(super) fn older(root: &HostRoot, args: &RunscArgs) -> Result<Vec<Self>, Error> {
+        let paths = args.older_runsc.iter();
+        paths
+            .map(|path| Self::of_host(&root.path(path)?, None))
+            .collect()
+    }
+
     fn shipped(path: PathBuf) -> Result<Self, Error> {
         match digest(&path) {
             Ok(digest) => Ok(Self { path, digest }),
@@ -56,7 +64,7 @@ impl Build {
         }
     }
 
-    fn of_host(path: &Path, args: &RunscArgs) -> Result<Self, Error> {
+    fn of_host(path: &Path, wanted: Option<&ShaDigest>) -> Result<Self, Error> {
         let refused = |why: String| Error::Runsc {
             path: path.into(),
             why,
@@ -70,7 +78,7 @@ impl Build {
             return Err(refused(format!("it has more than {MAX_BYTES} bytes")));
         }
         let mut file = File::open(path).map_err(unreadable)?;
-        if let Some(wanted) = &args.runsc_digest {
+        if let Some(wanted) = wanted {
             let mut sum = aws_lc_rs::digest::Context::new(wanted.algorithm());
             let mut buffer = vec![0; 1 << 20];
             loop {

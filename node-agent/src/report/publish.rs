@@ -505,6 +505,7 @@ fn describe(status: &mut SandboxSnapshotStatus, image: &SavedImage) {
 /// Converts a fingerprint to its form in the API.
 pub(crate) fn fingerprint(from: &torpor_snapshots::Fingerprint) -> snapshot::Fingerprint {
     snapshot::Fingerprint {
+        cpu_features: from.cpu_features.join(" "),
         cpu_features_digest: from.cpu_features_digest.clone(),
         flags: from.flags.clone(),
         kernel: from.kernel.clone(),

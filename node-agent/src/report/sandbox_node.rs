@@ -91,8 +91,10 @@ pub(crate) async fn report(
                 let ability = node.ability.as_ref().map(|_| ()).map_err(String::as_str);
                 let previous = previous.unwrap_or_default();
                 let now = Timestamp::now();
-                let revoked = Config::read(&config).ok();
-                let revoked = revoked.and_then(|config| revoked::draft(&config, &previous));
+                let config = Config::read(&config).ok();
+                let builds = config.as_ref().map(Config::runsc_builds);
+                status.runsc_builds = builds.unwrap_or_default();
+                let revoked = config.and_then(|config| revoked::draft(&config, &previous));
                 status.conditions = conditions_after(previous, ability, &short, now);
                 if let Some(revoked) = revoked {
                     conditions::set(&mut status.conditions, revoked, None, now);
@@ -154,6 +156,7 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             fetched: _,
             fingerprint,
             heartbeat_time: _,
+            runsc_builds,
             runtimes,
             sandboxes,
             sandboxes_complete,
@@ -173,6 +176,7 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             conditions,
             counts,
             fingerprint,
+            runsc_builds,
             runtimes,
             sandboxes,
             sandboxes_complete,
@@ -262,6 +266,7 @@ fn status(
             .ok()
             .map(|ability| fingerprint(&ability.fingerprint)),
         heartbeat_time: Some(Time(Timestamp::now())),
+        runsc_builds: Vec::new(),
         runtimes: vec![runtime(node, handler, can_doze)],
         sandboxes: reports,
         sandboxes_complete: Some(complete),

@@ -162,8 +162,11 @@ fn each_node_with_members_gets_an_image_one_after_the_other() {
     assert_eq!(steps(&world), ["golden on b"]);
     world.snapshots.push(snapshot("b", json!({})));
     assert!(steps(&world).is_empty());
-    // The runtime of a node has changed.
-    world.nodes[0] = node("a", "sha256:2");
+    // A node has got another build of runsc, and keeps the one that made its image.
+    let mut upgraded = SandboxNode::clone(&node("a", "blake3:2222222222220"));
+    let status = upgraded.status.as_mut().expect("a report");
+    status.runsc_builds = vec!["sha256:1".to_owned()];
+    world.nodes[0] = Arc::new(upgraded);
     let remade = steps(&world);
     assert_eq!(remade[0], format!("remove {NAME}-pod-on-a"));
     assert_eq!(remade[1], "golden on a");

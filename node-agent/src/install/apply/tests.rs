@@ -320,6 +320,29 @@ fn new_binaries_need_no_restart_and_keep_the_old_runsc() {
 }
 
 #[test]
+fn an_older_build_of_the_host_is_placed_beside_the_one_that_starts_sandboxes() {
+    let host = Host::new("version = 3\n").supervised();
+    host.install();
+    let older = host.root().join("opt/older");
+    symlink(NEW_RUNSC, &older).expect("a link");
+    let mut args = host.install_args();
+    args.runsc.older_runsc = vec!["/opt/older".into()];
+    assert!(install(&args).expect("installed").binaries);
+    assert_eq!(install(&args).expect("again"), Outcome::default());
+    let config = host.config();
+    let shipped = blake3::hash(&fs::read(RUNSC).expect("read"));
+    assert!(config.runsc_digest.ends_with(shipped.to_hex().as_str()));
+    let placed = blake3::hash(&fs::read(NEW_RUNSC).expect("read")).to_hex();
+    let placed = host
+        .root()
+        .join(format!("opt/torpor/bin/runsc-{}", &placed[..12]));
+    assert!(placed.is_file() && flags::file_of(&placed).is_file());
+    fs::remove_file(&older).expect("removed");
+    let refused = install(&args).expect_err("its file is gone");
+    assert_eq!(refused.reason(), "RunscRefused");
+}
+
+#[test]
 fn revoked_builds_are_in_the_configuration_until_they_are_no_longer_named() {
     let host = Host::new("version = 3\n").supervised();
     let revoked = format!("blake3:{}", "7".repeat(64));

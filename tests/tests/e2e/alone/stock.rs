@@ -7,7 +7,9 @@ use torpor_records::config::Config;
 use torpor_tests::agent::Agent;
 use torpor_tests::case::{case_alone, uid};
 use torpor_tests::pods::{COUNT, shell_pod};
+use torpor_tests::sandboxes::sandbox;
 use torpor_tests::sleep::restarts;
+use torpor_tests::witness;
 
 /// Environment variable: path of that program. `hack/cluster stock-runsc` builds the program and
 /// prints the path.
@@ -21,6 +23,7 @@ async fn a_stock_runsc_that_the_installer_is_given_hibernates_and_wakes() -> any
         let stock = stock
             .with_context(|| format!("set {STOCK} to what `hack/cluster stock-runsc` prints"))?;
         let shipped = Config::read(&case.node.config_file())?;
+        let mut saved = None;
         let install =
             json!({ "name": "install", "env": [{ "name": "TORPOR_RUNSC", "value": stock }] });
         let patch = json!({ "spec": { "template": { "spec": { "initContainers": [install] } } } });
@@ -33,6 +36,10 @@ async fn a_stock_runsc_that_the_installer_is_given_hibernates_and_wakes() -> any
             let pod = case.start(shell_pod("p", COUNT)).await?;
             let record = case.node.sandbox_of(&uid(&pod))?;
             ensure!(record.runsc_digest == now.runsc_digest, "{record:?}");
+            let suspended = json!({ "containers": [witness::container(5, &[])] });
+            case.create(sandbox("s", suspended)).await?;
+            saved = Some(witness::ask(&case.sandbox_ready("s").await?).await?);
+            case.suspend("s").await?;
             let mut before = case.counted("p").await?;
             // The first wake is made by runsc or by Torpor; the second one is of a restored
             // sandbox.
@@ -58,6 +65,12 @@ async fn a_stock_runsc_that_the_installer_is_given_hibernates_and_wakes() -> any
         case.hibernate("p").await?;
         case.wake("p").await?;
         ensure!(case.counted("p").await? >= before, "it began anew");
+        // So does a suspended Sandbox.
+        let saved = saved.context("nothing was suspended")?;
+        let resumed = case.resume("s").await?;
+        witness::ask(&resumed).await?.goes_on_from(&saved)?;
+        let record = case.node.sandbox_of(&uid(&resumed))?;
+        ensure!(record.runsc_digest != back.runsc_digest, "{record:?}");
         Ok(())
     })
     .await

@@ -241,27 +241,13 @@ fn fits(
     if !handler.is_some_and(|handler| node.capabilities(handler).restore) {
         return Err(cannot_restore(desired, observed, &name));
     }
-    let made_with = snapshot
-        .status
-        .as_ref()
-        .and_then(|status| status.fingerprint.as_ref());
-    let offered = node
-        .status
-        .as_ref()
-        .and_then(|status| status.fingerprint.as_ref());
-    let different = made_with
-        .zip(offered)
-        .map(|(made_with, offered)| made_with.differs_in(offered));
-    match different.filter(|different| !different.is_empty()) {
-        None => Ok(()),
-        Some(different) => Err((
-            restored::FINGERPRINT_MISMATCH,
-            format!(
-                "The image was made with another runtime than node {name:?} has now (different: {})",
-                different.join(", ")
-            ),
-        )),
+    let lacks = node.lacks(snapshot);
+    if lacks.is_empty() {
+        return Ok(());
     }
+    let lacks = lacks.join("; ");
+    let message = format!("Node {name:?} lacks what the image was made with: {lacks}");
+    Err((restored::FINGERPRINT_MISMATCH, message))
 }
 
 /// Returns why it is not known whether a Pod that is gone has run from the image.
