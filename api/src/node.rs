@@ -89,8 +89,9 @@ pub struct SandboxNodeStatus {
     /// Time of the agent's last report.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heartbeat_time: Option<Time>,
-    /// Builds of runsc on the node: `blake3:` and the first 12 hex digits of each digest. The node
-    /// restores the images that each of them has made.
+    /// Builds of runsc on the node that are not revoked: `blake3:` and the first 12 hex digits of
+    /// each digest. The node restores the images that each of them has made. Empty if the agent
+    /// cannot tell.
     // Written also when empty: a merge patch removes nothing that it does not name.
     #[serde(default)]
     pub runsc_builds: Vec<String>,
@@ -367,10 +368,15 @@ impl SandboxNode {
         let Some(node) = &status.fingerprint else {
             return Vec::new();
         };
-        let builds = [&node.runsc_digest].into_iter().chain(&status.runsc_builds);
         let build = &image.runsc_digest;
+        let mut builds = [&node.runsc_digest].into_iter().chain(&status.runsc_builds);
+        // An agent from before 2026-11-28 lists none, and the node that made the image keeps its
+        // builds.
+        let is_unknown = status.runsc_builds.is_empty()
+            && made_on(snapshot).is_some_and(|made_on| *made_on == self.name_any());
+        let has_build = is_unknown || builds.any(|one| selects(one, build));
         let lacks = [
-            (!has_build(builds, build)).then(|| format!("build {build} of runsc")),
+            (!has_build).then(|| format!("build {build} of runsc (not installed, or revoked)")),
             (image.platform != node.platform).then(|| format!("platform {}", image.platform)),
             (image.flags != node.flags).then(|| format!("flags {}", image.flags.join(" "))),
             missing_features(image, node),
@@ -378,9 +384,9 @@ impl SandboxNode {
         lacks.into_iter().flatten().collect()
     }
 
-    /// Reports whether the build of runsc that made a snapshot's image is the one with which the
-    /// node starts sandboxes, as far as is known.
-    pub fn has_build_of(&self, snapshot: &SandboxSnapshot) -> bool {
+    /// Reports whether the node starts sandboxes with the build of runsc that made a snapshot's
+    /// image, as far as is known.
+    pub fn starts_with_build_of(&self, snapshot: &SandboxSnapshot) -> bool {
         let image = snapshot.status.as_ref();
         let image = image.and_then(|status| status.fingerprint.as_ref());
         let node = self.status.as_ref();
@@ -416,15 +422,16 @@ impl SandboxNode {
     }
 }
 
-/// Reports whether a build is among `builds`, of which each has its digest or the beginning of it.
-fn has_build<'a>(mut builds: impl Iterator<Item = &'a String>, digest: &str) -> bool {
-    builds.any(|build| build == digest || (is_shortened(build) && digest.starts_with(build)))
+/// Returns the node that made a snapshot's image.
+fn made_on(snapshot: &SandboxSnapshot) -> Option<&String> {
+    snapshot.status.as_ref()?.node_name.as_ref()
 }
 
-/// Reports whether the entry of `runscBuilds` has all 12 digits.
-fn is_shortened(build: &str) -> bool {
+/// Reports whether `build` is the build with this digest: a whole digest, or an entry of
+/// `runscBuilds`.
+fn selects(build: &str, digest: &str) -> bool {
     let digits = build.strip_prefix("blake3:").unwrap_or_default();
-    digits.len() == BUILD_DIGITS
+    build == digest || (digits.len() == BUILD_DIGITS && digest.starts_with(build))
 }
 
 /// Returns the CPU features that the node lacks, for people; none if it has all. Without lists only
@@ -575,7 +582,10 @@ mod tests {
         assert_eq!(fits(json!({"runscDigest": "blake3:0123456789abcdef"})), "");
         let unknown = "blake3:9123456789abcdef";
         let lacks = fits(json!({"runscDigest": unknown}));
-        assert_eq!(lacks, format!("build {unknown} of runsc"));
+        assert_eq!(
+            lacks,
+            format!("build {unknown} of runsc (not installed, or revoked)")
+        );
         let features = |cpu: &str| fits(json!({"cpuFeatures": cpu, "cpuFeaturesDigest": "2"}));
         assert_eq!(features("avx fpu"), "");
         assert_eq!(features("amx avx avx512f"), "CPU features amx avx512f");
@@ -584,6 +594,16 @@ mod tests {
         assert_eq!(features(""), "the set of CPU features with digest 2");
         let other = fits(json!({"platform": "kvm", "flags": ["-a", "-b"]}));
         assert_eq!(other, "platform kvm; flags -a -b");
+    }
+
+    #[test]
+    fn only_the_node_of_an_image_may_have_a_build_that_its_older_agent_does_not_list() {
+        let mut node = offering(json!({"runscDigest": NEW}));
+        node.status.as_mut().unwrap().runsc_builds.clear();
+        let mut image = image_of(json!({"runscDigest": "blake3:0123456789abcdef"}));
+        assert_eq!(node.lacks(&image).len(), 1);
+        image.status.as_mut().unwrap().node_name = Some("n1".to_owned());
+        assert!(node.lacks(&image).is_empty());
     }
 
     #[test]

@@ -134,8 +134,8 @@ pub struct SandboxSnapshotStatus {
     /// Digest of the image's manifest, `blake3:<hex>`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// Runtime and processor properties with which the image was made. Only a node with the same
-    /// ones restores it.
+    /// Runtime and processor properties with which the image was made. Only a node that has them
+    /// restores it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<Fingerprint>,
     /// Name of the image in the node's store, `<pod UID>.<n>`.
@@ -200,7 +200,7 @@ pub struct CompletedContainer {
 /// Runtime and processor properties of an image or of a node.
 ///
 /// A node restores an image with the same flags and platform, if it has the build of runsc that
-/// made the image and all CPU features of it (`SandboxNodeStatus::lacks`).
+/// made the image and all CPU features of it (`SandboxNode::lacks`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Fingerprint {

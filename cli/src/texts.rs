@@ -127,7 +127,7 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
             "check the agent of the node that claims the image, which may be compromised, and delete the SandboxSnapshot if it is wrong; to start without the memory: torpor.dev/on-restore-failure=ColdStart"
         }
         restored::FINGERPRINT_MISMATCH => {
-            "add a node with what the message names (an older Torpor's installer brings its build of runsc), or start without the memory: torpor.dev/on-restore-failure=ColdStart"
+            "add a node with what the message names (--older-runsc of the installer brings a build of runsc to a node), or start without the memory: torpor.dev/on-restore-failure=ColdStart"
         }
         restored::RUNSC_REVOKED => {
             "the build of gVisor that the image needs is revoked on the node: ask its operator, or start without the memory: torpor.dev/on-restore-failure=ColdStart"

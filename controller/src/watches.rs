@@ -457,7 +457,7 @@ fn names(sandbox: &Sandbox, annotation: &str, value: &str) -> bool {
 fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
     let abilities = |node: &Option<Arc<SandboxNode>>| {
         let status = node.as_ref()?.status.clone()?;
-        Some((status.runtimes, status.fingerprint))
+        Some((status.runtimes, status.fingerprint, status.runsc_builds))
     };
     let is_able = abilities(&change.before) != abilities(&change.after);
     let Some(node) = change.after.as_ref().or(change.before.as_ref()) else {

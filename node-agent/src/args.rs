@@ -14,7 +14,7 @@ mod parse;
 mod runsc;
 
 use parse::{absolute, at_least_one, handler, seconds};
-pub(crate) use runsc::{RunscArgs, ShaDigest};
+pub(crate) use runsc::{OlderRunsc, RunscArgs, ShaDigest};
 
 /// Torpor's agent on a node: hibernates and wakes the pods of the runtime handler it installs.
 #[derive(Debug, Parser)]

@@ -176,7 +176,7 @@ fn fits(observed: &Observed, snapshot: &SandboxSnapshot) -> bool {
 fn fits_on(observed: &Observed, snapshot: &SandboxSnapshot, node: &str) -> bool {
     let mut nodes = observed.nodes.iter();
     let node = nodes.find(|one| one.name_any() == node);
-    node.is_none_or(|node| node.has_build_of(snapshot) && node.lacks(snapshot).is_empty())
+    node.is_none_or(|node| node.starts_with_build_of(snapshot) && node.lacks(snapshot).is_empty())
 }
 
 /// Plans for a golden Sandbox that exists: saves it once it is Ready, and deletes it once it is

@@ -70,6 +70,26 @@ fn a_new_image_on_a_node_queues_the_sandboxes_that_wait_for_it_and_a_heartbeat_q
 }
 
 #[test]
+fn a_build_that_the_operator_brings_to_a_node_queues_the_sandboxes_that_wait_for_it() {
+    let caches = Caches::default();
+    let waits = asking("waits", "FingerprintMismatch", "n1");
+    caches.sandboxes.apply(Event::Init);
+    caches.sandboxes.apply(Event::InitApply(waits));
+    caches.sandboxes.apply(Event::InitDone);
+    let before = node(&json!([]), "2026-01-01T00:00:00Z");
+    let mut brought = SandboxNode::clone(&before);
+    let status = brought.status.as_mut().unwrap();
+    status.runsc_builds = vec!["blake3:0123456789ab".to_owned()];
+    let change = Change {
+        before: Some(before),
+        after: Some(Arc::new(brought)),
+    };
+    let keys = waiting_for_node(&change, &caches);
+    let names: Vec<_> = keys.into_iter().map(|key| key.1).collect();
+    assert_eq!(names, ["waits"]);
+}
+
+#[test]
 fn a_trimmed_node_keeps_the_pods_that_have_an_image() {
     let all = json!([
         {"podUID": "u", "imageID": "u.1", "namespace": "ns", "podName": "s", "imageBytes": 7},

@@ -295,7 +295,7 @@ const BRING_THE_NODE_BACK: &str = "Bring the node back to continue with the memo
 #[case(
     runtime_is_another,
     "FingerprintMismatch",
-    "Node \"n1\" lacks what the image was made with: build sha256:1 of runsc; platform systrap",
+    "Node \"n1\" lacks what the image was made with: platform systrap",
     KEPT
 )]
 #[case(

@@ -16,6 +16,13 @@ fn is_build(digits: &str) -> bool {
     digits.len() == BUILD_DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
+/// Returns the part of a digest (`blake3:<hex>`) that selects a build: the digits in the name of
+/// the build's file.
+fn build_of(digest: &str) -> &str {
+    let end = "blake3:".len() + BUILD_DIGITS;
+    digest.get(..end).unwrap_or(digest)
+}
+
 /// Paths and flags that the shim, its commands and the agent share.
 // Unknown fields are accepted. After an update the shim of an older pod still runs commands of its
 // own version. They read the new file, and must be able to wake the sandbox.
@@ -147,23 +154,31 @@ impl Config {
         (is_build(digits) && path.is_file()).then_some(path)
     }
 
-    /// Returns the installed builds of runsc, sorted: `blake3:` and the digits in the name of the
-    /// build's file. Empty if their directory cannot be read.
-    pub fn runsc_builds(&self) -> Vec<String> {
-        let files = self.runsc.parent().map(std::fs::read_dir);
-        let names = files.into_iter().flatten().flatten().flatten();
-        let names = names.filter_map(|file| file.file_name().into_string().ok());
-        let digits = |name: String| name.strip_prefix(BUILD).map(str::to_owned);
-        let builds = names.filter_map(digits).filter(|digits| is_build(digits));
-        let mut builds: Vec<String> = builds.map(|digits| format!("blake3:{digits}")).collect();
+    /// Returns the installed builds of runsc that are not revoked, sorted: `blake3:` and the digits
+    /// in the name of the build's file. None if their directory cannot be read.
+    pub fn runsc_builds(&self) -> Option<Vec<String>> {
+        let files = std::fs::read_dir(self.runsc.parent()?).ok()?;
+        let names = files.map(|file| file.map(|file| file.file_name().into_string()));
+        let names = names.collect::<Result<Vec<_>, _>>().ok()?;
+        let digits = |name: &str| name.strip_prefix(BUILD).map(str::to_owned);
+        let builds = names.iter().flatten().filter_map(|name| digits(name));
+        let builds = builds.filter(|digits| is_build(digits));
+        let builds = builds.map(|digits| format!("blake3:{digits}"));
+        let mut builds: Vec<_> = builds
+            .filter(|build| self.admit_runsc(build).is_ok())
+            .collect();
         builds.sort_unstable();
-        builds
+        Some(builds)
     }
 
     /// Returns an error if the build is revoked. Only a start or a restore checks its build: the
     /// processes of a sandbox that runs or dozes exist already.
+    ///
+    /// Compares what [`Self::runsc_build`] selects a build by: the digest of an image may come from
+    /// a node that was taken over.
     pub fn admit_runsc(&self, digest: &str) -> Result<(), Revoked> {
-        match self.revoked_runsc.iter().any(|revoked| revoked == digest) {
+        let mut revoked = self.revoked_runsc.iter();
+        match revoked.any(|revoked| build_of(revoked) == build_of(digest)) {
             true => Err(Revoked {
                 digest: digest.to_owned(),
             }),
@@ -230,12 +245,25 @@ pub(crate) mod tests {
             runsc: dir.path().join("runsc-ffffffffffff"),
             ..on(Path::new("/s"))
         };
-        let builds = config.runsc_builds();
+        let builds = config.runsc_builds().expect("read");
         assert_eq!(builds, ["blake3:00112233aabb", "blake3:ffffffffffff"]);
         let older = config.runsc_build(&format!("{}{}", builds[0], "0".repeat(52)));
         assert_eq!(older, Some(dir.path().join(names[0])));
         assert_eq!(config.runsc_build("blake3:../../etc/pw"), None);
         assert_eq!(config.runsc_build("blake3:000000000000"), None);
+        let revoked = Config {
+            revoked_runsc: vec![format!("{}{}", builds[0], "0".repeat(52))],
+            ..config
+        };
+        // A digest that an attacker has completed otherwise selects the same file.
+        let crafted = format!("{}{}", builds[0], "1".repeat(52));
+        revoked.admit_runsc(&crafted).expect_err("revoked");
+        assert_eq!(revoked.runsc_builds(), Some(vec![builds[1].clone()]));
+        let nowhere = Config {
+            runsc: dir.path().join("nowhere/runsc-ffffffffffff"),
+            ..revoked
+        };
+        assert_eq!(nowhere.runsc_builds(), None);
     }
 
     #[test]

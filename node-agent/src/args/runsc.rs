@@ -16,14 +16,34 @@ pub(crate) struct RunscArgs {
     /// the SHA-512 beside each release
     #[arg(long, requires = "runsc", env = "TORPOR_RUNSC_DIGEST")]
     pub(crate) runsc_digest: Option<ShaDigest>,
-    /// Paths of further builds of runsc on the host: those of earlier versions of Torpor, on a node
-    /// that is to restore images which they have made
-    #[arg(long, value_delimiter = ',', value_parser = absolute, env = "TORPOR_OLDER_RUNSC")]
-    pub(crate) older_runsc: Vec<PathBuf>,
+    /// Further builds of runsc on the host, to restore images that they have made:
+    /// PATH=DIGEST[,...], with the SHA-256 or SHA-512 digest of the file. A path that a node does
+    /// not have is skipped there
+    #[arg(long, value_delimiter = ',', env = "TORPOR_OLDER_RUNSC")]
+    pub(crate) older_runsc: Vec<OlderRunsc>,
     /// Builds of runsc that start no sandbox on this node, by the digests (blake3:<64 hex digits>)
     /// that SandboxNodes and SandboxSnapshots show as runscDigest. Their images are kept
     #[arg(long, value_delimiter = ',', value_parser = blake3_digest, env = "TORPOR_REVOKED_RUNSC")]
     pub(crate) revoked_runsc: Vec<String>,
+}
+
+/// A build of runsc on the host, and the digest that it must have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct OlderRunsc {
+    pub(crate) path: PathBuf,
+    pub(crate) digest: ShaDigest,
+}
+
+impl FromStr for OlderRunsc {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (path, digest) = text.rsplit_once('=').ok_or("not of the form PATH=DIGEST")?;
+        Ok(Self {
+            path: absolute(path)?,
+            digest: digest.parse()?,
+        })
+    }
 }
 
 /// A SHA-256 or SHA-512 digest, in lower case.
@@ -117,6 +137,22 @@ mod tests {
         }
         for wrong in ["", "00", &"g".repeat(64)] {
             wrong.parse::<ShaDigest>().expect_err(wrong);
+        }
+    }
+
+    #[test]
+    fn an_older_build_needs_its_path_and_its_digest() {
+        let digest = "0".repeat(64);
+        let given = format!("--older-runsc=/a={digest},/b={}", "A".repeat(128));
+        let older = parsed(&[&given]).expect("read").older_runsc;
+        let of: Vec<_> = older
+            .iter()
+            .map(|one| one.path.display().to_string())
+            .collect();
+        assert_eq!(of, ["/a", "/b"]);
+        assert_eq!(older[1].digest.hex(), "a".repeat(128));
+        for wrong in ["/a".to_owned(), format!("a={digest}"), "/a=00".to_owned()] {
+            parsed(&[&format!("--older-runsc={wrong}")]).expect_err("not complete");
         }
     }
 

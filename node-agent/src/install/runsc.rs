@@ -12,7 +12,7 @@ use tracing::{info, warn};
 
 use super::error::Error;
 use super::host::HostRoot;
-use crate::args::{RunscArgs, ShaDigest};
+use crate::args::{OlderRunsc, RunscArgs, ShaDigest};
 
 /// Name of the program in the payload, and beginning of its name on the node.
 pub(super) const RUNSC: &str = "runsc";
@@ -49,12 +49,17 @@ impl Build {
         Ok(build)
     }
 
-    /// Checks and returns the builds that `--older-runsc` names.
+    /// Checks and returns the builds that `--older-runsc` names and that this node has.
     pub(super) fn older(root: &HostRoot, args: &RunscArgs) -> Result<Vec<Self>, Error> {
-        let paths = args.older_runsc.iter();
-        paths
-            .map(|path| Self::of_host(&root.path(path)?, None))
-            .collect()
+        let mut builds = Vec::new();
+        for OlderRunsc { path, digest } in &args.older_runsc {
+            let path = root.path(path)?;
+            match path.try_exists() {
+                Ok(false) => warn!(path = %path.display(), "an older runsc is not on this node"),
+                Ok(true) | Err(_) => builds.push(Self::of_host(&path, Some(digest))?),
+            }
+        }
+        Ok(builds)
     }
 
     fn shipped(path: PathBuf) -> Result<Self, Error> {
@@ -91,7 +96,7 @@ impl Build {
             let found = hex(sum.finish().as_ref());
             if found != wanted.hex() {
                 return Err(refused(format!(
-                    "its digest is {found}, but --runsc-digest is {}",
+                    "its digest is {found}, and the installer's option has {}",
                     wanted.hex()
                 )));
             }
@@ -211,7 +216,7 @@ mod tests {
             ),
             ("/bin/true", None, "does not print"),
             ("/bin/false", None, "ended with"),
-            (RELEASED, Some(other.as_str()), "--runsc-digest is 000"),
+            (RELEASED, Some(other.as_str()), "option has 000"),
         ] {
             let refused = chosen(path, digest).expect_err("refused");
             assert_eq!(refused.reason(), "RunscRefused", "{path}");

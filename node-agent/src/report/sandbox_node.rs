@@ -84,6 +84,7 @@ pub(crate) async fn report(
             let kata = kata.clone();
             let config = config.clone();
             let previous = written.as_ref().map(|(old, _)| old.conditions.clone());
+            let builds = written.as_ref().map(|(old, _)| old.runsc_builds.clone());
             tokio::task::spawn_blocking(move || {
                 let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
                 let can_doze = node.can_doze();
@@ -92,8 +93,9 @@ pub(crate) async fn report(
                 let previous = previous.unwrap_or_default();
                 let now = Timestamp::now();
                 let config = Config::read(&config).ok();
-                let builds = config.as_ref().map(Config::runsc_builds);
-                status.runsc_builds = builds.unwrap_or_default();
+                // A directory that cannot be read at this moment does not make builds go.
+                let found = config.as_ref().and_then(Config::runsc_builds);
+                status.runsc_builds = found.or(builds).unwrap_or_default();
                 let revoked = config.and_then(|config| revoked::draft(&config, &previous));
                 status.conditions = conditions_after(previous, ability, &short, now);
                 if let Some(revoked) = revoked {

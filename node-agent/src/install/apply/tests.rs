@@ -324,22 +324,42 @@ fn an_older_build_of_the_host_is_placed_beside_the_one_that_starts_sandboxes() {
     let host = Host::new("version = 3\n").supervised();
     host.install();
     let older = host.root().join("opt/older");
-    symlink(NEW_RUNSC, &older).expect("a link");
+    // The copy is open for writing in no process that another test could fork from this one.
+    let copied = Command::new("cp").arg(NEW_RUNSC).arg(&older).status();
+    assert!(copied.expect("cp runs").success());
+    let content = fs::read(NEW_RUNSC).expect("read");
+    let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &content);
+    let digits = digest.as_ref().iter();
+    let digest: String = digits.map(|byte| format!("{byte:02x}")).collect();
+    let older_runsc = |digest: &str| vec![format!("/opt/older={digest}").parse().expect("read")];
     let mut args = host.install_args();
-    args.runsc.older_runsc = vec!["/opt/older".into()];
+    args.runsc.older_runsc = older_runsc(&digest);
     assert!(install(&args).expect("installed").binaries);
     assert_eq!(install(&args).expect("again"), Outcome::default());
     let config = host.config();
     let shipped = blake3::hash(&fs::read(RUNSC).expect("read"));
     assert!(config.runsc_digest.ends_with(shipped.to_hex().as_str()));
-    let placed = blake3::hash(&fs::read(NEW_RUNSC).expect("read")).to_hex();
+    let placed = blake3::hash(&content).to_hex();
     let placed = host
         .root()
         .join(format!("opt/torpor/bin/runsc-{}", &placed[..12]));
     assert!(placed.is_file() && flags::file_of(&placed).is_file());
-    fs::remove_file(&older).expect("removed");
-    let refused = install(&args).expect_err("its file is gone");
+    let builds = Config {
+        runsc: host
+            .root()
+            .join(config.runsc.strip_prefix("/").expect("absolute")),
+        ..config
+    }
+    .runsc_builds();
+    assert_eq!(builds.map(|builds| builds.len()), Some(2));
+    let mut wrong = args.clone();
+    wrong.runsc.older_runsc = older_runsc(&"0".repeat(64));
+    let refused = install(&wrong).expect_err("another file");
     assert_eq!(refused.reason(), "RunscRefused");
+    // The file need not stay once the build is placed, and other nodes may lack it.
+    fs::remove_file(&older).expect("removed");
+    assert_eq!(install(&args).expect("again"), Outcome::default());
+    assert!(placed.is_file());
 }
 
 #[test]

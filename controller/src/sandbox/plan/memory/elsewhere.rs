@@ -140,12 +140,18 @@ pub(super) fn nodes(
         .chain(others)
         .collect();
     match (nodes.is_empty(), here) {
-        (true, Err((reason, message))) => Err((
-            reason,
-            format!(
-                "{message}. The image is in its repository too, but no other node can restore it"
-            ),
-        )),
+        (true, Err((reason, message))) => {
+            let others = observed.cluster.iter();
+            let others = others.filter(|one| !one.is_silent && one.node.name_any() != origin);
+            let mut obstacles =
+                others.filter_map(|one| fits(desired, observed, snapshot, &one.node).err());
+            let why = obstacles.next().map(|(_, why)| format!(": {why}"));
+            let why = why.unwrap_or_default();
+            let message = format!(
+                "{message}. The image is in its repository too, but no other node can restore it{why}"
+            );
+            Err((reason, message))
+        }
         _ => Ok(nodes.into_iter().take(MOST_NODES).collect()),
     }
 }
