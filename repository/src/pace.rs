@@ -1,26 +1,46 @@
-//! Limit on the bandwidth of all uploads of a node.
+//! Limits on all uploads of a node: their bandwidth, and their share of the processors.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes per second that uploads may use together.
+/// The turn to cut, compress and encrypt. One thread of a node does that at a time, because a
+/// sandbox that wakes meanwhile needs the processors.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Packing(Arc<Mutex<()>>);
+
+impl Packing {
+    /// Does the work when its turn has come. Blocks.
+    pub(crate) fn alone<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _turn = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        work()
+    }
+}
+
+/// Limits that the uploads of a node share.
 #[derive(Debug)]
 pub struct Pace {
+    packing: Packing,
     bytes_per_second: Option<u64>,
     /// Time at which the link is free again.
     free_at: Mutex<Option<Instant>>,
 }
 
 impl Pace {
-    /// `None` is no limit. A limit of 0 counts as 1.
+    /// `bytes_per_second`: bandwidth of all uploads together. `None` is no limit. A limit of 0
+    /// counts as 1.
     pub fn new(bytes_per_second: Option<u64>) -> Self {
         Self {
+            packing: Packing::default(),
             bytes_per_second: bytes_per_second.map(|limit| limit.max(1)),
             free_at: Mutex::new(None),
         }
     }
 
-    /// Waits for the turn of `bytes`.
+    pub(crate) fn packing(&self) -> Packing {
+        self.packing.clone()
+    }
+
+    /// Waits for the turn to send `bytes`.
     pub(crate) async fn wait(&self, bytes: u64) {
         let Some(limit) = self.bytes_per_second else {
             return;

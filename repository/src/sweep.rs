@@ -13,7 +13,7 @@
 //! The age of a chunk alone would not do: a sweep deletes by name, also a chunk that was written
 //! again since it was listed (`repository/tests/model.rs`).
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -100,8 +100,6 @@ pub enum Health {
 /// Result of the reading of all indexes of a namespace.
 #[derive(Debug, Default)]
 struct Needed {
-    /// Chunks that indexes name, pending ones included.
-    chunks: HashSet<ChunkName>,
     /// Chunks of each whole image that the listing lacks.
     unlisted: BTreeMap<String, Vec<ChunkName>>,
     /// Indexes that cannot be read: the image, whether the index is one of a whole image, and the
@@ -112,12 +110,16 @@ struct Needed {
 /// Mark of a sweep: its path, and when it was written.
 pub(crate) type Mark = (Path, Timestamp);
 
+/// The chunks of a listing. A namespace may have a million of them.
+type Chunks = HashMap<ChunkName, Listed>;
+
 /// A chunk in a listing.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 struct Listed {
-    name: ChunkName,
-    path: Path,
-    age: SignedDuration,
+    /// The chunk was written more than [`KEPT_FOR`] ago.
+    is_old: bool,
+    /// An index names the chunk; a pending one counts.
+    is_needed: bool,
 }
 
 impl Repository {
@@ -193,10 +195,10 @@ impl Repository {
     pub async fn sweep(&self, namespace: &str) -> Result<Swept, Error> {
         let now = self.now().await?;
         self.delete_old_marks(namespace, now).await?;
-        let chunks = self.list_chunks(namespace, now).await?;
+        let mut chunks = self.list_chunks(namespace, now).await?;
         let begun = self.timer.now();
         let mark = self.mark(namespace).await?;
-        let needed = match self.needed(namespace, &chunks).await {
+        let needed = match self.needed(namespace, &mut chunks).await {
             Ok(needed) => needed,
             Err(error) => {
                 // Nothing has been deleted, so no upload needs to wait for this sweep.
@@ -209,8 +211,10 @@ impl Repository {
             ..Swept::default()
         };
         if needed.unreadable.is_empty() {
-            let doomed = doomed(&chunks, &needed.chunks).collect();
-            (swept.deleted, swept.left) = self.delete_doomed(doomed, begun).await?;
+            let mut doomed: Vec<ChunkName> = doomed(&chunks).collect();
+            doomed.sort_unstable();
+            let deleted = self.delete_doomed(namespace, doomed, begun).await?;
+            (swept.deleted, swept.left) = deleted;
         }
         // A deletion that failed may still take effect; then this line is not reached.
         self.delete(&mark).await?;
@@ -267,7 +271,8 @@ impl Repository {
     /// Deletes chunks, as long as there is time. Returns how many went and how many are left.
     async fn delete_doomed(
         &self,
-        doomed: Vec<&Listed>,
+        namespace: &str,
+        doomed: Vec<ChunkName>,
         begun: Duration,
     ) -> Result<(u64, u64), Error> {
         let all = doomed.len() as u64;
@@ -279,7 +284,8 @@ impl Repository {
                 && self.timer.now().saturating_sub(begun) < DELETES_FOR
                 && let Some(chunk) = doomed.next()
             {
-                under_way.push(self.delete(&chunk.path));
+                let path = self.names.chunk(namespace, &chunk);
+                under_way.push(async move { self.delete(&path).await });
             }
             match under_way.next().await {
                 Some(done) => done?,
@@ -358,24 +364,26 @@ impl Repository {
         Ok(self.modified(&self.names.image(image)).await?.is_some())
     }
 
-    async fn list_chunks(&self, namespace: &str, now: Timestamp) -> Result<Vec<Listed>, Error> {
+    /// Lists the chunks of a namespace. Objects of other programs are left out.
+    async fn list_chunks(&self, namespace: &str, now: Timestamp) -> Result<Chunks, Error> {
         let place = self.names.chunks(namespace);
         let mut listed = self.objects.list(Some(&place));
-        let mut chunks = Vec::new();
+        let mut chunks = Chunks::new();
         while let Some(meta) = self.next(&mut listed, &place).await? {
             let name = meta.location.filename().and_then(ChunkName::parse);
-            chunks.extend(name.map(|name| Listed {
-                name,
-                age: now.duration_since(modified(&meta)),
-                path: meta.location,
-            }));
+            let name = name.filter(|name| self.names.chunk(namespace, name) == meta.location);
+            let chunk = Listed {
+                is_old: now.duration_since(modified(&meta)) > KEPT_FOR,
+                is_needed: false,
+            };
+            chunks.extend(name.map(|name| (name, chunk)));
         }
         Ok(chunks)
     }
 
-    /// Reads all indexes of a namespace. Objects of other programs are left alone.
-    async fn needed(&self, namespace: &str, listed: &[Listed]) -> Result<Needed, Error> {
-        let known: HashSet<ChunkName> = listed.iter().map(|chunk| chunk.name).collect();
+    /// Reads all indexes of a namespace, and marks the chunks that they name. Objects of other
+    /// programs are left alone.
+    async fn needed(&self, namespace: &str, known: &mut Chunks) -> Result<Needed, Error> {
         let mut needed = Needed::default();
         for (place, is_whole) in [
             (self.names.all_pending(namespace), false),
@@ -399,12 +407,17 @@ impl Repository {
                 };
                 let image = name.image().to_owned();
                 match chunks {
-                    Ok(chunks) => {
+                    Ok(mut chunks) => {
+                        chunks.retain(|chunk| match known.get_mut(chunk) {
+                            Some(listed) => {
+                                listed.is_needed = true;
+                                false
+                            }
+                            None => true,
+                        });
                         if is_whole {
-                            let unlisted = chunks.iter().filter(|chunk| !known.contains(chunk));
-                            needed.unlisted.insert(image, unlisted.copied().collect());
+                            needed.unlisted.insert(image, chunks);
                         }
-                        needed.chunks.extend(chunks);
                     }
                     Err(why) => needed.unreadable.push((image, is_whole, why)),
                 }
@@ -456,15 +469,11 @@ fn counts(written: Timestamp, now: Timestamp) -> bool {
 }
 
 /// Returns the chunks to delete.
-fn doomed<'a>(
-    chunks: &'a [Listed],
-    needed: &'a HashSet<ChunkName>,
-) -> impl Iterator<Item = &'a Listed> {
-    let is_old = |chunk: &&Listed| chunk.age > KEPT_FOR;
-    chunks
+fn doomed(chunks: &Chunks) -> impl Iterator<Item = ChunkName> {
+    let doomed = chunks
         .iter()
-        .filter(is_old)
-        .filter(|chunk| !needed.contains(&chunk.name))
+        .filter(|(_, chunk)| chunk.is_old && !chunk.is_needed);
+    doomed.map(|(name, _)| *name)
 }
 
 #[cfg(test)]
@@ -494,15 +503,17 @@ mod tests {
 
     #[test]
     fn a_chunk_goes_when_it_is_old_and_no_index_names_it() {
-        let chunk = |byte, age| Listed {
-            name: ChunkName([byte; 32]),
-            path: Path::from("x"),
-            age,
+        let chunk = |byte, is_old, is_needed| {
+            let listed = Listed { is_old, is_needed };
+            (ChunkName([byte; 32]), listed)
         };
-        let old = KEPT_FOR + SignedDuration::from_secs(1);
-        let chunks = [chunk(1, old), chunk(2, old), chunk(3, KEPT_FOR)];
-        let needed = HashSet::from([ChunkName([2; 32])]);
-        let gone: Vec<_> = doomed(&chunks, &needed).map(|chunk| chunk.name).collect();
+        let chunks = [
+            chunk(1, true, false),
+            chunk(2, true, true),
+            chunk(3, false, false),
+            chunk(4, false, true),
+        ];
+        let gone: Vec<_> = doomed(&chunks.into()).collect();
         assert_eq!(gone, [ChunkName([1; 32])]);
     }
 }

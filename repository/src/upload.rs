@@ -57,7 +57,7 @@ impl Repository {
     ) -> Result<Stored, Error> {
         let sealer = self.sealer(image);
         let files: Vec<Arc<LocalFile>> = files.into_iter().map(Arc::new).collect();
-        let index = cut(image, manifest, &files, sealer.as_ref()).await?;
+        let index = cut(image, manifest, &files, sealer.as_ref(), pace).await?;
         let size = index.size();
         let place = self.names.image(image);
         let encoded = index.encode(self.names.cluster(), image, sealer.as_ref());
@@ -149,6 +149,7 @@ async fn cut(
     manifest: Vec<u8>,
     files: &[Arc<LocalFile>],
     sealer: Option<&(String, Sealer)>,
+    pace: &Pace,
 ) -> Result<Index, Error> {
     let mut index = Index {
         manifest,
@@ -156,7 +157,9 @@ async fn cut(
     };
     for file in files {
         let (reading, sealer) = (Arc::clone(file), sealer.map(|(_, sealer)| sealer.clone()));
-        let pieces = blocking(move || chunk::cut(&reading.file, sealer.as_ref())).await;
+        let packing = pace.packing();
+        let cut = move || packing.alone(|| chunk::cut(&reading.file, sealer.as_ref()));
+        let pieces = blocking(cut).await;
         let pieces = pieces.map_err(|source| local("read", file, image, source))?;
         index.files.push((file.name.clone(), pieces));
     }
@@ -235,7 +238,9 @@ impl Sending<'_> {
 
     async fn packed(&self, file: &Arc<LocalFile>, piece: &Piece) -> Result<Bytes, Error> {
         let (reading, of, sealer) = (Arc::clone(file), piece.clone(), self.sealer.cloned());
-        let packed = blocking(move || chunk::pack(&reading.file, &of, sealer.as_ref())).await;
+        let packing = self.pace.packing();
+        let pack = move || packing.alone(|| chunk::pack(&reading.file, &of, sealer.as_ref()));
+        let packed = blocking(pack).await;
         let packed = packed.map_err(|source| local("read", file, self.image, source))?;
         packed.map(Bytes::from).ok_or_else(|| Error::Changed {
             name: file.name.clone(),

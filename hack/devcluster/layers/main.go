@@ -35,7 +35,7 @@ var allowed = map[string][]string{
 	"torpor-sandbox":         {"torpor-claim-env", "torpor-inside", "torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records", "torpor-messages", "torpor-link", "torpor-runsc", "torpor-runsc-direct"},
 	"torpor-shim":            {"torpor-inside", "torpor-core", "torpor-cgroup", "torpor-snapshots", "torpor-records", "torpor-messages", "torpor-link", "torpor-runsc", "torpor-runsc-direct", "torpor-sandbox"},
 	"torpor-agent":           {"torpor-api", "torpor-inside", "torpor-daemon", "torpor-repository", "torpor-core", "torpor-snapshots", "torpor-records", "torpor-messages", "torpor-link", "torpor-runsc", "torpor-runsc-direct", "torpor-cgroup", "torpor-kata", "torpor-test-apiserver", "torpor-test-monitoring", "torpor-test-reference"},
-	"torpor-bench":           {"torpor-api", "torpor-tests"},
+	"torpor-bench":           {"torpor-api", "torpor-repository", "torpor-tests"},
 	"torpor-test-apiserver":  {},
 	"torpor-test-monitoring": {},
 	"torpor-test-namespace":  {},

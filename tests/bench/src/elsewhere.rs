@@ -51,25 +51,38 @@ pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()
         let second = nodes.get(NODES[1]).await;
         second.context("needs two nodes and an S3 server: hack/cluster up --nodes 2, hack/cluster store up, kubectl apply -f hack/repository.yaml")?;
         println!("{} rounds with {} MiB, {}", options.rounds, options.megabytes, node::describe()?);
-        let classes: Api<SnapshotClass> = Api::all(case.client());
-        classes.create(&PostParams::default(), &class()?).await?;
-        let measured = measure(case, options).await;
+        let measured = with_class(case, async || measure(case, options).await).await;
         for node in NODES {
             case.cordon(node, false).await?;
         }
-        classes.delete(NAMESPACE, &DeleteParams::default()).await?;
         measured
     })
     .await
 }
 
-fn class() -> anyhow::Result<SnapshotClass> {
+/// Runs `body` while there is a SnapshotClass of the namespace's name, with a folder of that name
+/// on the S3 server of the development cluster.
+pub(crate) async fn with_class(
+    case: &Case,
+    body: impl AsyncFnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let classes: Api<SnapshotClass> = Api::all(case.client());
+    let name = &case.namespace;
+    classes
+        .create(&PostParams::default(), &class(name)?)
+        .await?;
+    let done = body().await;
+    classes.delete(name, &DeleteParams::default()).await?;
+    done
+}
+
+fn class(name: &str) -> anyhow::Result<SnapshotClass> {
     let class = json!({
-        "metadata": { "name": NAMESPACE },
+        "metadata": { "name": name },
         "spec": {
             "provisioner": "repository.torpor.dev",
             "parameters": {
-                "url": format!("s3://torpor/{NAMESPACE}"), "endpoint": ENDPOINT,
+                "url": format!("s3://torpor/{name}"), "endpoint": ENDPOINT,
                 "region": "us-east-1", "allowHTTP": "true",
             },
         },
@@ -165,14 +178,14 @@ async fn resume(case: &Case) -> anyhow::Result<(Pod, Duration)> {
 }
 
 /// Waits until the program answers.
-async fn answers(pod: &Pod) -> anyhow::Result<()> {
+pub(crate) async fn answers(pod: &Pod) -> anyhow::Result<()> {
     wait::until("the program answers", SERVES, async || {
         Ok(ask(pod, b"x").await.map_err(|error| error.to_string()))
     })
     .await
 }
 
-async fn ask(pod: &Pod, question: &[u8]) -> anyhow::Result<()> {
+pub(crate) async fn ask(pod: &Pod, question: &[u8]) -> anyhow::Result<()> {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let address = pod.status.as_ref().and_then(|status| status.pod_ip.clone());
     let address = address.context("the Pod has no address")?;

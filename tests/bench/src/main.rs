@@ -28,8 +28,10 @@ mod sleeper;
 mod snapshots;
 mod stats;
 mod stop;
+mod store;
 mod swap;
 mod table;
+mod upload;
 mod wake;
 mod wrk;
 
@@ -52,6 +54,10 @@ enum Command {
     Doze(doze::Options),
     /// Time of a resume on another node, from an S3 server; needs two nodes
     Elsewhere(elsewhere::Options),
+    /// Wakes while an image is being uploaded, beside wakes without; needs an S3 server
+    Upload(upload::Options),
+    /// Sweep of a repository with 10,000 images; needs no cluster
+    Store(store::Options),
     /// 20 copies of one snapshot of 100 MB at the same time, beside as many cold starts
     Fork(fork::Options),
     /// 50 sandboxes of 30 MB woken at once; cost of 300 asleep, and of the agent with them
@@ -95,6 +101,7 @@ fn measure(command: Command) -> anyhow::Result<()> {
         Command::Wake(options) => run(async |stop| wake::run(&options, stop).await),
         Command::Doze(options) => run(async |stop| doze::run(&options, stop).await),
         Command::Elsewhere(options) => run(async |stop| elsewhere::run(&options, stop).await),
+        Command::Upload(options) => run(async |stop| upload::run(&options, stop).await),
         Command::Fork(options) => run(async |stop| fork::run(&options, stop).await),
         Command::Many(options) => run(async |stop| many::run(&options, stop).await),
         Command::Bare(options) => run(async |stop| bare::run(&options, stop).await),
@@ -104,6 +111,7 @@ fn measure(command: Command) -> anyhow::Result<()> {
         Command::Probes(options) => run(async |stop| probes::run(&options, stop).await),
         Command::Router(options) => run(async |stop| router::run(&options, stop).await),
         Command::Pool(options) => run(async |stop| pool::run(&options, stop).await),
+        Command::Store(options) => store::run(&options),
         Command::Claims(options) => claims::run(&options),
     }
 }

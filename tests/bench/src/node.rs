@@ -59,9 +59,18 @@ pub(crate) fn pss_kib(processes: &[Process]) -> u64 {
 
 /// Returns the resident memory of a process, in MiB.
 pub(crate) fn resident_mib(pid: i32) -> anyhow::Result<f64> {
+    memory_mib(pid, "VmRSS:")
+}
+
+/// Returns the most resident memory that a process has had, in MiB.
+pub(crate) fn peak_mib(pid: i32) -> anyhow::Result<f64> {
+    memory_mib(pid, "VmHWM:")
+}
+
+fn memory_mib(pid: i32, field: &str) -> anyhow::Result<f64> {
     let path = format!("/proc/{pid}/status");
     let text = fs::read_to_string(&path).context(path)?;
-    Ok(number(&text, "VmRSS:")? / 1024.0)
+    Ok(number(&text, field)? / 1024.0)
 }
 
 fn number(text: &str, name: &str) -> anyhow::Result<f64> {

@@ -26,7 +26,7 @@ pub(crate) const PORT: u16 = 8080;
 /// Time for an answer that wakes a sandbox.
 const ANSWER: Duration = Duration::from_secs(30);
 /// Pause after each wake, in which a woken sandbox does its first work: part of the measurement.
-const PAUSE: Duration = Duration::from_millis(300);
+pub(crate) const PAUSE: Duration = Duration::from_millis(300);
 
 /// A way to sleep.
 #[derive(Clone, Copy, Debug, PartialEq)]
