@@ -10,8 +10,9 @@ use std::{
 use torpor_api::crds;
 
 fn main() -> ExitCode {
-    let Some(folder) = env::args_os().nth(1).map(PathBuf::from) else {
-        eprintln!("usage: torpor-crds <folder>");
+    let folder = env::args_os().nth(1).map(PathBuf::from);
+    let Some(folder) = folder.filter(|folder| folder.is_dir()) else {
+        eprintln!("usage: torpor-crds <folder that exists>");
         return ExitCode::from(2);
     };
     match write(&folder) {

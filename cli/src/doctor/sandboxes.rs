@@ -6,6 +6,7 @@ use jiff::Timestamp;
 use kube::ResourceExt;
 use torpor_api::annotations::IMAGE_FINALIZER;
 use torpor_api::conditions::{self, COMMITTED, HIBERNATED};
+use torpor_api::node::SandboxNodeStatus;
 use torpor_api::reasons::hibernated;
 use torpor_api::{Sandbox, SandboxNode, SandboxSnapshot, SnapshotReason};
 
@@ -117,13 +118,26 @@ fn has_node(facts: &Facts, name: &str) -> bool {
     })
 }
 
-/// Checks that the image is on a node that can restore it.
+/// Reports whether another node than the image's own can restore the image from its repository.
+fn can_move(facts: &Facts, snapshot: &SandboxSnapshot) -> bool {
+    let mut reports = facts.sandbox_nodes.iter().flatten();
+    let fits = |node: &SandboxNode| {
+        let has_fingerprint = |status: &SandboxNodeStatus| status.fingerprint.is_some();
+        node.status.as_ref().is_some_and(has_fingerprint) && node.lacks(snapshot).is_empty()
+    };
+    snapshot.is_uploaded() && reports.any(|node| has_node(facts, &node.name_any()) && fits(node))
+}
+
+/// Checks that a node can restore the image: the one that has it, or any if it is uploaded.
 fn check_committed(
     facts: &Facts,
     snapshot: &SandboxSnapshot,
     subject: String,
     node: &str,
 ) -> Option<Finding> {
+    if can_move(facts, snapshot) {
+        return None;
+    }
     if !has_node(facts, node) {
         return Some(Finding::problem(
             subject,
@@ -142,7 +156,7 @@ fn check_committed(
                 "cannot be restored on node {node}, which lacks what it was made with: {}",
                 lacks.join("; ")
             ),
-            "install the runtime that made it, or start without the memory (torpor.dev/on-restore-failure=ColdStart)",
+            "add what is missing to the node (--older-runsc of the installer brings a build of runsc), or start without the memory (torpor.dev/on-restore-failure=ColdStart)",
         )
     })
 }

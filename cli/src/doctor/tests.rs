@@ -87,6 +87,16 @@ fn committed() -> Value {
     })
 }
 
+/// Status of an image on a node that is gone, which is in a repository, too.
+fn uploaded(runsc: &str) -> Value {
+    let since = "2026-11-21T11:00:00Z";
+    let conditions = ["Committed", "Uploaded"].map(|kind| condition(kind, "True", kind, since));
+    json!({
+        "nodeName": "gone", "conditions": conditions,
+        "fingerprint": {"platform": "systrap", "runscDigest": runsc},
+    })
+}
+
 fn sandbox(mode: &str, conditions: Vec<Value>) -> Value {
     json!({
         "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox",
@@ -460,6 +470,8 @@ fn being_deleted(when: &str, status: Value) -> Value {
 #[case(being_deleted("2026-11-21T11:30:00Z", json!({"nodeName": "gone"})), Some("node gone is gone"))]
 #[case(snapshot("s", json!({})), None)]
 #[case(snapshot("s", json!({"nodeName": "gone", "conditions": committed()["conditions"]})), Some("its image is on node gone"))]
+#[case(snapshot("s", uploaded("abc")), None)]
+#[case(snapshot("s", uploaded("older")), Some("its image is on node gone"))]
 #[case(
     snapshot("s", json!({
         "nodeName": "node-0", "conditions": committed()["conditions"],
