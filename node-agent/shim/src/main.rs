@@ -18,6 +18,7 @@ mod agent;
 mod allocator;
 mod args;
 mod commands;
+mod end_signal;
 mod keeper;
 mod log;
 mod service;

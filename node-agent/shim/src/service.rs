@@ -10,12 +10,11 @@ use containerd_shim::api::DeleteResponse;
 use containerd_shim::protos::protobuf::MessageField;
 use containerd_shim::publisher::RemotePublisher;
 use containerd_shim::synchronous::util::write_address;
-use containerd_shim::{
-    Config, Error, ExitSignal, Flags, Result, Shim, StartOpts, socket_address, spawn,
-};
+use containerd_shim::{Config, Error, Flags, Result, Shim, StartOpts, socket_address, spawn};
 use torpor_runsc::spec::Spec;
 use torpor_sandbox::node::read_oci_json;
 
+use crate::end_signal::EndSignal;
 use crate::task::container::Pod;
 use crate::task::events::Events;
 use crate::task::{TaskService, init, timestamp, verbs};
@@ -23,6 +22,10 @@ use crate::{KILLED, log};
 
 /// Environment variable with the address of containerd's ttrpc socket.
 const TTRPC_ADDRESS: &str = "TTRPC_ADDRESS";
+/// Time between two looks whether the shim has a container. containerd may die after it has started
+/// a shim and before it makes the first container, or after it has deleted the last one and before
+/// it ends the shim. Nothing ends such a shim but itself.
+const LOOK: Duration = Duration::from_secs(30);
 /// Time in which the calls under way end once the shim is to end.
 const END_LIMIT: Duration = Duration::from_secs(3);
 
@@ -34,7 +37,7 @@ pub(crate) struct Service {
     /// Address of the socket that it serves.
     socket: String,
     bundle: PathBuf,
-    exit: Arc<ExitSignal>,
+    end: Arc<EndSignal>,
     pod: OnceLock<Arc<Pod>>,
 }
 
@@ -59,7 +62,7 @@ impl Shim for Service {
                 "" => PathBuf::from("."),
                 bundle => bundle.into(),
             },
-            exit: Arc::default(),
+            end: Arc::default(),
             pod: OnceLock::new(),
         }
     }
@@ -96,7 +99,8 @@ impl Shim for Service {
     }
 
     fn wait(&mut self) {
-        self.exit.wait();
+        let is_unused = || self.pod.get().is_none_or(|pod| pod.is_unused());
+        self.end.wait_or_unused(LOOK, is_unused);
         if let Some(pod) = self.pod.get() {
             pod.events.finish();
         }
@@ -117,7 +121,7 @@ impl Shim for Service {
         let address = std::env::var(TTRPC_ADDRESS).unwrap_or_default();
         let events = Events::begin(address, self.namespace.clone());
         let events = events.expect("the shim can start its first thread");
-        let pod = Arc::new(Pod::new(events, Arc::clone(&self.exit)));
+        let pod = Arc::new(Pod::new(events, Arc::clone(&self.end)));
         TaskService {
             pod: Arc::clone(self.pod.get_or_init(|| pod)),
         }

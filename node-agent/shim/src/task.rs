@@ -444,7 +444,7 @@ impl Task for TaskService {
     /// Ends the shim once the pod has no container.
     fn shutdown(&self, _: &TtrpcContext, req: ShutdownRequest) -> Result<Empty> {
         if self.pod.is_empty() || req.now {
-            self.pod.exit.signal();
+            self.pod.end.give();
         }
         Ok(Empty::default())
     }

@@ -1,13 +1,16 @@
 //! After a Pod is deleted nothing of it is left on the node, whatever was killed before.
 
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use anyhow::ensure;
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_runsc::command::NodeRunsc;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
+use torpor_tests::node::containerd_socket;
 use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
 use torpor_tests::remains::Footprint;
 use torpor_tests::sleep::{is_ready, restarts};
@@ -177,6 +180,48 @@ async fn a_container_whose_state_a_killed_runsc_left_half_written_is_brought_bac
         assert_eq!(restarts(&pod), 1);
         footprint.add(&case.node)?;
         nothing_is_left(case, &footprint).await
+    })
+    .await
+}
+
+/// containerd that is killed between the start of a shim and the creation of its first container
+/// forgets the shim (`hack/chaos`, seed 20261128).
+#[tokio::test]
+async fn a_shim_in_which_containerd_creates_no_container_ends() -> anyhow::Result<()> {
+    case("lone-shim", async |case| {
+        let started = case.start(pod("p", json!({ "containers": [shell("a", COUNT)] })));
+        let uid = uid(&started.await?);
+        let other = case.node.shim(&uid)?;
+        let other_sandbox = case.node.sandbox_of(&uid)?.sandbox;
+        // No other sandbox has the reversed id.
+        let sandbox: String = other_sandbox.as_str().chars().rev().collect();
+        let bundle = tempfile::tempdir()?;
+        let config = format!("/proc/{}/cwd/config.json", other.pid);
+        let config = std::fs::read_to_string(config)?.replace(other_sandbox.as_str(), &sandbox);
+        std::fs::write(bundle.path().join("config.json"), config)?;
+        let socket = containerd_socket()?;
+        let output = Command::new(case.node.shim_program())
+            .args(["-namespace", "k8s.io", "-id", &sandbox, "-address"])
+            .arg(&socket)
+            .arg("start")
+            .env("TTRPC_ADDRESS", format!("{}.ttrpc", socket.display()))
+            .current_dir(bundle.path())
+            .stdin(Stdio::null())
+            .output()?;
+        ensure!(output.status.success(), "{output:?}");
+        let sandbox = SandboxId::new(sandbox)?;
+        ensure!(!case.node.shims_of(&sandbox).is_empty(), "no shim started");
+        let limit = Duration::from_secs(120);
+        wait::until("the shim ends", limit, async || {
+            let left = case.node.shims_of(&sandbox);
+            wait::holds(left.is_empty(), || format!("{left:?}"))
+        })
+        .await?;
+        ensure!(
+            !case.node.shims_of(&other_sandbox).is_empty(),
+            "a used shim ended"
+        );
+        Ok(())
     })
     .await
 }

@@ -2,10 +2,9 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 
 use anyhow::Context;
-use containerd_shim::ExitSignal;
 use torpor_core::ids::ContainerId;
 use torpor_sandbox::node::Node;
 
@@ -13,6 +12,7 @@ use super::events::Events;
 use super::exec::Exec;
 use super::process::Life;
 use super::streams::{Held, Paths};
+use crate::end_signal::EndSignal;
 
 /// Locks data that stays whole when a thread panics.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -28,7 +28,7 @@ pub(crate) struct Pod {
     /// before it is there.
     pub(crate) creating: Mutex<()>,
     /// Ends the shim.
-    pub(crate) exit: Arc<ExitSignal>,
+    pub(crate) end: Arc<EndSignal>,
 }
 
 /// A container, from its creation to its deletion.
@@ -46,13 +46,13 @@ pub(crate) struct Container {
 }
 
 impl Pod {
-    pub(crate) fn new(events: Events, exit: Arc<ExitSignal>) -> Self {
+    pub(crate) fn new(events: Events, end: Arc<EndSignal>) -> Self {
         Self {
             node: OnceLock::new(),
             events,
             containers: Mutex::default(),
             creating: Mutex::default(),
-            exit,
+            end,
         }
     }
 
@@ -82,6 +82,18 @@ impl Pod {
     /// more is none: containerd has lost it.
     pub(crate) fn is_empty(&self) -> bool {
         let _creating = lock(&self.creating);
+        self.has_no_container()
+    }
+
+    /// Reports whether the pod has no container and none is being created.
+    pub(crate) fn is_unused(&self) -> bool {
+        match self.creating.try_lock() {
+            Err(TryLockError::WouldBlock) => false,
+            Ok(_) | Err(TryLockError::Poisoned(_)) => self.has_no_container(),
+        }
+    }
+
+    fn has_no_container(&self) -> bool {
         let is_recorded = |id| {
             self.node()
                 .is_ok_and(|node| node.records.container(id).is_ok())
