@@ -53,6 +53,7 @@ fn sandbox_node(name: &str) -> Value {
                 "lastTransitionTime": "2026-11-21T11:00:00Z",
             }],
             "fingerprint": {"platform": "systrap", "runscDigest": "abc"},
+            "runscBuilds": ["blake3:0123456789ab"],
             "runtimes": [{
                 "handler": "torpor", "kind": "gVisor",
                 "capabilities": {"doze": true, "hibernate": true, "restore": true, "freeze": true},
