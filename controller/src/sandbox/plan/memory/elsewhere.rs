@@ -141,12 +141,8 @@ pub(super) fn nodes(
         .collect();
     match (nodes.is_empty(), here) {
         (true, Err((reason, message))) => {
-            let others = observed.cluster.iter();
-            let others = others.filter(|one| !one.is_silent && one.node.name_any() != origin);
-            let mut obstacles =
-                others.filter_map(|one| fits(desired, observed, snapshot, &one.node).err());
-            let why = obstacles.next().map(|(_, why)| format!(": {why}"));
-            let why = why.unwrap_or_default();
+            let obstacle = obstacles(desired, observed, snapshot, Some(origin)).next();
+            let why = obstacle.map_or_else(String::new, |(_, why)| format!(": {why}"));
             let message = format!(
                 "{message}. The image is in its repository too, but no other node can restore it{why}"
             );
@@ -173,13 +169,23 @@ pub(super) fn nodes_of_archive(
     if !nodes.is_empty() {
         return Ok(nodes);
     }
-    let reporting = observed.cluster.iter().filter(|one| !one.is_silent);
-    let mut obstacles =
-        reporting.filter_map(|one| fits(desired, observed, snapshot, &one.node).err());
-    Err(obstacles.next().unwrap_or_else(|| {
+    let obstacle = obstacles(desired, observed, snapshot, None).next();
+    Err(obstacle.unwrap_or_else(|| {
         let message = "No node of the cluster has an agent of Torpor that reports".to_owned();
         (restored::NODE_UNAVAILABLE, message)
     }))
+}
+
+/// Returns why reporting nodes, all but `except`, cannot restore an image.
+fn obstacles<'a>(
+    desired: &'a Desired<'_>,
+    observed: &'a Observed,
+    snapshot: &'a SandboxSnapshot,
+    except: Option<&'a str>,
+) -> impl Iterator<Item = Obstacle> + 'a {
+    let reporting = observed.cluster.iter().filter(|one| !one.is_silent);
+    let asked = reporting.filter(move |one| except != Some(one.node.name_any().as_str()));
+    asked.filter_map(|one| fits(desired, observed, snapshot, &one.node).err())
 }
 
 /// Returns the reporting nodes that can restore an image, in another order for each Sandbox, so
