@@ -22,6 +22,9 @@ machine_before=
 # CI shows the end of the output only: the whole output, and the process that keeps it.
 said=
 keeper_of_words=
+# A busy machine may be several times slower than usual. A longer limit costs time only where a test
+# fails.
+export TORPOR_TIME_SCALE=${TORPOR_TIME_SCALE:-2}
 # End-to-end tests at once, on two processors. Six of them leave a third of a fast machine idle.
 at_once=6
 # Process groups and logs of background steps, by name.

@@ -23,6 +23,7 @@ use crate::agent::Agent;
 use crate::case::Case;
 use crate::explain;
 use crate::swap::Swap;
+use crate::wait;
 
 pub mod client;
 pub mod commands;
@@ -37,6 +38,10 @@ pub mod trouble;
 use lane::{Common, Lane};
 use schedule::{Cycle, Strike, Victim};
 use tally::Tally;
+use trouble::Trouble;
+
+/// Time in which a shim that containerd has forgotten ends.
+const LONE_SHIM_LIMIT: Duration = Duration::from_secs(150);
 
 /// Parameters of a run.
 #[derive(Debug, Clone)]
@@ -115,7 +120,26 @@ pub async fn run(case: &Case, plan: &Plan, report: impl Fn(&str)) -> anyhow::Res
     // The last agent that was killed may still be missing.
     let _ = common.agent_killed.notified().now_or_never();
     Agent::replace(case.client()).await?;
-    Ok(tally.into_inner())
+    let mut tally = tally.into_inner();
+    if let Err(trouble) = no_shim_without_sandbox(case).await {
+        report(&format!("{trouble}"));
+        tally.left_over(trouble);
+    }
+    Ok(tally)
+}
+
+/// Checks that no shim stays for which there is no sandbox.
+///
+/// containerd that is killed at the start of a shim forgets it. Such a shim ends by itself within a
+/// minute.
+async fn no_shim_without_sandbox(case: &Case) -> Result<(), Trouble> {
+    let none = async || {
+        let left = case.node.shims_without_sandbox()?;
+        wait::holds(left.is_empty(), || format!("{left:?}"))
+    };
+    wait::until("each shim has a sandbox", LONE_SHIM_LIMIT, none)
+        .await
+        .map_err(|left| Trouble::LeftOver(format!("{left:#}")))
 }
 
 /// Replaces the agent after each kill; ends only with an error.

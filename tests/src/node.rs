@@ -121,6 +121,20 @@ impl Node {
         found
     }
 
+    /// Returns Torpor's shims whose sandbox is not recorded.
+    ///
+    /// The shim of a sandbox that is being created is one of them for a moment.
+    pub fn shims_without_sandbox(&self) -> anyhow::Result<Vec<Process>> {
+        let mut found = machine::processes_naming(&["/containerd-shim-torpor-v1 ".to_owned()]);
+        let recorded = self.records.sandboxes()?;
+        found.retain(|shim| {
+            let id = shim.command.split_once("-id ").map(|(_, rest)| rest);
+            let id = id.and_then(|rest| rest.split(' ').next());
+            !id.is_some_and(|id| recorded.iter().any(|sandbox| sandbox.as_str() == id))
+        });
+        Ok(found)
+    }
+
     /// Returns the sandbox's own processes: sentry, gofers, and the stubs that hold the programs'
     /// memory.
     pub fn sandbox_processes(&self, uid: &str) -> anyhow::Result<Vec<Process>> {

@@ -79,20 +79,20 @@ impl Footprint {
     pub fn of_sandbox(&self, node: &Node) -> Vec<String> {
         let sockets = self.sockets.iter().filter(|path| path.exists());
         let sockets = sockets.map(|path| format!("socket {}", path.display()));
-        let mut left = self.of_sandbox_but(node, |_| false);
+        let mut left = self.of_sandbox_but_sockets(node);
         left.extend(sockets);
         left
     }
 
-    /// Describes the same where shims are killed at any time: without `forgiven` processes, and
-    /// without sockets (see [`Self::kill_shim`]).
-    pub fn of_sandbox_but(&self, node: &Node, forgiven: fn(&Process) -> bool) -> Vec<String> {
+    /// Describes the same where shims are killed at any time: without sockets (see
+    /// [`Self::kill_shim`]).
+    pub fn of_sandbox_but_sockets(&self, node: &Node) -> Vec<String> {
         let mut words = self.ids.clone();
         words.push(self.uid.clone());
         let processes = machine::processes_naming(&words)
             .into_iter()
             // A kubectl of a test names the Pod too.
-            .filter(|process| !process.command.contains("kubectl") && !forgiven(process))
+            .filter(|process| !process.command.contains("kubectl"))
             .map(|process| format!("process {} {}", process.pid, process.command));
         let mounts = machine::mounts_naming(&words)
             .into_iter()

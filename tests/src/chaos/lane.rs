@@ -21,7 +21,6 @@ use super::schedule::{Cycle, Depth, Moment, Strike, Victim, Waker};
 use super::strike::strike;
 use super::trouble::{Done, Trouble};
 use crate::case::{Case, condition};
-use crate::machine::Process;
 use crate::node::is_in_image;
 use crate::remains::Footprint;
 use crate::sandboxes::{condition_of, sandbox};
@@ -248,7 +247,7 @@ impl<'a> Lane<'a> {
             let left: Vec<String> = (footprints.iter())
                 .flat_map(|footprint| {
                     [
-                        footprint.of_sandbox_but(node, is_lost_shim),
+                        footprint.of_sandbox_but_sockets(node),
                         footprint.of_memory(node),
                     ]
                 })
@@ -278,17 +277,6 @@ impl fmt::Debug for Lane<'_> {
             .field("sandbox", &self.shared.name)
             .finish_non_exhaustive()
     }
-}
-
-/// Reports whether the process is a shim that containerd has lost.
-///
-/// containerd 2.4 sometimes forgets a shim if it is killed again while it takes up its shims, with
-/// runc too. Such a shim waits for nothing.
-fn is_lost_shim(process: &Process) -> bool {
-    let pid = process.pid;
-    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
-    process.command.contains("/containerd-shim-torpor-v1 ")
-        && children.is_ok_and(|children| children.trim().is_empty())
 }
 
 /// Waits until the sandbox falls asleep by itself.
