@@ -117,10 +117,16 @@ fn pod_probed_over_https() -> serde_json::Value {
     )
 }
 
-/// Checks that the Pod sleeps for longer than any of the probes waits: one failure makes the Pod
-/// unready or restarts a container.
-async fn sleeps_on(case: &Case, sleeps: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
-    let long = Duration::from_secs(9);
+/// Time in which each probe of [`probed`] comes at least twice.
+const PROBED: Duration = Duration::from_secs(9);
+
+/// Checks that the Pod sleeps for that time, and that no probe fails in it: one failure makes the
+/// Pod unready or restarts a container.
+async fn sleeps_on(
+    case: &Case,
+    long: Duration,
+    sleeps: impl Fn() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
     let end = Instant::now() + long;
     let asleep = async {
         while Instant::now() < end {
@@ -139,7 +145,7 @@ async fn hibernates_on(case: &Case, probed: serde_json::Value) -> anyhow::Result
     let before = witness::ask(&pod).await?;
     let uid = uid(&case.hibernate("p").await?);
     let asleep = case.node.ledger_seq(&uid)?;
-    sleeps_on(case, || Ok(case.node.ledger_seq(&uid)? == asleep)).await?;
+    sleeps_on(case, PROBED, || Ok(case.node.ledger_seq(&uid)? == asleep)).await?;
     // Any other connection wakes the Pod, also one to a probed port.
     let after = Connection::open(&pod).await?.ask().await?;
     after.goes_on_from(&before)?;
@@ -157,7 +163,7 @@ async fn dozes_on(case: &Case, probed: serde_json::Value) -> anyhow::Result<()> 
         wait::holds(dozes()?, || "awake".to_owned())
     })
     .await?;
-    sleeps_on(case, dozes).await?;
+    sleeps_on(case, PROBED, dozes).await?;
     let stopped = case.node.sentry(&uid)?.is_stopped();
     ensure!(stopped, "a probe has let its processes go on");
     let after = Connection::open(&pod).await?.ask().await?;
@@ -196,7 +202,7 @@ async fn grpc_probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<
         // The woken program answers the probes by itself again.
         let awake = case.wake("p").await?;
         ensure!(restarts(&awake) == 0, "a probe has failed");
-        sleeps_on(case, || Ok(true)).await
+        sleeps_on(case, PROBED, || Ok(true)).await
     })
     .await
 }
@@ -210,18 +216,18 @@ async fn grpc_probes_neither_wake_a_dozing_pod_nor_fail() -> anyhow::Result<()> 
     .await
 }
 
-/// Program that answers each probe after more than a second, in which it sends nothing.
+/// Program that answers each probe after most of a second, in which it sends nothing.
 const SLOW_PROBE: &str = "import http.server as h, time
 class Server(h.BaseHTTPRequestHandler):
     def do_GET(self):
-        time.sleep(1.2)
+        time.sleep(0.6)
         self.send_response(200)
         self.end_headers()
     def log_message(self, *words):
         pass
 h.ThreadingHTTPServer(('', 8090), Server).serve_forever()";
 
-/// Three dozes meet a probe under way at some time: one is for six tenths of all time.
+/// Four dozes meet a probe under way at some time: one is for three tenths of all time.
 #[tokio::test]
 async fn a_probe_that_is_answered_slowly_is_not_cut_off_by_a_doze() -> anyhow::Result<()> {
     let _swap = Swap::on()?;
@@ -241,14 +247,14 @@ async fn a_probe_that_is_answered_slowly_is_not_cut_off_by_a_doze() -> anyhow::R
         let idle = json!({ "metadata": { "annotations": { DOZE_AFTER: "2s" } } });
         let pod = case.start(with(pod("p", containers), idle)).await?;
         let uid = uid(&pod);
-        for _ in 0..3 {
+        for _ in 0..4 {
             let dozes = || case.node.dozes(&uid);
             wait::until("it dozes", LIMIT, async || {
                 wait::holds(dozes()?, || "awake".to_owned())
             })
             .await?;
             // Longer than a probe waits that was cut off.
-            sleeps_on(case, dozes).await?;
+            sleeps_on(case, Duration::from_secs(5), dozes).await?;
             Connection::open(&pod).await?.ask().await?;
         }
         let restarts = restarts(&case.pods().get("p").await?);
