@@ -43,6 +43,18 @@ pub enum Error {
     Changed { name: String, image: String },
 }
 
+/// Reports whether an object was not found because its bucket does not exist. S3 and GCS answer
+/// with the code `NoSuchBucket`, Azure with `ContainerNotFound`.
+pub(crate) fn lacks_bucket(error: &object_store::Error) -> bool {
+    let object_store::Error::NotFound { source, .. } = error else {
+        return false;
+    };
+    let answer = source.to_string();
+    ["NoSuchBucket", "ContainerNotFound"]
+        .iter()
+        .any(|code| answer.contains(code))
+}
+
 impl Error {
     /// Reports whether another attempt fails too, as long as nobody changes the repository or its
     /// keys.
@@ -81,5 +93,23 @@ impl Error {
             cause = error.source();
         }
         words
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_bucket_is_no_missing_object() {
+        let not_found = |answer: &str| object_store::Error::NotFound {
+            path: "chunks/00".to_owned(),
+            source: answer.to_owned().into(),
+        };
+        assert!(lacks_bucket(&not_found(
+            "404 Not Found: <Error><Code>NoSuchBucket</Code></Error>"
+        )));
+        assert!(lacks_bucket(&not_found("<Code>ContainerNotFound</Code>")));
+        assert!(!lacks_bucket(&not_found("<Code>NoSuchKey</Code>")));
     }
 }

@@ -9,25 +9,53 @@ use futures::stream::FuturesUnordered;
 use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
+use tokio::task::{JoinHandle, spawn_blocking};
 
 use crate::chunk::{self, Piece};
+use crate::error::lacks_bucket;
 use crate::index::Index;
 use crate::names::ImageName;
 use crate::object::{self, Unreadable};
 use crate::progress::Progress;
-use crate::seal::Sealer;
 use crate::upload::blocking;
 use crate::{Error, PARALLEL, Repository};
 
+/// Bytes after which files that are being downloaded are written back.
+const WRITTEN_BACK: u64 = 16 << 20;
 /// Overhead of a packed chunk, in bytes: frame of zstd, nonce and tag.
 const OVERHEAD: u64 = 64 << 10;
+
+/// A write-back under way; an error has the number of its file.
+type WriteBack = JoinHandle<Result<(), (usize, io::Error)>>;
+
+/// Writes files back to the disk while they are downloaded, so that the caller's `fsync` has little
+/// left to do. Blocks.
+fn write_back(files: &[Arc<File>]) -> Result<(), (usize, io::Error)> {
+    let mut files = files.iter().enumerate();
+    files.try_for_each(|(at, file)| file.sync_data().map_err(|error| (at, error)))
+}
+
+/// Waits for a write-back. Its error may be reported here only, and not by the caller's `fsync`.
+async fn written(image: &StoredImage, writing: Option<WriteBack>) -> Result<(), Error> {
+    let Some(writing) = writing else {
+        return Ok(());
+    };
+    let written = writing
+        .await
+        .unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+    written.map_err(|(at, source)| Error::Local {
+        doing: "write",
+        name: image.index.files[at].0.clone(),
+        image: image.name.image().to_owned(),
+        source,
+    })
+}
 
 /// An image in a repository, and its manifest.
 #[derive(Debug)]
 pub struct StoredImage {
     name: ImageName,
     index: Index,
-    sealer: Option<Sealer>,
 }
 
 /// A file of an image in a repository.
@@ -67,11 +95,10 @@ impl Repository {
             .await?
             .ok_or_else(missing)?;
         let decoded = Index::decode(&bytes, self.names.cluster(), name, &self.keys);
-        let (index, sealer) = decoded.map_err(|why| self.unreadable(&path, why))?;
+        let index = decoded.map_err(|why| self.unreadable(&path, why))?;
         Ok(StoredImage {
             name: name.clone(),
             index,
-            sealer,
         })
     }
 
@@ -84,27 +111,36 @@ impl Repository {
         progress: &Progress,
     ) -> Result<(), Error> {
         progress.begin(image.index.size());
+        let files: Vec<Arc<File>> = files.into_iter().map(Arc::new).collect();
         let mut rest = Vec::new();
-        for (file, (name, pieces)) in files.into_iter().zip(&image.index.files) {
-            let file = Arc::new(file);
-            rest.extend(pieces.iter().map(|piece| (Arc::clone(&file), name, piece)));
+        for (file, (name, pieces)) in files.iter().zip(&image.index.files) {
+            rest.extend(pieces.iter().map(|piece| (Arc::clone(file), name, piece)));
         }
         let mut rest = rest.into_iter();
         let mut under_way = FuturesUnordered::new();
+        let mut writing: Option<WriteBack> = None;
+        let mut unwritten = 0;
         loop {
             while under_way.len() < 2 * PARALLEL
                 && let Some((file, name, piece)) = rest.next()
             {
                 under_way.push(self.piece(image, file, name, piece, progress));
             }
-            match under_way.next().await {
-                Some(fetched) => fetched?,
-                None => return Ok(()),
+            let Some(fetched) = under_way.next().await else {
+                return written(image, writing).await;
+            };
+            unwritten += fetched?;
+            let is_idle = writing.as_ref().is_none_or(JoinHandle::is_finished);
+            if unwritten >= WRITTEN_BACK && is_idle {
+                written(image, writing.take()).await?;
+                unwritten = 0;
+                let files = files.clone();
+                writing = Some(spawn_blocking(move || write_back(&files)));
             }
         }
     }
 
-    /// Downloads one piece.
+    /// Downloads one piece. Returns its size in bytes.
     async fn piece(
         &self,
         image: &StoredImage,
@@ -112,15 +148,15 @@ impl Repository {
         name: &str,
         piece: &Piece,
         progress: &Progress,
-    ) -> Result<(), Error> {
+    ) -> Result<u64, Error> {
         let path = self.names.chunk(image.name.namespace(), &piece.name);
         let missing = || self.damaged(&path, "it does not exist".to_owned());
         let limit = u64::from(piece.len) + OVERHEAD;
         let object = self.read(&path, limit).await?.ok_or_else(missing)?;
         let sent = object.len() as u64;
-        let (of, sealer) = (piece.clone(), image.sealer.clone());
+        let of = piece.clone();
         let written = blocking(move || {
-            let content = chunk::unpack(object, &of, sealer.as_ref())?;
+            let content = chunk::unpack(object, &of)?;
             Ok(file.write_all_at(&content, of.offset))
         });
         let written: Result<io::Result<()>, String> = written.await;
@@ -133,7 +169,7 @@ impl Repository {
                 source,
             })?;
         progress.add(u64::from(piece.len), sent);
-        Ok(())
+        Ok(u64::from(piece.len))
     }
 
     pub(crate) fn unreadable(&self, path: &Path, why: Unreadable) -> Error {
@@ -152,10 +188,12 @@ impl Repository {
         let failed = |error| self.failed("read", path, error);
         let found = match self.objects.get(path).await {
             Ok(found) => found,
+            Err(error) if lacks_bucket(&error) => return Err(failed(error)),
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
             Err(error) => return Err(failed(error)),
         };
-        let mut bytes = Vec::new();
+        let size = found.meta.size.min(limit);
+        let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
         let mut parts = found.into_stream();
         while let Some(part) = parts.try_next().await.map_err(failed)? {
             if (bytes.len() + part.len()) as u64 > limit {

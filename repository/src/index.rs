@@ -82,23 +82,22 @@ impl Index {
         object::IMAGE.encode(cluster, name, &chunks, &body, sealer)
     }
 
-    /// Reads the bytes of an index's object. Returns the sealer of its chunks too.
+    /// Reads the bytes of an index's object.
     pub(crate) fn decode(
         bytes: &[u8],
         cluster: &str,
         name: &ImageName,
         keys: &Keys,
-    ) -> Result<(Self, Option<Sealer>), Unreadable> {
+    ) -> Result<Self, Unreadable> {
         let content = object::IMAGE.decode(bytes, cluster, name, keys)?;
-        let (chunks, sealer) = (content.chunks, content.sealer);
         let body: Body = serde_json::from_slice(&content.body).map_err(|e| e.to_string())?;
         let mut files = Vec::new();
         for file in body.files {
-            let pieces = pieces_of(&file.pieces, &chunks, sealer.is_some())?;
+            let pieces = pieces_of(&file.pieces, &content.chunks, content.is_sealed)?;
             files.push((file.name, pieces));
         }
         let manifest = body.manifest.into_bytes();
-        Ok((Self { manifest, files }, sealer))
+        Ok(Self { manifest, files })
     }
 }
 
@@ -165,10 +164,8 @@ mod tests {
         let index = index(None);
         assert_eq!(index.size(), 25);
         let bytes = index.encode("c", &image("i"), None).expect("encoded");
-        let (read, sealer) =
-            Index::decode(&bytes, "c", &image("i"), &Keys::default()).expect("read");
+        let read = Index::decode(&bytes, "c", &image("i"), &Keys::default()).expect("read");
         assert_eq!(read, index);
-        assert!(sealer.is_none());
         let (header, _) = object::IMAGE
             .header(&bytes, "c", &image("i"))
             .expect("a header");
@@ -185,9 +182,8 @@ mod tests {
         let bytes = index
             .encode("c", &image("i"), Some(&sealer(&keys)))
             .expect("encoded");
-        let (read, sealer) = Index::decode(&bytes, "c", &image("i"), &keys).expect("read");
+        let read = Index::decode(&bytes, "c", &image("i"), &keys).expect("read");
         assert_eq!(read, index);
-        assert!(sealer.is_some());
         let refused =
             |keys: &Keys| Index::decode(&bytes, "c", &image("i"), keys).expect_err("refused");
         assert_eq!(

@@ -90,8 +90,7 @@ impl From<String> for Unreadable {
 pub(crate) struct Content {
     pub(crate) chunks: Vec<ChunkName>,
     pub(crate) body: Vec<u8>,
-    /// Sealer of the namespace, if the object is sealed.
-    pub(crate) sealer: Option<Sealer>,
+    pub(crate) is_sealed: bool,
 }
 
 impl Kind {
@@ -153,23 +152,18 @@ impl Kind {
         let chunks = header.names()?;
         let about = self.about(cluster, name);
         let mut body = body.to_vec();
-        let sealer = match &header.key {
-            None => None,
-            Some(key) => {
-                let sealer = keys.named(&key.id, cluster, name.namespace());
-                let sealer = sealer.ok_or_else(|| Unreadable::KeyMissing(key.id.clone()))?;
-                let wrapped = STANDARD.decode(&key.wrapped).map_err(|e| e.to_string())?;
-                let wrong = |_| "it does not open with its key".to_owned();
-                let key = sealer.unwrap(wrapped, &about).map_err(wrong)?;
-                body = seal::open(&key, body, &about).map_err(wrong)?;
-                Some(sealer)
-            }
-        };
-        let body = unpack(&body, self.largest_body)?;
+        if let Some(key) = &header.key {
+            let sealer = keys.named(&key.id, cluster, name.namespace());
+            let sealer = sealer.ok_or_else(|| Unreadable::KeyMissing(key.id.clone()))?;
+            let wrapped = STANDARD.decode(&key.wrapped).map_err(|e| e.to_string())?;
+            let wrong = |_| "it does not open with its key".to_owned();
+            let key = sealer.unwrap(wrapped, &about).map_err(wrong)?;
+            body = seal::open(&key, body, &about).map_err(wrong)?;
+        }
         Ok(Content {
             chunks,
-            body,
-            sealer,
+            body: unpack(&body, self.largest_body)?,
+            is_sealed: header.key.is_some(),
         })
     }
 
