@@ -5,25 +5,24 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use clap::Args;
-use k8s_openapi::api::core::v1::{Node, Pod};
-use kube::api::{Api, DeleteParams, ListParams, PostParams};
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::ListParams;
 use object_store::aws::{AmazonS3, AmazonS3Builder};
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
 use serde_json::json;
 use torpor_api::annotations::SNAPSHOT_CLASS;
-use torpor_api::snapshot::{SnapshotClass, Upload};
+use torpor_api::snapshot::Upload;
 use torpor_tests::case::{Case, node_of};
 use torpor_tests::pods::PYTHON;
+use torpor_tests::two_nodes::{ENDPOINT, on_both};
 use torpor_tests::{sandboxes, wait};
 
 use crate::{node, setup, stats::Times, stop::Stop, table};
 
 const NAMESPACE: &str = "torpor-bench-elsewhere";
-const ENDPOINT: &str = "http://10.245.0.1:17070";
 /// Time limit of an upload.
 const UPLOADED: Duration = Duration::from_secs(120);
-const NODES: [&str; 2] = ["node-0", "node-1"];
 
 /// Holds random memory, answers each connection, and changes a fiftieth of it on demand.
 const PROGRAM: &str = r#"
@@ -47,47 +46,15 @@ pub(crate) struct Options {
 
 pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()> {
     setup::namespaced(NAMESPACE, stop, async |case| {
-        let nodes: Api<Node> = Api::all(case.client());
-        let second = nodes.get(NODES[1]).await;
-        second.context("needs two nodes and an S3 server: hack/cluster up --nodes 2, hack/cluster store up, kubectl apply -f hack/repository.yaml")?;
-        println!("{} rounds with {} MiB, {}", options.rounds, options.megabytes, node::describe()?);
-        let measured = with_class(case, async || measure(case, options).await).await;
-        for node in NODES {
-            case.cordon(node, false).await?;
-        }
-        measured
+        println!(
+            "{} rounds with {} MiB, {}",
+            options.rounds,
+            options.megabytes,
+            node::describe()?
+        );
+        on_both(case, async || measure(case, options).await).await
     })
     .await
-}
-
-/// Runs `body` while there is a SnapshotClass of the namespace's name, with a folder of that name
-/// on the S3 server of the development cluster.
-pub(crate) async fn with_class(
-    case: &Case,
-    body: impl AsyncFnOnce() -> anyhow::Result<()>,
-) -> anyhow::Result<()> {
-    let classes: Api<SnapshotClass> = Api::all(case.client());
-    let name = &case.namespace;
-    classes
-        .create(&PostParams::default(), &class(name)?)
-        .await?;
-    let done = body().await;
-    classes.delete(name, &DeleteParams::default()).await?;
-    done
-}
-
-fn class(name: &str) -> anyhow::Result<SnapshotClass> {
-    let class = json!({
-        "metadata": { "name": name },
-        "spec": {
-            "provisioner": "repository.torpor.dev",
-            "parameters": {
-                "url": format!("s3://torpor/{name}"), "endpoint": ENDPOINT,
-                "region": "us-east-1", "allowHTTP": "true",
-            },
-        },
-    });
-    Ok(serde_json::from_value(class)?)
 }
 
 /// Times and sizes of all rounds.

@@ -11,9 +11,10 @@ use torpor_api::SandboxSnapshot;
 use torpor_api::annotations::HIBERNATE;
 use torpor_tests::case::Case;
 use torpor_tests::pods::PYTHON;
+use torpor_tests::two_nodes::with_class;
 use torpor_tests::{sandboxes, wait};
 
-use crate::elsewhere::{answers, ask, with_class};
+use crate::elsewhere::{answers, ask};
 use crate::sleeper::{PAUSE, Sleep, Sleeper};
 use crate::stats::Times;
 use crate::{node, setup, stop::Stop, table};

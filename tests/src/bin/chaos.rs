@@ -9,6 +9,7 @@ use clap::Parser;
 use torpor_tests::case::alone_within;
 use torpor_tests::chaos::schedule::Victim;
 use torpor_tests::chaos::{self, Plan};
+use torpor_tests::{moves, two_nodes};
 
 /// Kills agent, shims, their commands, containerd and gVisor at random points while sandboxes go to
 /// sleep and wake under load, and checks that nothing is lost, stuck or left over.
@@ -33,6 +34,11 @@ struct Args {
     /// Victim that is never killed; may be given more than once
     #[arg(long)]
     spare: Vec<Victim>,
+    /// Moves the sandboxes between two nodes through an S3 server, which fails with agents and the
+    /// controller, in each cycle; needs `hack/cluster up --nodes 2`, `hack/cluster store up` and
+    /// hack/repository.yaml
+    #[arg(long, conflicts_with_all = ["seconds", "spare"])]
+    moves: bool,
     /// File for the progress, line by line, and for the cluster's state after a failure
     #[arg(long, default_value = "/tmp/torpor-chaos.log")]
     log: PathBuf,
@@ -71,6 +77,23 @@ async fn main() -> anyhow::Result<()> {
         from + cycles,
     ));
     let hours = Duration::from_secs(24 * 3600);
+    if args.moves {
+        let plan = moves::Plan {
+            seed: *seed,
+            from: *from,
+            rounds: *cycles,
+            sandboxes: *lanes,
+        };
+        return alone_within(hours, "moves", async |case| {
+            two_nodes::on_both(case, async || {
+                let tally = moves::run(case, &plan, report).await?;
+                report(&tally.to_string());
+                Ok(())
+            })
+            .await
+        })
+        .await;
+    }
     let mut clean = false;
     alone_within(hours, "chaos", async |case| {
         let tally = chaos::run(case, &plan, report).await?;

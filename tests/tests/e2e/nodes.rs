@@ -4,27 +4,26 @@
 mod archives;
 mod golden;
 
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::{Node, Pod};
-use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams};
 use kube::{Resource, ResourceExt};
 use serde_json::json;
 use torpor_api::annotations::{BACK_UP_AFTER, HIBERNATE, SNAPSHOT_CLASS};
-use torpor_api::node::SandboxNode;
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
 use torpor_api::{conditions, labels};
 use torpor_tests::case::{Case, alone_within, condition, node_of, uid};
 use torpor_tests::sandboxes::{condition_of, sandbox};
-use torpor_tests::{wait, witness};
+use torpor_tests::two_nodes::{
+    BUCKET, cluster, gone_from, nothing_fetched, objects, on_both, other,
+};
+use torpor_tests::{moves, wait, witness};
 
 /// Time limit of a test: a node starts again within a minute.
 const TEST: Duration = Duration::from_secs(420);
 const LIMIT: Duration = Duration::from_secs(120);
-/// Folder in which the development cluster's S3 server keeps its objects.
-const OBJECTS: &str = "/var/lib/torpor-dev/store/data/torpor";
 
 /// Runs a test with a SnapshotClass of its own, of the test's namespace's name, and puts the nodes
 /// and the server back afterwards.
@@ -33,49 +32,9 @@ async fn case(
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     alone_within(TEST, name, async |case| {
-        for node in ["node-0", "node-1"] {
-            let ready = Api::<Node>::all(case.client()).get(node).await;
-            ready.context("these tests need two nodes: hack/cluster up --nodes 2")?;
-        }
-        let classes: Api<SnapshotClass> = Api::all(case.client());
-        let class = serde_json::from_value(json!({
-            "metadata": { "name": case.namespace },
-            "spec": {
-                "provisioner": "repository.torpor.dev",
-                "parameters": {
-                    "url": format!("s3://torpor/{}", case.namespace),
-                    "endpoint": "http://10.245.0.1:17070",
-                    "region": "us-east-1",
-                    "allowHTTP": "true",
-                },
-            },
-        }))?;
-        classes.create(&PostParams::default(), &class).await?;
-        let done = body(case).await;
-        for node in ["node-0", "node-1"] {
-            case.cordon(node, false).await?;
-        }
-        classes
-            .delete(&case.namespace, &DeleteParams::default())
-            .await?;
-        done
+        on_both(case, async || body(case).await).await
     })
     .await
-}
-
-/// Runs `hack/cluster` with these arguments.
-async fn cluster(case: &Case, args: &[&str]) -> anyhow::Result<()> {
-    let driver = case.cluster.driver.as_ref();
-    let driver = driver.context("TORPOR_DEV names no hack/cluster")?;
-    let ran = tokio::process::Command::new(driver).args(args).output();
-    let ran = tokio::time::timeout(LIMIT, ran).await??;
-    let words = String::from_utf8_lossy(&ran.stderr);
-    ensure!(
-        ran.status.success(),
-        "hack/cluster {}: {words}",
-        args.join(" ")
-    );
-    Ok(())
 }
 
 /// Creates a Sandbox `s` with a witness, on this node, with the test's class.
@@ -92,13 +51,6 @@ async fn start_on(case: &Case, node: &str, megabytes: u32) -> anyhow::Result<Pod
     ensure!(node_of(&pod) == node, "the Pod runs on {}", node_of(&pod));
     case.cordon(other, false).await?;
     Ok(pod)
-}
-
-fn other(node: &str) -> &'static str {
-    match node {
-        "node-0" => "node-1",
-        _ => "node-0",
-    }
 }
 
 /// Waits for the Pod that follows this one, until it is Ready.
@@ -128,45 +80,6 @@ async fn upload_is(case: &Case, status: &str, reason: &str) -> anyhow::Result<Sa
     .await
 }
 
-/// Waits until neither the node's disk nor its SandboxNode has a fetched image of the namespace.
-async fn nothing_fetched(case: &Case, node: &str) -> anyhow::Result<()> {
-    let nodes: Api<SandboxNode> = Api::all(case.client());
-    wait::object(nodes, node, "no image is claimed", LIMIT, |node| {
-        let fetched = node
-            .and_then(|node| node.status)
-            .unwrap_or_default()
-            .fetched;
-        match fetched.is_empty() {
-            true => Ok(()),
-            false => Err(format!("{fetched:?}")),
-        }
-    })
-    .await?;
-    let folder = format!("/var/lib/torpor/fetched/images/{}", case.namespace);
-    wait::until("no image is left", LIMIT, async || {
-        let gone = cluster(case, &["on", node, "test", "!", "-e", &folder]).await;
-        Ok(gone.map_err(|error| error.to_string()))
-    })
-    .await
-}
-
-/// Returns the objects of the test's namespace whose path has this part.
-fn objects(case: &Case, part: &str) -> Vec<PathBuf> {
-    fn walk(dir: &Path, found: &mut Vec<PathBuf>) {
-        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-            let path = entry.path();
-            match path.is_dir() {
-                true => walk(&path, found),
-                false => found.push(path),
-            }
-        }
-    }
-    let mut found = Vec::new();
-    walk(&Path::new(OBJECTS).join(&case.namespace), &mut found);
-    found.retain(|path| path.to_string_lossy().contains(part));
-    found
-}
-
 #[tokio::test]
 async fn a_suspended_sandbox_continues_on_the_other_node_and_comes_back() -> anyhow::Result<()> {
     case("nodes", async |case| {
@@ -183,7 +96,7 @@ async fn a_suspended_sandbox_continues_on_the_other_node_and_comes_back() -> any
             "{upload:?}"
         );
         let sealed = objects(case, "/chunks/");
-        ensure!(!sealed.is_empty(), "no object is in {OBJECTS}");
+        ensure!(!sealed.is_empty(), "no object is in {BUCKET}");
 
         case.cordon("node-0", true).await?;
         let second = case.resume("s").await?;
@@ -237,11 +150,7 @@ async fn a_lost_node_takes_only_what_was_not_uploaded() -> anyhow::Result<()> {
         let there = back?;
         // The node that is back has an image of the past, and removes it.
         let folder = format!("/var/lib/torpor/images/{}", case.namespace);
-        wait::until("the old image is gone", LIMIT, async || {
-            let gone = cluster(case, &["on", "node-1", "test", "!", "-e", &folder]).await;
-            Ok(gone.map_err(|error| error.to_string()))
-        })
-        .await?;
+        gone_from(case, "node-1", &folder).await?;
         let pod = case.ready("s").await?;
         witness::ask(&pod).await?.goes_on_from(&there)
     })
@@ -470,6 +379,23 @@ async fn a_class_without_its_bucket_is_reported_and_costs_no_memory() -> anyhow:
         ensure!(message.contains("no-such-bucket"), "{message}");
         let second = case.resume("s").await?;
         continues_on(&second, "node-0", &before).await
+    })
+    .await
+}
+
+/// Ways and failures of these rounds: see [`torpor_tests::moves::schedule`].
+#[tokio::test]
+async fn sandboxes_move_while_the_store_the_agents_and_the_controller_fail() -> anyhow::Result<()> {
+    case("nodes-moves", async |case| {
+        let plan = moves::Plan {
+            seed: 20261128,
+            from: 0,
+            rounds: 2,
+            sandboxes: 3,
+        };
+        let report = |line: &str| println!("{line}");
+        println!("{}", moves::run(case, &plan, report).await?);
+        Ok(())
     })
     .await
 }
