@@ -9,7 +9,7 @@ use torpor_records::PodRecord;
 use torpor_snapshots::Store;
 use torpor_snapshots::steps::Place;
 
-use crate::figures::figures;
+use crate::figures::largest_figures;
 use crate::node::Node;
 
 /// Time limit of a save, without the addition for its size.
@@ -49,8 +49,8 @@ pub(super) fn no_room_for(
 
 /// Returns a function that decides, by the bytes written so far, whether a save is stopped.
 ///
-/// Before a stop for the size, the memory is counted again: pages that a wake was still reading
-/// at the first count were not in memory yet.
+/// Before a stop for the size, the memory is counted again: the first count lacks the pages of the
+/// last two seconds, for example those of a wake.
 pub(super) fn stop_of(
     node: &Node,
     record: &PodRecord,
@@ -60,11 +60,40 @@ pub(super) fn stop_of(
 ) -> impl FnMut(u64) -> Option<image_size::Stop> {
     move |written| {
         if cap.is_some_and(|cap| written > cap) {
-            cap = figures(node, record).cap().or(cap);
+            cap = largest_figures(node, record).cap().or(cap);
         }
         let capacity = store.capacity().ok();
         let free = capacity.map(|capacity| capacity.available);
         let least = capacity.map_or(0, |capacity| capacity.kept(reserve) / 2);
         image_size::stop(written, cap, free, least)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::node::tests::Limited;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn memory_that_the_kernel_has_not_summed_up_yet_stops_no_save() {
+        let (stat, used) = ("memory.stat", "memory.current");
+        let limited = Limited::by(&[
+            (stat, "anon 1000\nshmem 0\n"),
+            ("memory.swap.current", "0\n"),
+            (used, "1000\n"),
+        ]);
+        let (node, pod) = (&limited.node, &limited.pod);
+        let store = node.store().expect("a store");
+        let stops = |written| {
+            let cap = crate::figures::figures(node, pod).cap();
+            assert!(cap.is_some());
+            stop_of(node, pod, &store, 0, cap)(written).map(|stop| stop.reason())
+        };
+        assert_eq!(stops(100 * MIB), Some("ImageTooLarge"));
+        limited.set(used, &(100 * MIB).to_string());
+        assert_eq!(stops(100 * MIB), None);
+        assert_eq!(stops(200 * MIB), Some("ImageTooLarge"));
     }
 }
