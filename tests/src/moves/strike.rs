@@ -56,7 +56,7 @@ pub async fn strike(case: &Case, strike: Strike, from: &str) -> anyhow::Result<(
 }
 
 fn store() -> Option<Process> {
-    let found = processes_naming(&["versitygw --port".to_owned()]);
+    let found = processes_naming(&["/versitygw --keep-alive".to_owned()]);
     found.into_iter().next()
 }
 
