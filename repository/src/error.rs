@@ -50,7 +50,7 @@ pub(crate) fn lacks_bucket(error: &object_store::Error) -> bool {
         return false;
     };
     let answer = source.to_string();
-    ["NoSuchBucket", "ContainerNotFound"]
+    ["<Code>NoSuchBucket<", "<Code>ContainerNotFound<"]
         .iter()
         .any(|code| answer.contains(code))
 }
@@ -111,5 +111,9 @@ mod tests {
         )));
         assert!(lacks_bucket(&not_found("<Code>ContainerNotFound</Code>")));
         assert!(!lacks_bucket(&not_found("<Code>NoSuchKey</Code>")));
+        assert!(
+            !lacks_bucket(&not_found("NoSuchBucket/chunks/00")),
+            "a name"
+        );
     }
 }

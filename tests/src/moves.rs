@@ -36,16 +36,6 @@ const MOVED: Duration = Duration::from_secs(180);
 /// Memory of each sandbox that zstd cannot compress.
 const MEGABYTES: u32 = 20;
 
-/// Parameters of a run.
-#[derive(Debug, Clone, Copy)]
-pub struct Plan {
-    pub seed: u64,
-    /// Number of the first round.
-    pub from: u64,
-    pub rounds: u64,
-    pub sandboxes: usize,
-}
-
 /// Results of a run.
 #[derive(Debug, Default)]
 pub struct Tally {
@@ -54,13 +44,20 @@ pub struct Tally {
     faults: Vec<(Fault, bool)>,
 }
 
+impl Tally {
+    /// Reports whether this failure came, and had a target.
+    pub fn has_had(&self, fault: Fault) -> bool {
+        self.faults.contains(&(fault, true))
+    }
+}
+
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let hits = self.faults.iter().filter(|(_, hit)| *hit).count();
         let longest = self.rounds.iter().max().copied().unwrap_or_default();
         write!(
             f,
-            "{} rounds, {} moves, {hits} failures ({} more had no target), the longest round {:.0} s: 0 lost, 0 stuck, 0 left over",
+            "{} rounds, {} moves, {hits} failures ({} more had no target), the longest round {:.0} s; nothing lost, stuck or left over",
             self.rounds.len(),
             self.moves,
             self.faults.len() - hits,
@@ -69,12 +66,19 @@ impl fmt::Display for Tally {
     }
 }
 
-/// Runs the plan's rounds, and passes a line about each to `report`. Needs both nodes and a
-/// SnapshotClass of the namespace's name ([`crate::two_nodes::on_both`]).
+/// Moves this number of sandboxes in each of the numbered rounds, and passes a line about each round
+/// to `report`. Needs both nodes and a SnapshotClass of the namespace's name
+/// ([`crate::two_nodes::on_both`]).
 ///
 /// An error is the first sandbox that lost memory, did not move in time, or left something over.
-pub async fn run(case: &Case, plan: &Plan, report: impl Fn(&str)) -> anyhow::Result<Tally> {
-    let names: Vec<String> = (0..plan.sandboxes).map(|n| format!("m{n}")).collect();
+pub async fn run(
+    case: &Case,
+    sandboxes: usize,
+    rounds: impl IntoIterator<Item = (u64, Round)>,
+    report: impl Fn(&str),
+) -> anyhow::Result<Tally> {
+    ensure!(strike::store().is_some(), "no S3 server runs");
+    let names: Vec<String> = (0..sandboxes).map(|n| format!("m{n}")).collect();
     case.cordon("node-1", true).await?;
     for name in &names {
         let container = witness::container(MEGABYTES, &[]);
@@ -86,8 +90,7 @@ pub async fn run(case: &Case, plan: &Plan, report: impl Fn(&str)) -> anyhow::Res
     case.cordon("node-1", false).await?;
     let mut tally = Tally::default();
     let mut node = "node-0";
-    for number in plan.from..plan.from + plan.rounds {
-        let round = Round::of(plan.seed, number);
+    for (number, round) in rounds {
         let began = Instant::now();
         let moved = one(case, &round, &names, node, &mut tally).await;
         moved.with_context(|| format!("round {number} from {node}: {round}"))?;
@@ -124,8 +127,9 @@ async fn one(
             Way::Drain => hibernate(case, names).await,
         }
     };
-    let ((), struck) = futures::try_join!(leave, strikes(Moment::Leaving))?;
-    tally.faults.extend(struck);
+    let (left, struck) = futures::join!(leave, strikes(Moment::Leaving));
+    tally.faults.extend(struck?);
+    left?;
     case.cordon(from, true).await?;
     let come = async {
         match round.way {
@@ -140,8 +144,9 @@ async fn one(
         }
         try_join_all(pods.iter().map(|pod| next(case, pod))).await
     };
-    let (next, struck) = futures::try_join!(come, strikes(Moment::Coming))?;
-    tally.faults.extend(struck);
+    let (next, struck) = futures::join!(come, strikes(Moment::Coming));
+    tally.faults.extend(struck?);
+    let next = next?;
     for (pod, before) in next.iter().zip(&before) {
         ensure!(node_of(pod) == to, "it runs on {}", node_of(pod));
         let now = witness::ask(pod).await?;

@@ -35,10 +35,10 @@ pub async fn on_both(
         ready.context("needs two nodes and an S3 server: hack/cluster up --nodes 2, hack/cluster store up, kubectl apply -f hack/repository.yaml")?;
     }
     let done = with_class(case, body).await;
-    for node in NODES {
-        case.cordon(node, false).await?;
-    }
-    done
+    let uncordoned = NODES.map(|node| case.cordon(node, false));
+    let uncordoned = futures::future::join_all(uncordoned).await;
+    let uncordoned: anyhow::Result<()> = uncordoned.into_iter().collect();
+    done.and(uncordoned)
 }
 
 /// Runs `body` while there is a SnapshotClass of the namespace's name, with a folder of that name
@@ -61,8 +61,10 @@ pub async fn with_class(
     let classes: Api<SnapshotClass> = Api::all(case.client());
     classes.create(&PostParams::default(), &class).await?;
     let done = body().await;
-    classes.delete(name, &DeleteParams::default()).await?;
-    done
+    let deleted = classes.delete(name, &DeleteParams::default()).await;
+    done?;
+    deleted?;
+    Ok(())
 }
 
 /// Returns the name of the other node.

@@ -23,14 +23,14 @@ pub fn figures(node: &Node, record: &PodRecord) -> Figures {
     }
 }
 
-/// Returns the figures of the sandbox, with all memory that the kernel has counted by now. They
-/// exceed those of [`figures`] by the Pod's file cache.
-pub(crate) fn largest_figures(node: &Node, record: &PodRecord) -> Figures {
-    let now = figures(node, record);
-    let at_most = (record.cgroup.parent()).and_then(|pod| node.cgroups.held_at_most(pod));
+/// Returns the figures of a sandbox that is writing its image: the file cache of the image does not
+/// count as memory.
+pub(crate) fn figures_during_save(node: &Node, record: &PodRecord) -> Figures {
+    let counted = (record.cgroup.parent()).and_then(|pod| node.cgroups.held_by_summary(pod));
     Figures {
-        counted: now.counted.map(|counted| counted.max(at_most.unwrap_or(0))),
-        ..now
+        by_sandbox: None,
+        counted,
+        filestores: filestores(node, record),
     }
 }
 

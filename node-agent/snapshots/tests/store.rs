@@ -195,6 +195,47 @@ fn an_image_without_files_or_with_strange_ones_is_not_committed() {
 }
 
 #[test]
+fn a_fetched_image_is_committed_only_with_the_files_of_its_manifest() {
+    let (dir, store) = store();
+    save(&store, 1).unwrap();
+    let found = store.image(&namespace(), &image(1)).unwrap();
+    let manifest = fs::read(found.path().join("manifest.json")).unwrap();
+    store.remove_image(&namespace(), &image(1)).unwrap();
+    let fetch = |change: &dyn Fn(&std::path::Path)| {
+        let partial = store.begin(&namespace(), &image(1)).unwrap();
+        for (name, size) in FILES {
+            fs::write(partial.path().join(name), content(name, size)).unwrap();
+        }
+        change(partial.path());
+        partial.commit_copy(&manifest)
+    };
+    let pages = FILES[2].0;
+    let changes: [&dyn Fn(&std::path::Path); 4] = [
+        &|path| {
+            let mut bytes = fs::read(path.join(pages)).unwrap();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            fs::write(path.join(pages), bytes).unwrap();
+        },
+        &|path| fs::write(path.join(pages), "short").unwrap(),
+        &|path| fs::remove_file(path.join(pages)).unwrap(),
+        &|path| fs::write(path.join("more.img"), "more").unwrap(),
+    ];
+    for change in changes {
+        assert!(matches!(fetch(change), Err(SaveError::Manifest { .. })));
+        store.image(&namespace(), &image(1)).expect_err("committed");
+        store.remove_partial(&namespace(), &image(1)).unwrap();
+    }
+    fetch(&|_| ()).unwrap();
+    let again = Store::open(dir.path()).unwrap();
+    again
+        .image(&namespace(), &image(1))
+        .unwrap()
+        .verify()
+        .unwrap();
+}
+
+#[test]
 fn every_flipped_byte_is_found_and_its_file_named() {
     let (dir, store) = store();
     save(&store, 1).unwrap();

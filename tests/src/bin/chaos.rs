@@ -9,7 +9,8 @@ use clap::Parser;
 use torpor_tests::case::alone_within;
 use torpor_tests::chaos::schedule::Victim;
 use torpor_tests::chaos::{self, Plan};
-use torpor_tests::{moves, two_nodes};
+use torpor_tests::moves::schedule::Round;
+use torpor_tests::{explain, moves, two_nodes};
 
 /// Kills agent, shims, their commands, containerd and gVisor at random points while sandboxes go to
 /// sleep and wake under load, and checks that nothing is lost, stuck or left over.
@@ -78,17 +79,16 @@ async fn main() -> anyhow::Result<()> {
     ));
     let hours = Duration::from_secs(24 * 3600);
     if args.moves {
-        let plan = moves::Plan {
-            seed: *seed,
-            from: *from,
-            rounds: *cycles,
-            sandboxes: *lanes,
-        };
+        let numbers = *from..from + cycles;
+        let rounds = numbers.map(|number| (number, Round::of(*seed, number)));
         return alone_within(hours, "moves", async |case| {
             two_nodes::on_both(case, async || {
-                let tally = moves::run(case, &plan, report).await?;
-                report(&tally.to_string());
-                Ok(())
+                let done = moves::run(case, *lanes, rounds, report).await;
+                match &done {
+                    Ok(tally) => report(&tally.to_string()),
+                    Err(_) => report(&explain::explain(case).await),
+                }
+                done.map(drop)
             })
             .await
         })

@@ -38,8 +38,16 @@ pub enum Fault {
     OldAgent,
     /// The agent of the node to which they move.
     NewAgent,
-    /// The replica of the controller that leads.
+    /// All replicas of the controller.
     Controller,
+}
+
+impl Fault {
+    /// Reports whether the failure lasts until it is put back. The others end by themselves.
+    fn lasts(self) -> bool {
+        use Fault::{BucketGone, ObjectCut, ObjectFlipped, StoreStopped};
+        matches!(self, StoreStopped | BucketGone | ObjectFlipped | ObjectCut)
+    }
 }
 
 /// One failure.
@@ -49,7 +57,7 @@ pub struct Strike {
     pub fault: Fault,
     /// Time since the moment began.
     pub after: Duration,
-    /// Time until what failed is put back.
+    /// Time until what failed is put back, where it does not end by itself.
     pub lasts: Duration,
 }
 
@@ -135,8 +143,10 @@ impl fmt::Display for Round {
             lasts,
         } in &self.strikes
         {
-            let (after, lasts) = (after.as_millis(), lasts.as_millis());
-            write!(f, "; {fault:?} at {moment:?}+{after}ms for {lasts}ms")?;
+            write!(f, "; {fault:?} at {moment:?}+{}ms", after.as_millis())?;
+            if fault.lasts() {
+                write!(f, " for {}ms", lasts.as_millis())?;
+            }
         }
         Ok(())
     }

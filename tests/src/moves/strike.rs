@@ -1,14 +1,30 @@
-//! Failures of the S3 server, of objects in it, of agents and of the controller.
+//! Failures of the S3 server, of objects in it, of agents and of the controller. Each is put back
+//! when its time is over, and also when its future is dropped.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
 use kube::api::{DeleteParams, ListParams};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use tokio::sync::Mutex;
 
 use super::schedule::{Fault, Strike};
 use crate::case::Case;
 use crate::machine::{Process, processes_naming};
 use crate::two_nodes::{BUCKET, objects, other};
+
+/// Held by a failure of the bucket's files: two that overlap would put back each other's state.
+static FILES: Mutex<()> = Mutex::const_new(());
+
+/// Does its work when it is dropped.
+struct PutBack<F: FnMut()>(F);
+
+impl<F: FnMut()> Drop for PutBack<F> {
+    fn drop(&mut self) {
+        (self.0)();
+    }
+}
 
 /// Makes something fail, and puts it back. Returns the failure, and whether it had a target.
 ///
@@ -18,58 +34,57 @@ pub async fn strike(case: &Case, strike: Strike, from: &str) -> anyhow::Result<(
     let hit = match strike.fault {
         // The development cluster starts it again.
         Fault::StoreKilled => store().is_some_and(|store| store.kill().is_ok()),
-        Fault::StoreStopped => match store() {
-            Some(store) if store.stop().is_ok() => {
-                tokio::time::sleep(strike.lasts).await;
-                // It may have been killed meanwhile.
-                let _ = store.go_on();
-                true
-            }
-            _ => false,
-        },
-        Fault::BucketGone => {
-            let away = PathBuf::from(format!("{BUCKET}-away"));
-            let gone = std::fs::rename(BUCKET, &away).is_ok();
-            if gone {
-                tokio::time::sleep(strike.lasts).await;
-                std::fs::rename(&away, BUCKET)?;
-            }
-            gone
-        }
+        Fault::StoreStopped => stop_store(strike).await,
+        Fault::BucketGone => hide_bucket(strike).await?,
         Fault::ObjectFlipped => {
-            damage(case, strike, |whole| {
-                let mut flipped = whole.to_vec();
-                flipped[whole.len() / 2] ^= 1;
-                flipped
-            })
-            .await?
+            let flip = |whole: &mut Vec<u8>| {
+                let middle = whole.len() / 2;
+                whole[middle] ^= 1;
+            };
+            damage(case, strike, flip).await?
         }
-        Fault::ObjectCut => damage(case, strike, |whole| whole[..whole.len() / 2].to_vec()).await?,
-        Fault::OldAgent => kill(case, "app.kubernetes.io/name=torpor-agent", Some(from)).await?,
-        Fault::NewAgent => {
-            let to = Some(other(from));
-            kill(case, "app.kubernetes.io/name=torpor-agent", to).await?
+        Fault::ObjectCut => {
+            let cut = |whole: &mut Vec<u8>| whole.truncate(whole.len() / 2);
+            damage(case, strike, cut).await?
         }
+        Fault::OldAgent => kill(case, AGENT, Some(from)).await?,
+        Fault::NewAgent => kill(case, AGENT, Some(other(from))).await?,
         Fault::Controller => kill(case, "app=agent-sandbox-controller", None).await?,
     };
     Ok((strike.fault, hit))
 }
 
-fn store() -> Option<Process> {
-    let found = processes_naming(&["/versitygw --keep-alive".to_owned()]);
+/// Label of the agent's Pods.
+const AGENT: &str = "app.kubernetes.io/name=torpor-agent";
+
+/// Returns the S3 server's process.
+pub fn store() -> Option<Process> {
+    let found = processes_naming(&["/versitygw ".to_owned()]);
     found.into_iter().next()
 }
 
-/// Deletes Pods of Torpor without a grace period.
-async fn kill(case: &Case, label: &str, node: Option<&str>) -> anyhow::Result<bool> {
-    let pods: Api<k8s_openapi::api::core::v1::Pod> =
-        Api::namespaced(case.client(), "agent-sandbox-system");
-    let mut all = ListParams::default().labels(label);
-    if let Some(node) = node {
-        all = all.fields(&format!("spec.nodeName={node}"));
-    }
-    let at_once = DeleteParams::default().grace_period(0);
-    pods.delete_collection(&at_once, &all).await?;
+async fn stop_store(strike: Strike) -> bool {
+    let Some(store) = store().filter(|store| store.stop().is_ok()) else {
+        return false;
+    };
+    // It may be killed meanwhile.
+    let _back = PutBack(|| drop(store.go_on()));
+    tokio::time::sleep(strike.lasts).await;
+    true
+}
+
+/// Puts a plain file in the bucket's place, so that the S3 server cannot make the bucket again.
+async fn hide_bucket(strike: Strike) -> anyhow::Result<bool> {
+    let _files = FILES.lock().await;
+    let away = PathBuf::from(format!("{BUCKET}-away"));
+    std::fs::write(&away, "")?;
+    renameat_with(CWD, BUCKET, CWD, &away, RenameFlags::EXCHANGE)?;
+    let _back = PutBack(|| {
+        let back = renameat_with(CWD, &away, CWD, BUCKET, RenameFlags::EXCHANGE);
+        back.expect("the bucket is back in its place");
+        std::fs::remove_file(&away).expect("the file is removed");
+    });
+    tokio::time::sleep(strike.lasts).await;
     Ok(true)
 }
 
@@ -77,21 +92,37 @@ async fn kill(case: &Case, label: &str, node: Option<&str>) -> anyhow::Result<bo
 async fn damage(
     case: &Case,
     strike: Strike,
-    change: impl Fn(&[u8]) -> Vec<u8>,
+    change: impl Fn(&mut Vec<u8>),
 ) -> anyhow::Result<bool> {
+    let _files = FILES.lock().await;
     let Some(object) = objects(case, "/chunks/").pop() else {
         return Ok(false);
     };
-    let read = |path: &Path| std::fs::read(path).unwrap_or_default();
-    let whole = read(&object);
-    if whole.is_empty() {
+    let Ok(whole) = std::fs::read(&object) else {
         return Ok(false);
-    }
-    let changed = change(&whole);
+    };
+    let mut changed = whole.clone();
+    change(&mut changed);
     std::fs::write(&object, &changed)?;
+    let _back = PutBack(|| {
+        // The object may have been deleted, or uploaded again.
+        if std::fs::read(&object).is_ok_and(|now| now == changed) {
+            std::fs::write(&object, &whole).expect("the object is whole again");
+        }
+    });
     tokio::time::sleep(strike.lasts).await;
-    if read(&object) == changed {
-        std::fs::write(&object, &whole)?;
-    }
     Ok(true)
+}
+
+/// Deletes Pods of Torpor without a grace period. Returns whether there were any.
+async fn kill(case: &Case, label: &str, node: Option<&str>) -> anyhow::Result<bool> {
+    let pods: Api<Pod> = Api::namespaced(case.client(), "agent-sandbox-system");
+    let mut all = ListParams::default().labels(label);
+    if let Some(node) = node {
+        all = all.fields(&format!("spec.nodeName={node}"));
+    }
+    let found = pods.list(&all).await?;
+    let at_once = DeleteParams::default().grace_period(0);
+    pods.delete_collection(&at_once, &all).await?;
+    Ok(!found.items.is_empty())
 }

@@ -383,18 +383,40 @@ async fn a_class_without_its_bucket_is_reported_and_costs_no_memory() -> anyhow:
     .await
 }
 
-/// Ways and failures of these rounds: see [`torpor_tests::moves::schedule`].
 #[tokio::test]
 async fn sandboxes_move_while_the_store_the_agents_and_the_controller_fail() -> anyhow::Result<()> {
+    use moves::schedule::{Fault, Moment, Round, Strike, Way};
+    let strike = |moment, fault, after, lasts| Strike {
+        moment,
+        fault,
+        after: Duration::from_millis(after),
+        lasts: Duration::from_millis(lasts),
+    };
+    let first = Round {
+        way: Way::Suspend,
+        strikes: vec![
+            strike(Moment::Leaving, Fault::StoreStopped, 500, 3000),
+            strike(Moment::Leaving, Fault::OldAgent, 1000, 0),
+            strike(Moment::Coming, Fault::BucketGone, 0, 3000),
+            strike(Moment::Coming, Fault::NewAgent, 500, 0),
+        ],
+    };
+    let second = Round {
+        way: Way::Drain,
+        strikes: vec![
+            strike(Moment::Leaving, Fault::Controller, 500, 0),
+            strike(Moment::Coming, Fault::StoreKilled, 500, 0),
+            strike(Moment::Coming, Fault::ObjectFlipped, 1000, 2000),
+        ],
+    };
+    let rounds = [(0, first), (1, second)];
     case("nodes-moves", async |case| {
-        let plan = moves::Plan {
-            seed: 20261128,
-            from: 0,
-            rounds: 2,
-            sandboxes: 3,
-        };
         let report = |line: &str| println!("{line}");
-        println!("{}", moves::run(case, &plan, report).await?);
+        let tally = moves::run(case, 3, rounds, report).await?;
+        println!("{tally}");
+        for fault in [Fault::StoreStopped, Fault::BucketGone, Fault::StoreKilled] {
+            ensure!(tally.has_had(fault), "{fault:?} had no target");
+        }
         Ok(())
     })
     .await

@@ -227,7 +227,7 @@ class Server(h.BaseHTTPRequestHandler):
         pass
 h.ThreadingHTTPServer(('', 8090), Server).serve_forever()";
 
-/// Four dozes meet a probe under way at some time: one is for three tenths of all time.
+/// A probe is under way for three tenths of all time, so that most runs of four dozes meet one.
 #[tokio::test]
 async fn a_probe_that_is_answered_slowly_is_not_cut_off_by_a_doze() -> anyhow::Result<()> {
     let _swap = Swap::on()?;

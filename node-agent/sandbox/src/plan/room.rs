@@ -9,7 +9,7 @@ use torpor_records::PodRecord;
 use torpor_snapshots::Store;
 use torpor_snapshots::steps::Place;
 
-use crate::figures::largest_figures;
+use crate::figures::figures_during_save;
 use crate::node::Node;
 
 /// Time limit of a save, without the addition for its size.
@@ -49,8 +49,8 @@ pub(super) fn no_room_for(
 
 /// Returns a function that decides, by the bytes written so far, whether a save is stopped.
 ///
-/// Before a stop for the size, the memory is counted again: the first count lacks the pages of the
-/// last two seconds, for example those of a wake.
+/// Before a stop for the size, the memory is counted again: pages that a wake was still reading
+/// at the first count were not in memory yet.
 pub(super) fn stop_of(
     node: &Node,
     record: &PodRecord,
@@ -60,7 +60,7 @@ pub(super) fn stop_of(
 ) -> impl FnMut(u64) -> Option<image_size::Stop> {
     move |written| {
         if cap.is_some_and(|cap| written > cap) {
-            cap = largest_figures(node, record).cap().or(cap);
+            cap = cap.max(figures_during_save(node, record).cap());
         }
         let capacity = store.capacity().ok();
         let free = capacity.map(|capacity| capacity.available);
@@ -72,28 +72,51 @@ pub(super) fn stop_of(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::figures::figures;
     use crate::node::tests::Limited;
 
     const MIB: u64 = 1 << 20;
 
+    fn limited(current: u64, stat: &str) -> Limited {
+        let files = [
+            ("memory.stat", stat),
+            ("memory.swap.current", "0\n"),
+            ("memory.current", &current.to_string()),
+        ];
+        Limited::by(&files)
+    }
+
     #[test]
     fn memory_that_the_kernel_has_not_summed_up_yet_stops_no_save() {
-        let (stat, used) = ("memory.stat", "memory.current");
-        let limited = Limited::by(&[
-            (stat, "anon 1000\nshmem 0\n"),
-            ("memory.swap.current", "0\n"),
-            (used, "1000\n"),
-        ]);
+        let stale = "anon 1000\nshmem 0\nfile 0\n";
+        let stops = |current| {
+            let limited = limited(current, stale);
+            let (node, pod) = (&limited.node, &limited.pod);
+            let cap = figures(node, pod).cap();
+            assert!(cap.is_some());
+            let store = node.store().expect("a store");
+            stop_of(node, pod, &store, 0, cap)(100 * MIB).map(|stop| stop.reason())
+        };
+        assert_eq!(stops(1000), Some("ImageTooLarge"));
+        assert_eq!(stops(100 * MIB), None);
+    }
+
+    #[test]
+    fn the_file_cache_of_an_image_that_is_written_does_not_raise_its_limit() {
+        let stat = "anon 1000\nshmem 0\nfile 0\n";
+        let limited = limited(1000, stat);
         let (node, pod) = (&limited.node, &limited.pod);
         let store = node.store().expect("a store");
-        let stops = |written| {
-            let cap = crate::figures::figures(node, pod).cap();
-            assert!(cap.is_some());
-            stop_of(node, pod, &store, 0, cap)(written).map(|stop| stop.reason())
-        };
-        assert_eq!(stops(100 * MIB), Some("ImageTooLarge"));
-        limited.set(used, &(100 * MIB).to_string());
-        assert_eq!(stops(100 * MIB), None);
-        assert_eq!(stops(200 * MIB), Some("ImageTooLarge"));
+        let mut stop = stop_of(node, pod, &store, 0, figures(node, pod).cap());
+        for written in [50 * MIB, 70 * MIB] {
+            // The kernel has not summed up the cache yet, or has.
+            limited.set("memory.current", &(1000 + written).to_string());
+            let stopped = stop(written).map(|stop| stop.reason());
+            assert_eq!(stopped, (written > 64 * MIB).then_some("ImageTooLarge"));
+            limited.set(
+                "memory.stat",
+                &format!("anon 1000\nshmem 0\nfile {written}\n"),
+            );
+        }
     }
 }
