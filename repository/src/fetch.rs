@@ -102,11 +102,11 @@ impl Repository {
         })
     }
 
-    /// Downloads all files of an image into `files`, in the order of [`StoredImage::files`]. The name
-    /// of each chunk is checked before it is written, and the content of those that are not sealed.
-    /// The caller compares the files with the digests of the manifest.
+    /// Downloads all files of an image into `files`, in the order of [`StoredImage::files`]. A
+    /// chunk is written once its seal, or its hash if it is not sealed, fits its name. The caller
+    /// compares the files with the digests of the manifest.
     ///
-    /// Where the future is dropped, a write-back may keep the files open for a moment.
+    /// A write-back may keep the files open for a moment after the future was dropped.
     pub async fn fetch(
         &self,
         image: &StoredImage,

@@ -66,8 +66,8 @@ impl fmt::Display for Tally {
     }
 }
 
-/// Moves this number of sandboxes in each of the numbered rounds, and passes a line about each round
-/// to `report`. Needs both nodes and a SnapshotClass of the namespace's name
+/// Moves this number of sandboxes in each of the numbered rounds, and passes a line about each
+/// round to `report`. Needs both nodes and a SnapshotClass of the namespace's name
 /// ([`crate::two_nodes::on_both`]).
 ///
 /// An error is the first sandbox that lost memory, did not move in time, or left something over.
