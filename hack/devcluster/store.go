@@ -72,7 +72,7 @@ func storeComponents() group {
 		Name: "versitygw",
 		Env:  []string{"ROOT_ACCESS_KEY=" + storeAccessKey, "ROOT_SECRET_KEY=" + storeSecretKey},
 		Args: []string{
-			// S3 keeps connections open too. A line in the log for each chunk costs time.
+			// S3 keeps connections open too. The log would have a line for each chunk.
 			binDir("versitygw"), "--keep-alive", "--quiet",
 			fmt.Sprintf("--port=%s:%d", machineAddress, storePort), "--region=" + storeRegion, "--health=" + storeHealth,
 			"posix", statePath(storeGroup, "data"),

@@ -17,7 +17,7 @@ use crate::index::Index;
 use crate::names::ImageName;
 use crate::object::{self, Unreadable};
 use crate::progress::Progress;
-use crate::upload::blocking;
+use crate::upload::{blocking, joined};
 use crate::{Error, PARALLEL, Repository};
 
 /// Bytes after which files that are being downloaded are written back.
@@ -40,15 +40,18 @@ async fn written(image: &StoredImage, writing: Option<WriteBack>) -> Result<(), 
     let Some(writing) = writing else {
         return Ok(());
     };
-    let written = writing
-        .await
-        .unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
-    written.map_err(|(at, source)| Error::Local {
+    let written = joined(writing).await;
+    written.map_err(|(at, source)| not_written(image, &image.index.files[at].0, source))
+}
+
+/// Returns the error of a file that cannot be written.
+fn not_written(image: &StoredImage, name: &str, source: io::Error) -> Error {
+    Error::Local {
         doing: "write",
-        name: image.index.files[at].0.clone(),
+        name: name.to_owned(),
         image: image.name.image().to_owned(),
         source,
-    })
+    }
 }
 
 /// An image in a repository, and its manifest.
@@ -165,12 +168,7 @@ impl Repository {
         let written: Result<io::Result<()>, String> = written.await;
         written
             .map_err(|why| self.damaged(&path, why))?
-            .map_err(|source| Error::Local {
-                doing: "write",
-                name: name.to_owned(),
-                image: image.name.image().to_owned(),
-                source,
-            })?;
+            .map_err(|source| not_written(image, name, source))?;
         progress.add(u64::from(piece.len), sent);
         Ok(u64::from(piece.len))
     }

@@ -19,6 +19,7 @@ use futures::stream::FuturesUnordered;
 use jiff::Timestamp;
 use object_store::path::Path;
 use object_store::{ObjectStoreExt, PutPayload};
+use tokio::task::{JoinHandle, spawn_blocking};
 
 use crate::chunk::{self, Piece};
 use crate::clock::modified;
@@ -140,8 +141,13 @@ impl Repository {
 
 /// Runs work that blocks.
 pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
+    joined(spawn_blocking(work)).await
+}
+
+/// Waits for work that was spawned; panics where it has panicked.
+pub(crate) async fn joined<T>(work: JoinHandle<T>) -> T {
+    work.await
+        .unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
 }
 
 async fn cut(

@@ -18,6 +18,8 @@ use crate::wait;
 
 /// Namespace of the agent's DaemonSet.
 pub const NAMESPACE: &str = "agent-sandbox-system";
+/// Label of the agent's Pods.
+pub const AGENT: &str = "app.kubernetes.io/name=torpor-agent";
 const DAEMON_SET: &str = "torpor-agent";
 const INSTALLER: &str = "torpor-installer";
 const COMEBACK_LIMIT: Duration = Duration::from_secs(60);
@@ -75,7 +77,7 @@ impl Agent {
         let pod = self.pod();
         if pod.is_some() {
             self.process.kill()?;
-            delete_pods(client).await?;
+            delete_pods(client, &ListParams::default().labels(AGENT)).await?;
         } else {
             let again = Restart::read(&self.process)?;
             self.process.kill()?;
@@ -101,7 +103,7 @@ impl Agent {
     /// Replaces the DaemonSet's agent after it was killed: deletes its Pod and waits for the next.
     pub async fn replace(client: Client) -> anyhow::Result<()> {
         let old = Self::find().ok().and_then(|agent| agent.pod());
-        delete_pods(client).await?;
+        delete_pods(client, &ListParams::default().labels(AGENT)).await?;
         wait::until("another agent", REPLACEMENT_LIMIT, async || {
             let found = Self::find().ok().and_then(|agent| agent.pod());
             wait::holds(found.is_some() && found != old, || format!("{found:?}"))
@@ -183,15 +185,14 @@ impl Agent {
     }
 }
 
-/// Deletes the agent's Pods at once; the DaemonSet makes new ones.
-async fn delete_pods(client: Client) -> anyhow::Result<()> {
+/// Deletes Pods of Torpor at once; others take their place.
+pub async fn delete_pods(client: Client, which: &ListParams) -> anyhow::Result<()> {
     let pods: Api<Pod> = Api::namespaced(client, NAMESPACE);
     let at_once = DeleteParams {
         grace_period_seconds: Some(0),
         ..DeleteParams::background()
     };
-    let agents = ListParams::default().labels("app.kubernetes.io/name=torpor-agent");
-    pods.delete_collection(&at_once, &agents).await?;
+    pods.delete_collection(&at_once, which).await?;
     Ok(())
 }
 

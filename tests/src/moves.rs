@@ -20,9 +20,9 @@ use kube::api::{EvictParams, ListParams};
 use serde_json::json;
 use torpor_api::annotations::{HIBERNATE, SNAPSHOT_CLASS};
 
-use crate::case::{Case, condition, node_of};
+use crate::case::{Case, node_of};
 use crate::sandboxes::sandbox;
-use crate::two_nodes::{gone_from, nothing_fetched, other};
+use crate::two_nodes::{NODES, gone_from, nothing_fetched, other};
 use crate::{wait, witness};
 
 pub mod schedule;
@@ -79,7 +79,7 @@ pub async fn run(
 ) -> anyhow::Result<Tally> {
     ensure!(strike::store().is_some(), "no S3 server runs");
     let names: Vec<String> = (0..sandboxes).map(|n| format!("m{n}")).collect();
-    case.cordon("node-1", true).await?;
+    case.cordon(NODES[1], true).await?;
     for name in &names {
         let container = witness::container(MEGABYTES, &[]);
         let mut manifest = sandbox(name, json!({ "containers": [container] }));
@@ -87,9 +87,9 @@ pub async fn run(
         case.create(manifest).await?;
     }
     try_join_all(names.iter().map(|name| case.sandbox_ready(name))).await?;
-    case.cordon("node-1", false).await?;
+    case.cordon(NODES[1], false).await?;
     let mut tally = Tally::default();
-    let mut node = "node-0";
+    let mut node = NODES[0];
     for (number, round) in rounds {
         let began = Instant::now();
         let moved = one(case, &round, &names, node, &mut tally).await;
@@ -142,7 +142,7 @@ async fn one(
                 try_join_all(names.iter().map(|name| case.patch(name, awake.clone()))).await?;
             }
         }
-        try_join_all(pods.iter().map(|pod| next(case, pod))).await
+        try_join_all(pods.iter().map(|pod| case.next_pod(pod, MOVED))).await
     };
     let (next, struck) = futures::join!(come, strikes(Moment::Coming));
     tally.faults.extend(struck?);
@@ -200,21 +200,9 @@ async fn evict(case: &Case, pod: &Pod) -> anyhow::Result<()> {
     .await
 }
 
-/// Waits for the Pod that follows this one, until it is Ready.
-async fn next(case: &Case, before: &Pod) -> anyhow::Result<Pod> {
-    let is_next = |pod: &Pod| pod.uid() != before.uid() && condition(pod, "Ready").0 == "True";
-    let name = before.name_any();
-    case.pod_until(&name, "it continues", MOVED, is_next).await
-}
-
 /// Waits until no snapshot, no fetched image and no image of the old node is left.
 async fn nothing_left(case: &Case, from: &str, to: &str) -> anyhow::Result<()> {
-    wait::until("no snapshot is left", MOVED, async || {
-        let left = case.snapshots().list(&ListParams::default()).await?.items;
-        let names: Vec<String> = left.iter().map(ResourceExt::name_any).collect();
-        wait::holds(names.is_empty(), || format!("{names:?}"))
-    })
-    .await?;
+    wait::none(&case.snapshots(), "no snapshot is left", MOVED).await?;
     nothing_fetched(case, to).await?;
     let folder = format!("/var/lib/torpor/images/{}", case.namespace);
     gone_from(case, from, &folder).await

@@ -128,9 +128,8 @@ impl Node {
         let mut found = machine::processes_naming(&["/containerd-shim-torpor-v1 ".to_owned()]);
         let recorded = self.records.sandboxes()?;
         found.retain(|shim| {
-            let id = shim.command.split_once("-id ").map(|(_, rest)| rest);
-            let id = id.and_then(|rest| rest.split(' ').next());
-            !id.is_some_and(|id| recorded.iter().any(|sandbox| sandbox.as_str() == id))
+            let is_of = |sandbox: &SandboxId| shim.command.contains(&format!("-id {sandbox}"));
+            !recorded.iter().any(is_of)
         });
         Ok(found)
     }

@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::ResourceExt;
 use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 use torpor_api::Sandbox;
 use torpor_api::conditions::find;
 
-use crate::case::Case;
+use crate::case::{Case, condition};
 use crate::pods::pod_spec;
 use crate::wait;
 
@@ -81,6 +82,13 @@ impl Case {
         self.sandbox_has(sandbox, "Ready", "True", "DependenciesReady")
             .await?;
         self.ready(sandbox).await
+    }
+
+    /// Waits until the Pod that follows `before` is Ready.
+    pub async fn next_pod(&self, before: &Pod, limit: Duration) -> anyhow::Result<Pod> {
+        let is_next = |pod: &Pod| pod.uid() != before.uid() && condition(pod, "Ready").0 == "True";
+        let name = before.name_any();
+        self.pod_until(&name, "it continues", limit, is_next).await
     }
 
     /// Suspends the Sandbox and waits until its Pod is gone.

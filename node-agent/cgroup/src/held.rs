@@ -14,13 +14,16 @@ impl Hierarchies {
     /// next summary, new file cache counts as memory.
     pub fn held(&self, relative: &Path) -> Option<u64> {
         let group = self.memory(relative)?;
-        Some(summed(&group, has_swap())?.max(counted_now(&group).unwrap_or(0)))
+        let stat = stat(&group)?;
+        let summed = summed(&group, &stat, has_swap())?;
+        Some(summed.max(counted_now(&group, &stat).unwrap_or(0)))
     }
 
     /// Returns the same bytes by `memory.stat` alone. Sandboxes that write files, such as their own
     /// image, do not enlarge this number.
     pub fn held_by_summary(&self, relative: &Path) -> Option<u64> {
-        summed(&self.memory(relative)?, has_swap())
+        let group = self.memory(relative)?;
+        summed(&group, &stat(&group)?, has_swap())
     }
 }
 
@@ -39,25 +42,24 @@ fn first(stat: &str, keys: [&str; 2]) -> Option<u64> {
 
 /// Returns the bytes that no file on a disk backs, as the kernel has summed them up. If the kernel
 /// does not count swap per cgroup, they are known only on a machine without swap.
-fn summed(group: &MemoryGroup, has_swap: bool) -> Option<u64> {
-    let stat = stat(group)?;
+fn summed(group: &MemoryGroup, stat: &str, has_swap: bool) -> Option<u64> {
     // On v1 only the keys with `total_` include the cgroups below.
     let anonymous = match group {
-        MemoryGroup::V1(_) => first(&stat, ["total_rss", "rss"]),
-        MemoryGroup::V2 { .. } => counted(&stat, "anon"),
+        MemoryGroup::V1(_) => first(stat, ["total_rss", "rss"]),
+        MemoryGroup::V2 { .. } => counted(stat, "anon"),
     };
     let swapped = match group {
-        MemoryGroup::V1(_) => first(&stat, ["total_swap", "swap"]),
+        MemoryGroup::V1(_) => first(stat, ["total_swap", "swap"]),
         MemoryGroup::V2 { group, .. } => number(&group.join("memory.swap.current")),
     };
     let swapped: u64 = swapped.or_else(|| (!has_swap).then_some(0))?;
-    let sum = anonymous?.saturating_add(first(&stat, ["total_shmem", "shmem"])?);
+    let sum = anonymous?.saturating_add(first(stat, ["total_shmem", "shmem"])?);
     Some(sum.saturating_add(swapped))
 }
 
 /// Returns the bytes by the kernel's counters of this moment, less the file cache on disks. The
 /// kernel's own memory counts too.
-fn counted_now(group: &MemoryGroup) -> Option<u64> {
+fn counted_now(group: &MemoryGroup, stat: &str) -> Option<u64> {
     let path = group.path();
     let used = match group {
         // `memsw` is the sum of memory and swap.
@@ -68,10 +70,9 @@ fn counted_now(group: &MemoryGroup) -> Option<u64> {
             number(&path.join("memory.current"))?.saturating_add(swapped)
         }
     };
-    let stat = stat(group)?;
     // The kernel counts shared memory as cache, too.
-    let cache = first(&stat, ["total_cache", "file"])?;
-    let on_disk = cache.saturating_sub(first(&stat, ["total_shmem", "shmem"])?);
+    let cache = first(stat, ["total_cache", "file"])?;
+    let on_disk = cache.saturating_sub(first(stat, ["total_shmem", "shmem"])?);
     Some(used.saturating_sub(on_disk))
 }
 
@@ -102,13 +103,21 @@ mod tests {
         (dir, group)
     }
 
+    fn summed_of(group: &MemoryGroup, has_swap: bool) -> Option<u64> {
+        summed(group, &stat(group)?, has_swap)
+    }
+
+    fn now(group: &MemoryGroup) -> Option<u64> {
+        counted_now(group, &stat(group)?)
+    }
+
     #[test]
     fn swapped_and_unswapped_memory_counts_and_file_cache_does_not() {
         let (_dir, v1) = group(true, &[("memory.stat", V1)]);
-        assert_eq!(summed(&v1, true), Some(1130));
+        assert_eq!(summed_of(&v1, true), Some(1130));
         let files = [("memory.stat", V2), ("memory.swap.current", "30\n")];
         let (_dir, v2) = group(false, &files);
-        assert_eq!(summed(&v2, true), Some(1130));
+        assert_eq!(summed_of(&v2, true), Some(1130));
     }
 
     #[test]
@@ -116,29 +125,29 @@ mod tests {
         let current = ("memory.current", "50000\n");
         let swap = ("memory.swap.current", "30\n");
         let (_dir, v2) = group(false, &[("memory.stat", V2), current, swap]);
-        assert_eq!(counted_now(&v2), Some(50_030 - 8000));
+        assert_eq!(now(&v2), Some(50_030 - 8000));
         let (_dir, v2) = group(false, &[("memory.stat", V2), current]);
-        assert_eq!(counted_now(&v2), Some(50_000 - 8000));
+        assert_eq!(now(&v2), Some(50_000 - 8000));
         let usage = ("memory.usage_in_bytes", "50000\n");
         let memsw = ("memory.memsw.usage_in_bytes", "50030\n");
         let (_dir, v1) = group(true, &[("memory.stat", V1), usage, memsw]);
-        assert_eq!(counted_now(&v1), Some(50_030 - 8000));
+        assert_eq!(now(&v1), Some(50_030 - 8000));
         let (_dir, v1) = group(true, &[("memory.stat", V1), usage]);
-        assert_eq!(counted_now(&v1), Some(50_000 - 8000));
+        assert_eq!(now(&v1), Some(50_000 - 8000));
         let (_dir, none) = group(true, &[]);
-        assert_eq!(counted_now(&none), None);
+        assert_eq!(now(&none), None);
     }
 
     #[test]
     fn swap_without_a_count_leaves_the_sum_unknown() {
         let (_dir, v2) = group(false, &[("memory.stat", V2)]);
-        assert_eq!(summed(&v2, true), None);
-        assert_eq!(summed(&v2, false), Some(1100));
+        assert_eq!(summed_of(&v2, true), None);
+        assert_eq!(summed_of(&v2, false), Some(1100));
         let without_swap = V1.replace("swap", "other");
         let (_dir, v1) = group(true, &[("memory.stat", &without_swap)]);
-        assert_eq!(summed(&v1, true), None);
-        assert_eq!(summed(&v1, false), Some(1100));
+        assert_eq!(summed_of(&v1, true), None);
+        assert_eq!(summed_of(&v1, false), Some(1100));
         let (_dir, none) = group(false, &[]);
-        assert_eq!(summed(&none, false), None);
+        assert_eq!(summed_of(&none, false), None);
     }
 }

@@ -143,10 +143,7 @@ pub fn victims(depth: Depth, moment: Moment) -> &'static [Victim] {
 impl Cycle {
     /// Returns the cycle with this number in the run of this seed.
     pub fn of(seed: u64, number: u64) -> Self {
-        // Neighbouring numbers must not give neighbouring generators: a Weyl step, as in
-        // SplitMix64.
-        let start = seed.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        let mut random = fastrand::Rng::with_seed(start);
+        let mut random = generator(seed, number);
         let depth = *pick(
             &mut random,
             &[
@@ -221,7 +218,15 @@ fn strike(random: &mut fastrand::Rng, depth: Depth) -> Strike {
     }
 }
 
-fn pick<'a, T>(random: &mut fastrand::Rng, from: &'a [T]) -> &'a T {
+/// Returns the generator of one number of a seed's run.
+///
+/// Neighbouring numbers must not give neighbouring generators: a Weyl step, as in SplitMix64.
+pub(crate) fn generator(seed: u64, number: u64) -> fastrand::Rng {
+    let step = number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    fastrand::Rng::with_seed(seed.wrapping_add(step))
+}
+
+pub(crate) fn pick<'a, T>(random: &mut fastrand::Rng, from: &'a [T]) -> &'a T {
     &from[random.usize(..from.len())]
 }
 

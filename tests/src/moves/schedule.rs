@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::chaos::schedule::{generator, pick};
+
 /// How the sandboxes leave their node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Way {
@@ -98,10 +100,7 @@ const LONGEST: u64 = 6000;
 impl Round {
     /// Returns the round with this number in the run of this seed.
     pub fn of(seed: u64, number: u64) -> Self {
-        // Neighbouring numbers must not give neighbouring generators: a Weyl step, as in
-        // SplitMix64.
-        let start = seed.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        let mut random = fastrand::Rng::with_seed(start);
+        let mut random = generator(seed, number);
         let way = match random.u8(..3) {
             0 => Way::Drain,
             _ => Way::Suspend,
@@ -113,10 +112,9 @@ impl Round {
                     true => Moment::Leaving,
                     false => Moment::Coming,
                 };
-                let all = faults(moment);
                 Strike {
                     moment,
-                    fault: all[random.usize(..all.len())],
+                    fault: *pick(&mut random, faults(moment)),
                     after: Duration::from_millis(random.u64(..=LATEST)),
                     lasts: Duration::from_millis(random.u64(..=LONGEST)),
                 }

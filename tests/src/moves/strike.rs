@@ -5,11 +5,12 @@ use std::path::PathBuf;
 
 use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
-use kube::api::{DeleteParams, ListParams};
+use kube::api::ListParams;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use tokio::sync::Mutex;
 
 use super::schedule::{Fault, Strike};
+use crate::agent::{AGENT, NAMESPACE, delete_pods};
 use crate::case::Case;
 use crate::machine::{Process, processes_naming};
 use crate::two_nodes::{BUCKET, objects, other};
@@ -53,9 +54,6 @@ pub async fn strike(case: &Case, strike: Strike, from: &str) -> anyhow::Result<(
     };
     Ok((strike.fault, hit))
 }
-
-/// Label of the agent's Pods.
-const AGENT: &str = "app.kubernetes.io/name=torpor-agent";
 
 /// Returns the S3 server's process.
 pub fn store() -> Option<Process> {
@@ -116,13 +114,12 @@ async fn damage(
 
 /// Deletes Pods of Torpor without a grace period. Returns whether there were any.
 async fn kill(case: &Case, label: &str, node: Option<&str>) -> anyhow::Result<bool> {
-    let pods: Api<Pod> = Api::namespaced(case.client(), "agent-sandbox-system");
+    let pods: Api<Pod> = Api::namespaced(case.client(), NAMESPACE);
     let mut all = ListParams::default().labels(label);
     if let Some(node) = node {
         all = all.fields(&format!("spec.nodeName={node}"));
     }
     let found = pods.list(&all).await?;
-    let at_once = DeleteParams::default().grace_period(0);
-    pods.delete_collection(&at_once, &all).await?;
+    delete_pods(case.client(), &all).await?;
     Ok(!found.items.is_empty())
 }

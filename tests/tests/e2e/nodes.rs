@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, EvictParams, ListParams, Patch, PatchParams};
-use kube::{Resource, ResourceExt};
 use serde_json::json;
 use torpor_api::annotations::{BACK_UP_AFTER, HIBERNATE, SNAPSHOT_CLASS};
 use torpor_api::snapshot::{SandboxSnapshot, SnapshotClass};
 use torpor_api::{conditions, labels};
+use torpor_tests::agent::{AGENT, delete_pods};
 use torpor_tests::case::{Case, alone_within, condition, node_of, uid};
 use torpor_tests::sandboxes::{condition_of, sandbox};
 use torpor_tests::two_nodes::{
@@ -51,13 +52,6 @@ async fn start_on(case: &Case, node: &str, megabytes: u32) -> anyhow::Result<Pod
     ensure!(node_of(&pod) == node, "the Pod runs on {}", node_of(&pod));
     case.cordon(other, false).await?;
     Ok(pod)
-}
-
-/// Waits for the Pod that follows this one, until it is Ready.
-async fn next_pod(case: &Case, before: &Pod) -> anyhow::Result<Pod> {
-    let is_next =
-        |pod: &Pod| pod.meta().uid != before.meta().uid && condition(pod, "Ready").0 == "True";
-    case.pod_until("s", "it continues", LIMIT, is_next).await
 }
 
 /// Checks that the Pod runs on this node and continues from this state.
@@ -175,18 +169,13 @@ async fn a_sandbox_asleep_in_place_continues_from_its_backup_when_its_node_is_lo
         let awake = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
         case.patch("s", awake).await?;
         let back = async {
-            let second = next_pod(case, &first).await?;
+            let second = case.next_pod(&first, LIMIT).await?;
             continues_on(&second, "node-0", &before).await
         };
         let back = back.await;
         cluster(case, &["node-up", "node-1"]).await?;
         back?;
-        wait::until("the used backup is deleted", LIMIT, async || {
-            let left = case.snapshots().list(&ListParams::default()).await?.items;
-            let names: Vec<String> = left.iter().map(ResourceExt::name_any).collect();
-            wait::holds(names.is_empty(), || format!("{names:?}"))
-        })
-        .await
+        wait::none(&case.snapshots(), "the used backup is deleted", LIMIT).await
     })
     .await
 }
@@ -292,7 +281,7 @@ async fn a_hibernated_sandbox_of_a_drained_node_continues_on_the_other() -> anyh
         case.pods().evict("s", &EvictParams::default()).await?;
         let awake = json!({ "metadata": { "annotations": { HIBERNATE: null } } });
         case.patch("s", awake).await?;
-        let second = next_pod(case, &first).await?;
+        let second = case.next_pod(&first, LIMIT).await?;
         ensure!(
             node_of(&second) == "node-1",
             "it runs on {}",
@@ -324,11 +313,10 @@ async fn a_fetch_outlives_its_agent() -> anyhow::Result<()> {
     case("nodes-agent", async |case| {
         let waits = async {
             let before = waits_for_its_image(case).await?;
-            let agents: Api<Pod> = Api::namespaced(case.client(), "agent-sandbox-system");
-            let here = ListParams::default().labels("app.kubernetes.io/name=torpor-agent");
-            let here = here.fields("spec.nodeName=node-1");
-            let at_once = DeleteParams::default().grace_period(0);
-            agents.delete_collection(&at_once, &here).await?;
+            let here = ListParams::default()
+                .labels(AGENT)
+                .fields("spec.nodeName=node-1");
+            delete_pods(case.client(), &here).await?;
             Ok::<_, anyhow::Error>(before)
         };
         let before = waits.await;
