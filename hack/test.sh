@@ -6,7 +6,7 @@
 #   KUBECONFIG=… hack/test.sh   end-to-end tests on that cluster, where Torpor must be installed
 #   SKIP_E2E=1 hack/test.sh     only the checks that need no cluster
 #   VM=1 hack/test.sh       also a short set in a virtual machine with cgroup v2 (hack/vm)
-#   E2E_THREADS=N hack/test.sh  number of end-to-end tests at once
+#   E2E_THREADS=N hack/test.sh  number of end-to-end tests at once (6, for two processors)
 #
 # A development cluster that runs already is used and stays as it is. CI replaces it.
 set -euo pipefail
@@ -26,8 +26,8 @@ keeper_of_words=
 # fails. The virtual machine has a default of its own.
 vm_scale=${TORPOR_TIME_SCALE:-}
 export TORPOR_TIME_SCALE=${TORPOR_TIME_SCALE:-2}
-# End-to-end tests at once, on two processors. Six of them leave a third of a fast machine idle.
-at_once=6
+# Names of end-to-end tests that failed and passed when they were run again.
+unsteady=$(mktemp)
 # Process groups and logs of background steps, by name.
 declare -A BESIDE_PID=() BESIDE_LOG=()
 

@@ -11,7 +11,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::pods::{python, with};
-use crate::witness;
+use crate::{wait, witness};
 
 /// Port of the exchange.
 pub const PORT: u16 = 8090;
@@ -70,12 +70,13 @@ impl Plan {
         let receive = async {
             let mut block = vec![0; self.bytes];
             for number in 0..self.blocks {
-                let read = tokio::time::timeout(SILENCE, from.read_exact(&mut block)).await;
+                let read =
+                    tokio::time::timeout(wait::scaled(SILENCE), from.read_exact(&mut block)).await;
                 read.with_context(|| format!("block {number} does not come"))?
                     .with_context(|| format!("block {number} is not received"))?;
                 ensure!(block == self.block(number), "block {number} is wrong");
             }
-            let rest = tokio::time::timeout(SILENCE, from.read(&mut block)).await;
+            let rest = tokio::time::timeout(wait::scaled(SILENCE), from.read(&mut block)).await;
             ensure!(
                 rest.context("the end does not come")?? == 0,
                 "more than was sent"
@@ -112,14 +113,17 @@ pub async fn open(pod: &Pod) -> anyhow::Result<TcpStream> {
 pub async fn fates(pod: &Pod) -> anyhow::Result<Vec<Fate>> {
     let mut stream = BufReader::new(connect(pod, REPORT).await?);
     let mut line = String::new();
-    let read = tokio::time::timeout(SILENCE, stream.read_line(&mut line)).await;
+    let read = tokio::time::timeout(wait::scaled(SILENCE), stream.read_line(&mut line)).await;
     read.context("no report in time")??;
     Ok(serde_json::from_str(&line)?)
 }
 
 async fn connect(pod: &Pod, port: u16) -> anyhow::Result<TcpStream> {
     let address = witness::address(pod)?;
-    let stream = tokio::time::timeout(SILENCE, TcpStream::connect((address.as_str(), port)));
+    let stream = tokio::time::timeout(
+        wait::scaled(SILENCE),
+        TcpStream::connect((address.as_str(), port)),
+    );
     let stream = stream.await.context("no connection in time")?;
     stream.with_context(|| format!("no connection to {address}:{port}"))
 }
@@ -135,7 +139,7 @@ pub async fn listen() -> anyhow::Result<(TcpListener, u16)> {
 pub async fn accept(listener: &TcpListener, count: usize) -> anyhow::Result<Vec<TcpStream>> {
     let mut streams = Vec::new();
     while streams.len() < count {
-        let accepted = tokio::time::timeout(SILENCE, listener.accept()).await;
+        let accepted = tokio::time::timeout(wait::scaled(SILENCE), listener.accept()).await;
         streams.push(accepted.context("not all connections come")??.0);
     }
     Ok(streams)

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use futures::future::try_join_all;
+use futures::future::{join_all, try_join_all};
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -36,6 +36,23 @@ async fn ask_now_and_then(pod: &Pod) -> anyhow::Result<()> {
     }
 }
 
+/// Checks that no exchange has failed.
+fn whole(exchanges: Vec<anyhow::Result<()>>) -> anyhow::Result<()> {
+    let all = exchanges.len();
+    let failed: Vec<String> = exchanges
+        .into_iter()
+        .enumerate()
+        .filter_map(|(number, ended)| Some(format!("{number}: {:#}", ended.err()?)))
+        .collect();
+    let first = failed.first().map_or("", String::as_str);
+    ensure!(
+        failed.is_empty(),
+        "{} of {all} connections are broken, the first one is number {first}",
+        failed.len()
+    );
+    Ok(())
+}
+
 /// Asks the Pod to sleep while all connections are busy, and waits until everything is exchanged.
 ///
 /// The Pod falls asleep, is woken by what arrives, and falls asleep again after ten seconds.
@@ -55,9 +72,9 @@ async fn exchange_while_it_falls_asleep(
     streams.extend(try_join_all((0..inward).map(|_| open(&pod))).await?);
     let before = case.node.ledger_seq(&uid(&pod))?;
     case.annotate("p", HIBERNATE, Some("true")).await?;
-    let exchanges = try_join_all(streams.into_iter().map(|stream| plan.exchange(stream)));
+    let exchanges = join_all(streams.into_iter().map(|stream| plan.exchange(stream)));
     tokio::select! {
-        done = exchanges => drop(done?),
+        done = exchanges => whole(done).with_context(|| case.node.ledger_words(&uid(&pod)))?,
         asked = ask_now_and_then(&pod) => asked?,
     }
     // Each sleep has five entries: begun, committed, asleep, waking, awake. In the end the Pod may

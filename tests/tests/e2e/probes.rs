@@ -16,11 +16,13 @@ use torpor_tests::witness::{self, Connection};
 /// Time to fall asleep and to wake once.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// Returns the probe with its period. Answers that take a hundredth of a processor keep a sandbox
-/// awake. A Python program on a busy machine needs that for an answer in every second or two.
+/// Returns the probe with the kubelet's usual period, and a limit that a busy machine keeps.
+///
+/// Answers that take a hundredth of a processor keep a sandbox awake. A Python program on a busy
+/// machine needs that for an answer in every few seconds.
 fn probed(probe: serde_json::Value) -> serde_json::Value {
-    let often = json!({ "periodSeconds": 4, "timeoutSeconds": 2, "failureThreshold": 1 });
-    with(probe, often)
+    let once = json!({ "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 1 });
+    with(probe, once)
 }
 
 /// Returns a Pod with probes by HTTP, TCP and exec, one of them at the witness's port.
@@ -118,19 +120,24 @@ fn pod_probed_over_https() -> serde_json::Value {
 }
 
 /// Time in which each probe of [`probed`] comes at least twice.
-const PROBED: Duration = Duration::from_secs(9);
+const PROBED: Duration = Duration::from_secs(21);
 
 /// Checks that the Pod sleeps for that time, and that no probe fails in it: one failure makes the
 /// Pod unready or restarts a container.
 async fn sleeps_on(
     case: &Case,
+    uid: &str,
     long: Duration,
     sleeps: impl Fn() -> anyhow::Result<bool>,
 ) -> anyhow::Result<()> {
     let end = Instant::now() + long;
     let asleep = async {
         while Instant::now() < end {
-            ensure!(sleeps()?, "a probe has woken the Pod");
+            ensure!(
+                sleeps()?,
+                "a probe has woken the Pod: {}",
+                case.node.ledger_words(uid)
+            );
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
         anyhow::Ok(())
@@ -145,7 +152,10 @@ async fn hibernates_on(case: &Case, probed: serde_json::Value) -> anyhow::Result
     let before = witness::ask(&pod).await?;
     let uid = uid(&case.hibernate("p").await?);
     let asleep = case.node.ledger_seq(&uid)?;
-    sleeps_on(case, PROBED, || Ok(case.node.ledger_seq(&uid)? == asleep)).await?;
+    sleeps_on(case, &uid, PROBED, || {
+        Ok(case.node.ledger_seq(&uid)? == asleep)
+    })
+    .await?;
     // Any other connection wakes the Pod, also one to a probed port.
     let after = Connection::open(&pod).await?.ask().await?;
     after.goes_on_from(&before)?;
@@ -163,7 +173,7 @@ async fn dozes_on(case: &Case, probed: serde_json::Value) -> anyhow::Result<()> 
         wait::holds(dozes()?, || "awake".to_owned())
     })
     .await?;
-    sleeps_on(case, PROBED, dozes).await?;
+    sleeps_on(case, &uid, PROBED, dozes).await?;
     let stopped = case.node.sentry(&uid)?.is_stopped();
     ensure!(stopped, "a probe has let its processes go on");
     let after = Connection::open(&pod).await?.ask().await?;
@@ -202,7 +212,7 @@ async fn grpc_probes_neither_wake_a_hibernated_pod_nor_fail() -> anyhow::Result<
         // The woken program answers the probes by itself again.
         let awake = case.wake("p").await?;
         ensure!(restarts(&awake) == 0, "a probe has failed");
-        sleeps_on(case, PROBED, || Ok(true)).await
+        sleeps_on(case, &uid(&awake), PROBED, || Ok(true)).await
     })
     .await
 }
@@ -254,7 +264,7 @@ async fn a_probe_that_is_answered_slowly_is_not_cut_off_by_a_doze() -> anyhow::R
             })
             .await?;
             // Longer than a probe waits that was cut off.
-            sleeps_on(case, Duration::from_secs(5), dozes).await?;
+            sleeps_on(case, &uid, Duration::from_secs(5), dozes).await?;
             Connection::open(&pod).await?.ask().await?;
         }
         let restarts = restarts(&case.pods().get("p").await?);
