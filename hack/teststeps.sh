@@ -278,19 +278,25 @@ end_to_end_node() {
 	return "$status"
 }
 
-# Tests of memory that continues on another node: a second node, and an S3 server. Both go again.
+# Tests of memory that continues on another node: a second node, and an S3 server. Both go again. At
+# first the nodes give images to each other, then all images come from the S3 server.
 end_to_end_nodes() {
-	local status=0
+	local status=0 system="$cluster kubectl -n agent-sandbox-system"
 	"$cluster" up --nodes 2
 	"$cluster" store up
 	"$cluster" kubectl apply -f hack/repository.yaml
 	# A running Pod would see new Secrets after a minute.
-	"$cluster" kubectl -n agent-sandbox-system rollout restart daemonset/torpor-agent deployment/agent-sandbox-controller
+	$system rollout restart daemonset/torpor-agent deployment/agent-sandbox-controller
 	local part
 	for part in daemonset/torpor-installer daemonset/torpor-agent deployment/agent-sandbox-controller; do
-		"$cluster" kubectl -n agent-sandbox-system rollout status "$part" --timeout=120s
+		$system rollout status "$part" --timeout=120s
 	done
-	e2e nodes:: --test-threads=1 || status=$?
+	e2e nodes::direct --test-threads=1 || status=$?
+	$system set env daemonset/torpor-agent TORPOR_IMAGES_ADDRESS-
+	$system rollout status daemonset/torpor-agent --timeout=120s
+	e2e nodes:: --skip nodes::direct --test-threads=1 || status=$?
+	$system rollout undo daemonset/torpor-agent
+	$system rollout status daemonset/torpor-agent --timeout=120s
 	"$cluster" store down
 	"$cluster" up --nodes 1
 	return "$status"

@@ -186,11 +186,13 @@ documented! {
     /// `"true"` when the user named the image of `torpor.dev/restore-image`; a consumed image is
     /// then accepted.
     RESTORE_COPY = "torpor.dev/restore-copy";
-    /// Digest of the manifest of `torpor.dev/restore-image`, if the image is in a repository. A
+    /// Digest of the manifest of `torpor.dev/restore-image`, if other nodes can fetch the image. A
     /// node that does not hold the image fetches it, and accepts no other.
     RESTORE_DIGEST = "torpor.dev/restore-digest";
     /// SnapshotClass whose repository has the image of `torpor.dev/restore-image`.
     RESTORE_CLASS = "torpor.dev/restore-class";
+    /// Node that holds `torpor.dev/restore-image` and gives it to other nodes.
+    RESTORE_NODE = "torpor.dev/restore-node";
     /// Cluster that archived `torpor.dev/restore-image`: the UID of its namespace `kube-system`.
     RESTORE_CLUSTER = "torpor.dev/restore-cluster";
     /// Words for the condition Restored of a Pod that starts from a backup
@@ -283,7 +285,7 @@ pub const CLAIM_SETTINGS: [&str; 4] = [
 ];
 
 /// All annotations of Torpor on a Pod. The controller alone writes them.
-pub const ON_POD: [&str; 25] = [
+pub const ON_POD: [&str; 26] = [
     HIBERNATE,
     DOZE_AFTER,
     HIBERNATE_AFTER,
@@ -295,6 +297,7 @@ pub const ON_POD: [&str; 25] = [
     RESTORE_COPY,
     RESTORE_DIGEST,
     RESTORE_CLASS,
+    RESTORE_NODE,
     RESTORE_CLUSTER,
     RESTORE_BACKUP,
     GOLDEN_IMAGES,

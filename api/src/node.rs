@@ -77,8 +77,9 @@ pub struct SandboxNodeStatus {
     /// Number of sandboxes by state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counts: Option<SandboxCounts>,
-    /// Images that this node fetches from a repository for Pods of its own. An entry exists before
-    /// the Pod can be restored from the image, and as long as a SandboxSnapshot names the image.
+    /// Images that this node fetches for Pods of its own, from a repository or another node. An
+    /// entry exists before the Pod can be restored from the image, and as long as a SandboxSnapshot
+    /// names the image.
     // Left out when empty: the agent writes this list apart from the rest of the status.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "fetched_schema")]
@@ -89,6 +90,10 @@ pub struct SandboxNodeStatus {
     /// Time of the agent's last report.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heartbeat_time: Option<Time>,
+    /// Server of this node's images for the agents of other nodes; unset if the agent has none.
+    // Written also when unset: a merge patch removes nothing that it does not name.
+    #[serde(default)]
+    pub image_server: Option<ImageServer>,
     /// Builds of runsc on the node that are not revoked: `blake3:` and the first 12 hex digits of
     /// each digest. The node restores the images that each of them has made. Empty if the agent
     /// cannot tell.
@@ -113,6 +118,17 @@ pub struct SandboxNodeStatus {
     /// Local store of images.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub storage: Option<ImageStorage>,
+}
+
+/// Server of a node's images.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ImageServer {
+    /// IP address and port, such as `10.0.0.1:9646` or `[fd00::1]:9646`.
+    pub address: String,
+    /// SHA-256 of the certificate (DER) with which the agent serves images and asks other agents
+    /// for theirs, in hex digits. The agent makes a new certificate at each start.
+    pub certificate: String,
 }
 
 /// Image that a node has fetched for a Pod.

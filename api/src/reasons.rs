@@ -170,7 +170,8 @@ documented! {
         RUNSC_REVOKED = "RunscRevoked";
         /// gVisor could not restore the sandbox. The message has its error.
         RESTORE_FAILED = "RestoreFailed";
-        /// The image's node does not exist, has no agent that reports, or cannot restore.
+        /// The image's node does not exist, has no agent that reports or that answers, or cannot
+        /// restore.
         NODE_UNAVAILABLE = "NodeUnavailable";
         /// A node other than that of the saved Pod claims the image.
         NODE_MISMATCH = "NodeMismatch";
@@ -180,7 +181,7 @@ documented! {
         SNAPSHOT_NOT_FOUND = "SnapshotNotFound";
         /// `torpor.dev/restore-from` names a SandboxSnapshot without a committed image.
         SNAPSHOT_NOT_READY = "SnapshotNotReady";
-        /// The image is being fetched from its repository. The message has the progress.
+        /// The image is being fetched from its node or repository. The message has the progress.
         FETCHING = "Fetching";
         /// The repository does not answer, or answers with errors. The fetch is retried.
         REPOSITORY_UNAVAILABLE = "RepositoryUnavailable";

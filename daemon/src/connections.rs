@@ -7,9 +7,9 @@ use std::{collections::HashMap, net::IpAddr};
 
 /// Limits of simultaneous connections.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bounds {
-    pub(crate) total: usize,
-    pub(crate) per_address: usize,
+pub struct Bounds {
+    pub total: usize,
+    pub per_address: usize,
 }
 
 /// Open connections, the oldest first.

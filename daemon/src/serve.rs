@@ -19,7 +19,8 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::connections::{Bounds, Connections};
+pub use crate::connections::Bounds;
+use crate::connections::Connections;
 
 /// Size limit of a request's head, in bytes.
 const MAX_HEAD: usize = 16 * 1024;
@@ -85,20 +86,36 @@ async fn serve_within(
     router: Router,
     shutdown: CancellationToken,
 ) {
+    let stop = shutdown.clone();
+    let answer = |stream| answer(limits, stream, router.clone(), stop.clone());
+    each(listener, limits.connections, answer, shutdown).await;
+}
+
+/// Answers each connection until `shutdown`, then waits for the answers under way. `answer` ends
+/// them. A connection that exceeds the limits ends another one.
+pub async fn each<F>(
+    listener: TcpListener,
+    limits: Bounds,
+    answer: impl Fn(TcpStream) -> F,
+    shutdown: CancellationToken,
+) where
+    F: Future<Output = ()> + Send + 'static,
+{
     let mut connections = JoinSet::new();
-    let accepting = accept_all(limits, listener, router, &mut connections, &shutdown);
+    let accepting = accept_all(limits, listener, answer, &mut connections);
     shutdown.run_until_cancelled(accepting).await;
     while connections.join_next().await.is_some() {}
 }
 
-async fn accept_all(
-    limits: Limits,
+async fn accept_all<F>(
+    limits: Bounds,
     listener: TcpListener,
-    router: Router,
+    answer: impl Fn(TcpStream) -> F,
     connections: &mut JoinSet<()>,
-    shutdown: &CancellationToken,
-) {
-    let mut open: Connections<AbortHandle> = Connections::new(limits.connections);
+) where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let mut open: Connections<AbortHandle> = Connections::new(limits);
     loop {
         let (stream, peer) = tokio::select! {
             biased;
@@ -109,8 +126,7 @@ async fn accept_all(
             }
             accepted = accept(&listener) => accepted,
         };
-        let connection = answer(limits, stream, router.clone(), shutdown.clone());
-        let connection = connections.spawn(connection);
+        let connection = connections.spawn(answer(stream));
         if let Some(surplus) = open.add(peer, connection) {
             surplus.abort();
             // The aborted task ends before the next connection is accepted.

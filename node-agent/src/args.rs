@@ -1,7 +1,7 @@
 //! The command line. An option that is absent takes its value from its environment variable, if it
 //! has one.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::num::{NonZeroU32, NonZeroU64};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -138,6 +138,21 @@ pub(crate) struct RunArgs {
     pub(crate) kata: KataArgs,
     #[command(flatten)]
     pub(crate) repository: RepositoryArgs,
+    #[command(flatten)]
+    pub(crate) images: ImageServerArgs,
+}
+
+/// Options for the server of this node's images. The agents of other nodes fetch from it the images
+/// that Pods of their nodes continue from.
+#[derive(Debug, Clone, clap::Args)]
+pub(crate) struct ImageServerArgs {
+    /// Address of the server of this node's images
+    #[arg(long, default_value = "[::]:9646", env = "TORPOR_IMAGES_BIND_ADDRESS")]
+    pub(crate) images_bind_address: SocketAddr,
+    /// IP address at which other nodes reach the server: the agent's Pod IP. Without it there is no
+    /// server, and sandboxes continue on other nodes only from images in a repository
+    #[arg(long, env = "TORPOR_IMAGES_ADDRESS")]
+    pub(crate) images_address: Option<IpAddr>,
 }
 
 /// Options for the upload of images to the repositories of SnapshotClasses.

@@ -6,6 +6,7 @@ mod args;
 mod install;
 mod installed;
 mod kata;
+mod peers;
 mod policy;
 mod reconcile;
 mod report;

@@ -24,6 +24,7 @@ use self::classes::Repositories;
 use self::fetch::Fetches;
 use self::upload::Uploads;
 use crate::args::RepositoryArgs;
+use crate::peers::client::Peers;
 use crate::reconcile::driver::Shared;
 use crate::watches::{pump, reflect, trim_snapshot_class};
 
@@ -39,6 +40,7 @@ pub(crate) fn start(
     shared: &Arc<Shared>,
     pod_events: watch::Receiver<u64>,
     args: &RepositoryArgs,
+    peers: Peers,
     stop: &CancellationToken,
     tasks: &mut JoinSet<anyhow::Result<()>>,
 ) {
@@ -62,6 +64,7 @@ pub(crate) fn start(
         pod_events,
         snapshots: shared.snapshots.clone(),
         repositories,
+        peers,
         publisher: shared.publisher.clone(),
         metrics: shared.metrics.clone(),
         at_once: args.fetches_at_once,

@@ -7,7 +7,8 @@
 //! | node report | node | SandboxNode |
 //! | pressure | the node's memory and swap | sandboxes that must sleep; pokes the driver |
 //! | uploads | caches, images | repositories; conditions of snapshots |
-//! | fetches | caches, repositories | images; SandboxNode `status.fetched` |
+//! | fetches | caches, repositories, other nodes | images; SandboxNode `status.fetched` |
+//! | image server | images | – |
 //! | servers | metrics, readiness | – |
 //!
 //! The end of the agent ends no sandbox and no step: the shims go on with what they were asked for.
@@ -34,6 +35,8 @@ use torpor_records::config::FILE_NAME;
 use crate::args::RunArgs;
 use crate::installed::{Change, Installed};
 use crate::kata::Kata;
+use crate::peers::client::Peers;
+use crate::peers::{self, Identity};
 use crate::policy::pressure::{self, NodePressure};
 use crate::policy::saves::Saves;
 use crate::policy::sleep;
@@ -125,6 +128,29 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         metrics.clone(),
     );
     let kata = kata.context("cannot set up the Kata driver")?;
+    let identity = Arc::new(Identity::new()?);
+    let images = &args.images;
+    let image_server = images.images_address.map(|address| {
+        let port = images.images_bind_address.port();
+        let server = peers::Server::new(
+            identity.clone(),
+            node.clone(),
+            client.clone(),
+            args.node_name.clone(),
+            metrics.clone(),
+        );
+        tasks.spawn(peers::serve(
+            server,
+            images.images_bind_address,
+            stop.clone(),
+        ));
+        peers::described(&identity, address, port)
+    });
+    let peers = Peers {
+        identity,
+        client: client.clone(),
+        node: args.node_name.clone(),
+    };
     let report = sandbox_node::report(
         client.clone(),
         args.node_name.clone(),
@@ -134,6 +160,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
             config: config_file,
             pressure: node_pressure.clone(),
             kata: kata.as_ref().map(|(kata, _)| kata.clone()),
+            image_server,
         },
         Sandboxes::new(metrics.clone(), board.clone(), spans.clone()),
         metrics.clone(),
@@ -190,7 +217,14 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<()> {
         Ok(())
     });
     tasks.spawn(sweep(driver.clone(), stop.clone()));
-    repository::start(&shared, pod_events, &args.repository, &stop, &mut tasks);
+    repository::start(
+        &shared,
+        pod_events,
+        &args.repository,
+        peers,
+        &stop,
+        &mut tasks,
+    );
     ready.reached();
     tracing::info!(node = args.node_name, "watching");
 

@@ -26,13 +26,15 @@ impl Progress {
         self.sent.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn begin(&self, total: u64) {
+    /// Begins anew, with this many bytes of files.
+    pub fn begin(&self, total: u64) {
         self.total.store(total, Ordering::Relaxed);
         self.done.store(0, Ordering::Relaxed);
         self.sent.store(0, Ordering::Relaxed);
     }
 
-    pub(crate) fn add(&self, done: u64, sent: u64) {
+    /// Adds bytes of files, and the bytes that passed the network for them.
+    pub fn add(&self, done: u64, sent: u64) {
         self.done.fetch_add(done, Ordering::Relaxed);
         self.sent.fetch_add(sent, Ordering::Relaxed);
     }

@@ -41,16 +41,33 @@ pub struct Agent {
 impl Agent {
     /// Finds the agent among the processes, in its container or outside of one.
     pub fn find() -> anyhow::Result<Self> {
-        let process = machine::processes().into_iter().find(|process| {
+        Self::all()
+            .next()
+            .context("torpor-agent does not run on this machine")
+    }
+
+    /// Finds the agent of a node, of those whose nodes share this machine.
+    pub fn of_node(node: &str) -> anyhow::Result<Self> {
+        let variable = format!("NODE_NAME={node}");
+        let is_of_node = |agent: &Self| {
+            let all = std::fs::read(format!("/proc/{}/environ", agent.process.pid));
+            let all = all.unwrap_or_default();
+            all.split(|byte| *byte == 0)
+                .any(|one| one == variable.as_bytes())
+        };
+        let found = Self::all().find(is_of_node);
+        found.with_context(|| format!("no torpor-agent runs with {variable}"))
+    }
+
+    fn all() -> impl Iterator<Item = Self> {
+        let all = machine::processes().into_iter().filter(|process| {
             let mut words = process.command.split(' ');
             words
                 .next()
                 .is_some_and(|program| program.ends_with("torpor-agent"))
                 && words.next() == Some("run")
         });
-        Ok(Self {
-            process: process.context("torpor-agent does not run on this machine")?,
-        })
+        all.map(|process| Self { process })
     }
 
     /// Waits for the agent: its Pod may just be replaced.

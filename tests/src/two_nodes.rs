@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
-use kube::api::{DeleteParams, PostParams};
+use kube::api::{DeleteParams, ListParams, PostParams};
 use serde_json::json;
 use torpor_api::node::SandboxNode;
 use torpor_api::snapshot::SnapshotClass;
@@ -39,6 +39,19 @@ pub async fn on_both(
     let uncordoned = futures::future::join_all(uncordoned).await;
     let uncordoned: anyhow::Result<()> = uncordoned.into_iter().collect();
     done.and(uncordoned)
+}
+
+/// Checks that no node gives images to others, so that all come from a repository.
+pub async fn no_image_servers(case: &Case) -> anyhow::Result<()> {
+    let nodes: Api<SandboxNode> = Api::all(case.client());
+    for node in nodes.list(&ListParams::default()).await? {
+        let server = node.status.and_then(|status| status.image_server);
+        ensure!(
+            server.is_none(),
+            "needs agents without image servers: kubectl -n agent-sandbox-system set env daemonset/torpor-agent TORPOR_IMAGES_ADDRESS-"
+        );
+    }
+    Ok(())
 }
 
 /// Runs `body` while there is a SnapshotClass of the namespace's name, with a folder of that name

@@ -45,7 +45,7 @@ pub struct Observed {
     pub snapshots_are_certain: bool,
     /// SandboxNodes of the nodes of the Pods and snapshots, by name.
     pub nodes: BTreeMap<String, Arc<SandboxNode>>,
-    /// All SandboxNodes, if an image of the Sandbox is in a repository; else none.
+    /// All SandboxNodes, if the Sandbox has an image; else none.
     pub cluster: Vec<Candidate>,
     /// UID of the cluster, if the Sandbox is to be archived.
     pub cluster_uid: Option<String>,
@@ -65,7 +65,7 @@ pub struct Observed {
     pub runtime_image: Option<Arc<str>>,
 }
 
-/// Node that may restore an image from a repository.
+/// Node that may restore an image of another node.
 #[derive(Clone, Debug)]
 pub struct Candidate {
     pub node: Arc<SandboxNode>,
@@ -211,7 +211,8 @@ async fn gather_cluster(
             observed.cordoned.insert(node);
         }
     }
-    if !observed.snapshots.values().any(|one| one.is_uploaded()) {
+    let is_somewhere = |one: &SandboxSnapshot| one.is_uploaded() || one.is_committed();
+    if !observed.snapshots.values().any(|one| is_somewhere(one)) {
         return Ok(());
     }
     let mut nodes = caches.nodes.filtered(|_| true);

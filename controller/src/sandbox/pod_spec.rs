@@ -22,8 +22,8 @@ pub struct Memory {
     pub image_id: String,
     /// Nodes that can restore the image, the preferred one first; never empty.
     pub nodes: Vec<String>,
-    /// The image in a repository, from which other nodes fetch it.
-    pub stored: Option<Stored>,
+    /// Places from which other nodes fetch the image; none if they cannot.
+    pub sources: Option<Sources>,
     /// True if the user named the image; a consumed image is then accepted.
     pub copy: bool,
     pub on_failure: OnRestoreFailure,
@@ -40,15 +40,18 @@ pub struct Memory {
     pub pod_snapshot: Option<String>,
 }
 
-/// Image in a repository.
+/// Places from which a node fetches an image that it does not hold: a repository, or the node that
+/// holds it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stored {
-    /// SnapshotClass of the repository.
-    pub class: String,
+pub struct Sources {
     /// Digest of the image's manifest.
     pub digest: String,
+    /// SnapshotClass of the repository that has the image.
+    pub class: Option<String>,
     /// UID of the cluster that archived the image; none for an image of this cluster.
     pub cluster: Option<String>,
+    /// Node that gives the image to other nodes.
+    pub node: Option<String>,
 }
 
 impl Memory {
@@ -56,10 +59,12 @@ impl Memory {
     /// No node holds an archive.
     ///
     /// The node and the container images never come from the status, which an agent writes. Without
-    /// a record the images are those of the template.
+    /// a record the images are those of the template. `server`: the node that gives the image to
+    /// others.
     pub fn of(
         snapshot: &SandboxSnapshot,
         nodes: Vec<String>,
+        server: Option<String>,
         saved: Option<&PodRecord>,
         copy: bool,
         on_failure: OnRestoreFailure,
@@ -68,21 +73,23 @@ impl Memory {
         if !snapshot.is_archive() {
             status.node_name.as_ref()?;
         }
-        let stored = || {
-            Some(Stored {
-                class: snapshot.spec.snapshot_class_name.clone()?,
-                digest: status.digest.clone()?,
-                cluster: snapshot
-                    .spec
-                    .archive
-                    .as_ref()
-                    .map(|one| one.cluster.clone()),
-            })
+        let class = snapshot.spec.snapshot_class_name.clone();
+        let class = class.filter(|_| snapshot.is_uploaded());
+        let sources = |digest: String| Sources {
+            digest,
+            class: class.clone(),
+            cluster: snapshot
+                .spec
+                .archive
+                .as_ref()
+                .map(|one| one.cluster.clone()),
+            node: server.clone(),
         };
+        let is_served = class.is_some() || server.is_some();
         Some(Self {
             image_id: status.image_id.clone()?,
             nodes,
-            stored: snapshot.is_uploaded().then(stored).flatten(),
+            sources: status.digest.clone().filter(|_| is_served).map(sources),
             copy,
             on_failure,
             containers: status
@@ -192,17 +199,16 @@ pub fn pod(
             annotations::ON_RESTORE_FAILURE.to_owned(),
             memory.on_failure.as_str().to_owned(),
         );
-        if let Some(Stored {
-            class,
-            digest,
-            cluster,
-        }) = &memory.stored
-        {
-            if let Some(cluster) = cluster {
-                on_pod.insert(annotations::RESTORE_CLUSTER.to_owned(), cluster.clone());
+        if let Some(sources) = &memory.sources {
+            let digest = Some(&sources.digest);
+            for (key, value) in [
+                (annotations::RESTORE_DIGEST, digest),
+                (annotations::RESTORE_CLASS, sources.class.as_ref()),
+                (annotations::RESTORE_CLUSTER, sources.cluster.as_ref()),
+                (annotations::RESTORE_NODE, sources.node.as_ref()),
+            ] {
+                on_pod.extend(value.map(|value| (key.to_owned(), value.clone())));
             }
-            on_pod.insert(annotations::RESTORE_CLASS.to_owned(), class.clone());
-            on_pod.insert(annotations::RESTORE_DIGEST.to_owned(), digest.clone());
         }
         if memory.copy {
             on_pod.insert(annotations::RESTORE_COPY.to_owned(), "true".to_owned());

@@ -1,4 +1,4 @@
-//! Tests of restores on other nodes than the image's own, from a repository.
+//! Tests of restores on other nodes than the image's own: from a repository, or from that node.
 
 use rstest::rstest;
 use serde_json::{Value, json};
@@ -293,4 +293,91 @@ async fn a_class_with_a_repository_and_rules_is_supported() {
     let named = json!({"metadata": {"annotations": {"torpor.dev/snapshot-class": "far"}}});
     world.ready(torpor_sandbox(named)).await;
     assert_eq!(world.condition("Hibernated"), None);
+}
+
+/// Makes a node serve its images, or not.
+fn serves(world: &World, node: &str, does: bool) {
+    let server = does.then(|| json!({"address": "10.0.0.1:9646", "certificate": "aa"}));
+    let status = json!({"status": {"imageServer": server}});
+    world.api.edit("sandboxnodes", "", node, &status);
+}
+
+/// Returns a world as [`uploaded`] does, whose image is on `n1` only. The node gives it to others.
+async fn served() -> (World, String) {
+    let (world, name) = uploaded().await;
+    set_upload(&world, &name, "False", "RepositoryUnavailable");
+    serves(&world, "n1", true);
+    (world, name)
+}
+
+#[tokio::test]
+async fn an_image_that_its_node_serves_may_continue_on_each_node_and_preferably_on_its_own() {
+    let (world, _) = served().await;
+    world.edit_sandbox(&mode("Running"));
+    let writes = world.writes_of_a_pass().await;
+    assert_eq!(writes[..2], ["patch sandboxsnapshots", "create pods"]);
+    assert_eq!(nodes(&world), ["n1", "n2"]);
+    let annotations = &world.pod().expect("a Pod")["metadata"]["annotations"];
+    assert_eq!(annotations["torpor.dev/restore-node"], "n1");
+    assert_eq!(annotations["torpor.dev/restore-digest"], "blake3:1");
+    assert_eq!(annotations.get("torpor.dev/restore-class"), None);
+}
+
+#[tokio::test]
+async fn an_image_in_both_places_is_fetched_from_either() {
+    let (world, name) = served().await;
+    set_upload(&world, &name, "True", "Uploaded");
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    let annotations = &world.pod().expect("a Pod")["metadata"]["annotations"];
+    assert_eq!(annotations["torpor.dev/restore-node"], "n1");
+    assert_eq!(annotations["torpor.dev/restore-class"], "far");
+}
+
+#[rstest]
+#[case::it_serves_no_images(false, false, false)]
+#[case::its_agent_is_silent(true, true, false)]
+#[case::it_has_lost_the_image(true, false, true)]
+#[tokio::test]
+async fn an_image_that_its_node_cannot_give_stays_with_it(
+    #[case] does_serve: bool,
+    #[case] is_silent: bool,
+    #[case] is_missing: bool,
+) {
+    let (world, name) = served().await;
+    serves(&world, "n1", does_serve);
+    if is_silent {
+        world.node_falls_silent("n1");
+    }
+    if is_missing {
+        let missing = json!({"status": {"conditions": [
+            condition("Committed", "False", "ImageMissing", "gone"),
+        ]}});
+        world.edit_snapshot(&name, &missing);
+    }
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert!(
+        !nodes(&world).contains(&"n2".to_owned()),
+        "{:?}",
+        world.pod()
+    );
+}
+
+#[tokio::test]
+async fn a_pod_that_waits_for_a_node_is_made_anew_once_the_node_serves_the_image() {
+    let (world, _) = served().await;
+    serves(&world, "n1", false);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    let waits = condition("PodScheduled", "False", "Unschedulable", "no room");
+    world.set_pod_condition(waits);
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1"]);
+    serves(&world, "n1", true);
+    world.let_time_pass();
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1", "n2"]);
 }

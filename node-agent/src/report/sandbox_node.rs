@@ -13,8 +13,8 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use torpor_api::conditions::{self, Draft};
 use torpor_api::node::{
-    ImageStorage, NamespaceStorage, NodeRuntime, RuntimeCapabilities, RuntimeKind, SandboxCounts,
-    SandboxNode, SandboxNodeSpec, SandboxNodeStatus,
+    ImageServer, ImageStorage, NamespaceStorage, NodeRuntime, RuntimeCapabilities, RuntimeKind,
+    SandboxCounts, SandboxNode, SandboxNodeSpec, SandboxNodeStatus,
 };
 use torpor_core::pressure::Resource;
 use torpor_core::state::ImageState;
@@ -54,6 +54,8 @@ pub(crate) struct Subject {
     pub(crate) config: PathBuf,
     pub(crate) pressure: Arc<NodePressure>,
     pub(crate) kata: Option<Arc<Kata>>,
+    /// Server of this node's images.
+    pub(crate) image_server: Option<ImageServer>,
 }
 
 /// Writes the node's SandboxNode after changes and at each heartbeat, until `stop` is cancelled.
@@ -71,6 +73,7 @@ pub(crate) async fn report(
         config,
         pressure,
         kata,
+        image_server,
     } = subject;
     let board = sandboxes.board();
     let sandboxes = Arc::new(Mutex::new(sandboxes));
@@ -82,6 +85,7 @@ pub(crate) async fn report(
             let (node, handler, sandboxes) = (node.clone(), handler.clone(), sandboxes.clone());
             let short = pressure.short();
             let kata = kata.clone();
+            let image_server = image_server.clone();
             let config = config.clone();
             let previous = written.as_ref().map(|(old, _)| old.conditions.clone());
             let builds = written.as_ref().map(|(old, _)| old.runsc_builds.clone());
@@ -89,6 +93,7 @@ pub(crate) async fn report(
                 let mut sandboxes = sandboxes.lock().unwrap_or_else(PoisonError::into_inner);
                 let can_doze = node.can_doze();
                 let mut status = status(&node, &handler, &mut sandboxes, &can_doze);
+                status.image_server = image_server;
                 let ability = node.ability.as_ref().map(|_| ()).map_err(String::as_str);
                 let previous = previous.unwrap_or_default();
                 let now = Timestamp::now();
@@ -158,6 +163,7 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             fetched: _,
             fingerprint,
             heartbeat_time: _,
+            image_server,
             runsc_builds,
             runtimes,
             sandboxes,
@@ -177,7 +183,7 @@ fn changed(old: &SandboxNodeStatus, new: &SandboxNodeStatus) -> bool {
             agent_version,
             conditions,
             counts,
-            fingerprint,
+            (fingerprint, image_server),
             runsc_builds,
             runtimes,
             sandboxes,
@@ -268,6 +274,7 @@ fn status(
             .ok()
             .map(|ability| fingerprint(&ability.fingerprint)),
         heartbeat_time: Some(Time(Timestamp::now())),
+        image_server: None,
         runsc_builds: Vec::new(),
         runtimes: vec![runtime(node, handler, can_doze)],
         sandboxes: reports,

@@ -19,7 +19,7 @@ use crate::report::metrics::Metrics;
 use crate::report::spans::Spans;
 
 mod board;
-mod left;
+pub(crate) mod left;
 
 pub(crate) use super::bytes::signed;
 pub(crate) use board::{Board, Latest};

@@ -1,12 +1,11 @@
 //! Questions to the apiserver, where a watch that is behind would cost memory.
 
-use k8s_openapi::api::core::v1::Pod;
+use kube::Client;
 use kube::api::{Api, ListParams};
-use kube::{Client, ResourceExt};
 use torpor_api::snapshot::SandboxSnapshot;
 use torpor_core::ids::{ImageId, PodUid};
 
-use crate::reconcile::driver::ask::{Error, PAGE, PODS_PAGE, within};
+use crate::reconcile::driver::ask::{Error, PAGE, pod_of_node, within};
 
 /// Returns whether the apiserver has the Pod on this node, and it is not being deleted.
 pub(super) async fn is_to_run(
@@ -15,9 +14,8 @@ pub(super) async fn is_to_run(
     namespace: &str,
     pod: &PodUid,
 ) -> Result<bool, Error> {
-    Ok(find_pod(client, node, namespace, pod)
-        .await?
-        .is_some_and(|is_deleting| !is_deleting))
+    let found = pod_of_node(client, node, namespace, pod).await?;
+    Ok(found.is_some_and(|pod| pod.deletion_timestamp.is_none()))
 }
 
 /// Returns whether the apiserver has no such Pod on this node.
@@ -27,31 +25,7 @@ pub(super) async fn is_gone(
     namespace: &str,
     pod: &PodUid,
 ) -> Result<bool, Error> {
-    Ok(find_pod(client, node, namespace, pod).await?.is_none())
-}
-
-/// Returns whether the Pod is being deleted; none if there is no such Pod.
-async fn find_pod(
-    client: &Client,
-    node: &str,
-    namespace: &str,
-    pod: &PodUid,
-) -> Result<Option<bool>, Error> {
-    let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
-    let of_node = format!("spec.nodeName={node}");
-    let mut params = ListParams::default().fields(&of_node).limit(PODS_PAGE);
-    loop {
-        let listed = within("Pods", namespace, api.list_metadata(&params)).await?;
-        let mut found = listed.items.iter();
-        let found = found.find(|one| one.uid().as_deref() == Some(pod.as_str()));
-        if let Some(found) = found {
-            return Ok(Some(found.metadata.deletion_timestamp.is_some()));
-        }
-        match listed.metadata.continue_.filter(|next| !next.is_empty()) {
-            Some(next) => params = params.continue_token(&next),
-            None => return Ok(None),
-        }
-    }
+    Ok(pod_of_node(client, node, namespace, pod).await?.is_none())
 }
 
 /// Returns whether a SandboxSnapshot of the namespace names the image.

@@ -1,4 +1,5 @@
-//! Download of images for Pods of this node that continue from images of other nodes.
+//! Download of images for Pods of this node that continue from images of other nodes: from the node
+//! that holds the image, or else from a repository.
 //!
 //! Meanwhile the Pod's shim waits in the creation of the sandbox
 //! (`node-agent/sandbox/src/restore/fetched.rs`). The order of the steps is that of [`plan`]: the
@@ -19,13 +20,14 @@ use torpor_api::reasons::restored as reasons;
 use torpor_api::{annotations, conditions};
 use torpor_core::ids::{ImageId, Namespace, PodUid};
 use torpor_records::FetchFailure;
-use torpor_repository::{ImageName, Progress, Repository, StoredImage};
+use torpor_repository::{ImageName, Progress};
 use torpor_snapshots::{Manifest, Partial, SaveError};
 
 use super::ask;
 use super::claims::{self, Claims, READ_AGAIN};
 use super::classes::{self, Repositories};
 use super::retries::wait_until;
+use crate::peers::client::{self, Peers};
 use crate::reconcile::desired::condition;
 use crate::reconcile::driver::ask::Error as AskError;
 use crate::reconcile::node::Node;
@@ -37,10 +39,12 @@ use crate::report::publish::Publisher;
 
 mod disk;
 mod plan;
+mod source;
 mod work;
 
 use disk::{held, is_own, settle};
 use plan::{Ended, Held, Place, Plan, Seen, Use, Want, parsed};
+use source::Source;
 use work::Work;
 
 /// Interval at which the progress of a fetch is written into the Pod's condition.
@@ -57,6 +61,8 @@ enum Error {
     Class(#[from] classes::Error),
     #[error("{}", .0.words())]
     Repository(#[from] torpor_repository::Error),
+    #[error(transparent)]
+    Peer(#[from] client::Error),
     #[error("{0}")]
     Corrupt(String),
     #[error("{0}")]
@@ -71,6 +77,7 @@ impl Error {
     fn reason(&self) -> &'static str {
         match self {
             Self::Class(_) | Self::Ask(_) => reasons::REPOSITORY_UNAVAILABLE,
+            Self::Peer(error) => error.reason(),
             Self::Repository(error) => match error.reason() {
                 "RepositoryDenied" => reasons::REPOSITORY_DENIED,
                 "ImageMissing" => reasons::IMAGE_MISSING,
@@ -89,6 +96,7 @@ impl Error {
     fn is_final(&self) -> bool {
         match self {
             Self::Repository(error) => error.is_final(),
+            Self::Peer(error) => error.is_final(),
             Self::Corrupt(_) => true,
             Self::Class(_) | Self::NoRoom(_) | Self::Disk(_) | Self::Ask(_) => false,
         }
@@ -107,6 +115,7 @@ pub(crate) struct Fetches {
     pub(crate) pod_events: watch::Receiver<u64>,
     pub(crate) snapshots: Arc<SnapshotIndex>,
     pub(crate) repositories: Arc<Repositories>,
+    pub(crate) peers: Peers,
     pub(crate) publisher: Publisher,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) at_once: usize,
@@ -157,9 +166,14 @@ pub(crate) async fn run(fetches: Arc<Fetches>, stop: CancellationToken) {
     }
 }
 
-/// Returns what a Pod wants to fetch; none if it continues from no image of a repository.
+/// Returns what a Pod wants to fetch; none if it continues from no image that can be fetched.
 fn want(pod: &Pod) -> Option<Want> {
     let annotated = |key: &str| pod.annotations().get(key).cloned();
+    let class = annotated(annotations::RESTORE_CLASS);
+    let node = annotated(annotations::RESTORE_NODE);
+    if class.is_none() && node.is_none() {
+        return None;
+    }
     let image = ImageId::parse(&annotated(annotations::RESTORE_IMAGE)?).ok()?;
     let restored = condition(pod, conditions::POD_RESTORED);
     let cold = restored.and_then(|one| one.reason.as_deref()) == Some(reasons::COLD_STARTED);
@@ -171,7 +185,8 @@ fn want(pod: &Pod) -> Option<Want> {
         pod: PodUid::new(pod.uid()?).ok()?,
         place: (Namespace::new(pod.namespace()?).ok()?, image),
         digest: annotated(annotations::RESTORE_DIGEST)?,
-        class: annotated(annotations::RESTORE_CLASS)?,
+        class,
+        node,
         cluster: annotated(annotations::RESTORE_CLUSTER),
         copy: annotated(annotations::RESTORE_COPY).as_deref() == Some("true"),
         cold_start: annotated(annotations::ON_RESTORE_FAILURE).as_deref()
@@ -393,26 +408,43 @@ impl Fetches {
         cancelled: &CancellationToken,
     ) -> Result<bool, Error> {
         let (client, node) = (self.publisher.client(), self.publisher.node_name());
-        let (namespace, image) = &want.place;
+        let (namespace, _) = &want.place;
         // The cache may still have a Pod that is gone, for which another one was made elsewhere.
         if !ask::is_to_run(client, node, namespace.as_str(), &want.pod).await? {
             return Ok(false);
         }
-        let repository = self
-            .repositories
-            .of(&want.class, want.cluster.as_deref())
-            .await?;
-        let name = ImageName::new(namespace.as_str(), &image.to_string());
-        let name = name.ok_or_else(|| Error::Corrupt(format!("{image} names no image")))?;
-        let stored = repository.image(&name).await?;
-        let manifest = checked(&stored, want)?;
+        if let Some(holder) = &want.node {
+            match self
+                .fetch_from(want, Some(holder), progress, cancelled)
+                .await
+            {
+                Err(Error::Peer(error)) if want.class.is_some() => {
+                    let image = &want.place.1;
+                    tracing::info!(%error, %image, "the image comes from its repository instead");
+                }
+                done => return done,
+            }
+        }
+        self.fetch_from(want, None, progress, cancelled).await
+    }
+
+    /// Fetches an image from a node, or from its repository.
+    async fn fetch_from(
+        &self,
+        want: &Want,
+        node: Option<&str>,
+        progress: &Progress,
+        cancelled: &CancellationToken,
+    ) -> Result<bool, Error> {
+        let mut source = self.source(want, node).await?;
+        let manifest = source.checked(want)?;
         let (partial, files) = self.begin(want, &manifest).await?;
         // Cancel-safe: a dropped download leaves a partial image, which the next one removes.
         tokio::select! {
-            done = self.download(want, &repository, &stored, files, progress) => done?,
+            done = self.download(want, &mut source, &manifest, files, progress) => done?,
             () = cancelled.cancelled() => return Ok(false),
         }
-        let content = stored.manifest().to_vec();
+        let content = source.manifest().to_vec();
         let committed = tokio::task::spawn_blocking(move || partial.commit_copy(&content));
         let committed = committed.await.map_err(|error| disk_error(&error))?;
         committed.map_err(|error| match error {
@@ -422,26 +454,40 @@ impl Fetches {
         Ok(true)
     }
 
+    async fn source(&self, want: &Want, node: Option<&str>) -> Result<Source, Error> {
+        if let Some(node) = node {
+            let offer = self.peers.ask(node, &want.place, &want.pod).await?;
+            return Ok(Source::Node(offer));
+        }
+        let (namespace, image) = &want.place;
+        let class = want.class.as_deref().unwrap_or_default();
+        let repository = self.repositories.of(class, want.cluster.as_deref()).await?;
+        let name = ImageName::new(namespace.as_str(), &image.to_string());
+        let name = name.ok_or_else(|| Error::Corrupt(format!("{image} names no image")))?;
+        let stored = repository.image(&name).await?;
+        Ok(Source::Repository(repository, stored))
+    }
+
     async fn download(
         &self,
         want: &Want,
-        repository: &Repository,
-        stored: &StoredImage,
+        source: &mut Source,
+        manifest: &Manifest,
         files: Vec<File>,
         progress: &Progress,
     ) -> Result<(), Error> {
-        let downloading = repository.fetch(stored, files, progress);
+        let from = source.to_string();
+        let downloading = source.download(manifest, files, progress);
         tokio::pin!(downloading);
         let mut reports = tokio::time::interval(PROGRESS);
         loop {
             // Cancel-safe: the download is only polled again, and the interval only waits.
             tokio::select! {
-                done = &mut downloading => return Ok(done?),
+                done = &mut downloading => return done,
                 _ = reports.tick() => {
                     let message = format!(
-                        "{} of {} MiB of image {} are here, from {}",
-                        mebibytes(progress.done()), mebibytes(progress.total()),
-                        want.place.1, repository.url()
+                        "{} of {} MiB of image {} are here, from {from}",
+                        mebibytes(progress.done()), mebibytes(progress.total()), want.place.1
                     );
                     self.report(want, reasons::FETCHING, message).await;
                 }
@@ -487,29 +533,6 @@ impl Fetches {
     }
 }
 
-/// Checks the manifest of an image in a repository: it must be the one that the SandboxSnapshot
-/// names, and its files those that the repository has.
-fn checked(stored: &StoredImage, want: &Want) -> Result<Manifest, Error> {
-    let (manifest, digest) =
-        Manifest::decode(stored.manifest()).map_err(|error| Error::Corrupt(error.to_string()))?;
-    if digest.to_string() != want.digest {
-        return Err(Error::Corrupt(format!(
-            "the repository has another image of this name (digest {digest}, not {})",
-            want.digest
-        )));
-    }
-    let expected = manifest
-        .files
-        .iter()
-        .map(|file| (file.name.as_str(), file.size));
-    if !expected.eq(stored.files().map(|file| (file.name, file.size))) {
-        return Err(Error::Corrupt(
-            "the repository has other files than the manifest names".to_owned(),
-        ));
-    }
-    Ok(manifest)
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -537,6 +560,20 @@ mod tests {
             asking(json!({ annotations::RESTORE_IMAGE: "saved.1" }), json!({})),
             None
         );
+        let mut nowhere = all();
+        nowhere[annotations::RESTORE_CLASS].take();
+        let nowhere = nowhere.as_object().expect("a map").iter();
+        let nowhere = nowhere.filter(|(_, value)| !value.is_null());
+        let mut place: serde_json::Map<_, _> =
+            nowhere.map(|(k, v)| (k.clone(), v.clone())).collect();
+        assert_eq!(
+            asking(place.clone().into(), json!({})),
+            None,
+            "nothing to fetch from"
+        );
+        place.insert(annotations::RESTORE_NODE.to_owned(), json!("other"));
+        let of_node = asking(place.into(), json!({})).expect("a want");
+        assert_eq!(of_node.node.as_deref(), Some("other"));
         let waits = asking(all(), json!({})).expect("a want");
         assert!(waits.is_open() && !waits.copy && !waits.cold_start);
         let reported = |status: &str, reason: &str| {

@@ -1,7 +1,10 @@
-//! Memory that continues on another node, through a repository in an S3 server. These tests take
-//! nodes and the server away, so each runs alone.
+//! Memory that continues on another node. These tests take nodes and the S3 server away, so each
+//! runs alone.
+//!
+//! All tests but those of `direct` are of repositories: in them no node gives images to others.
 
 mod archives;
+mod direct;
 mod golden;
 
 use std::time::Duration;
@@ -18,7 +21,7 @@ use torpor_tests::agent::{AGENT, delete_pods};
 use torpor_tests::case::{Case, alone_within, condition, node_of, uid};
 use torpor_tests::sandboxes::{condition_of, sandbox};
 use torpor_tests::two_nodes::{
-    BUCKET, cluster, gone_from, nothing_fetched, objects, on_both, other,
+    BUCKET, cluster, gone_from, no_image_servers, nothing_fetched, objects, on_both, other,
 };
 use torpor_tests::{moves, wait, witness};
 
@@ -33,6 +36,7 @@ async fn case(
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     alone_within(TEST, name, async |case| {
+        no_image_servers(case).await?;
         on_both(case, async || body(case).await).await
     })
     .await
@@ -40,13 +44,24 @@ async fn case(
 
 /// Creates a Sandbox `s` with a witness, on this node, with the test's class.
 async fn start_on(case: &Case, node: &str, megabytes: u32) -> anyhow::Result<Pod> {
+    let class = json!({ SNAPSHOT_CLASS: case.namespace });
+    start_with(case, node, megabytes, class).await
+}
+
+/// Creates a Sandbox `s` with a witness, on this node, with these annotations.
+async fn start_with(
+    case: &Case,
+    node: &str,
+    megabytes: u32,
+    annotations: serde_json::Value,
+) -> anyhow::Result<Pod> {
     let other = other(node);
     case.cordon(other, true).await?;
     let mut manifest = sandbox(
         "s",
         json!({ "containers": [witness::container(megabytes, &["/file"])] }),
     );
-    manifest["metadata"]["annotations"] = json!({ SNAPSHOT_CLASS: case.namespace });
+    manifest["metadata"]["annotations"] = annotations;
     case.create(manifest).await?;
     let pod = case.sandbox_ready("s").await?;
     ensure!(node_of(&pod) == node, "the Pod runs on {}", node_of(&pod));

@@ -26,7 +26,7 @@ fn memory() -> Memory {
     Memory {
         image_id: "p.1".into(),
         nodes: vec!["n1".into()],
-        stored: None,
+        sources: None,
         copy: false,
         on_failure: OnRestoreFailure::Fail,
         containers: vec![("c".into(), Some("registry.example/img@sha256:abc".into()))],
@@ -289,10 +289,11 @@ fn memory_in_a_repository_may_continue_on_each_node_that_fits() {
     });
     let memory = Memory {
         nodes: vec!["n1".into(), "n2".into()],
-        stored: Some(Stored {
+        sources: Some(Sources {
             cluster: None,
-            class: "far".into(),
+            class: Some("far".into()),
             digest: "blake3:1".into(),
+            node: Some("n1".into()),
         }),
         ..memory()
     };
@@ -318,6 +319,7 @@ fn memory_in_a_repository_may_continue_on_each_node_that_fits() {
     let annotated = &pod["metadata"]["annotations"];
     assert_eq!(annotated[annotations::RESTORE_CLASS], "far");
     assert_eq!(annotated[annotations::RESTORE_DIGEST], "blake3:1");
+    assert_eq!(annotated[annotations::RESTORE_NODE], "n1");
 }
 
 #[test]
@@ -335,6 +337,7 @@ fn a_snapshot_without_image_or_node_is_no_memory() {
             &snapshot(status),
             nodes,
             None,
+            None,
             false,
             OnRestoreFailure::Fail,
         )
@@ -342,6 +345,40 @@ fn a_snapshot_without_image_or_node_is_no_memory() {
     assert_eq!(of(json!({"imageID": "p.1"})), None);
     assert_eq!(of(json!({"nodeName": "n1"})), None);
     assert!(of(json!({"imageID": "p.1", "nodeName": "n1"})).is_some());
+}
+
+#[test]
+fn an_image_can_be_fetched_from_its_repository_or_from_its_node() {
+    let sources = |uploaded: &str, server: Option<&str>| {
+        let snapshot: SandboxSnapshot = serde_json::from_value(json!({
+            "apiVersion": "torpor.dev/v1alpha1", "kind": "SandboxSnapshot",
+            "metadata": {"name": "m"}, "spec": {"sandboxName": "s", "snapshotClassName": "far"},
+            "status": {
+                "imageID": "p.1", "nodeName": "n1", "digest": "blake3:1",
+                "conditions": [{
+                    "type": "Uploaded", "status": uploaded, "reason": "r", "message": "",
+                    "lastTransitionTime": "2026-11-28T00:00:00Z",
+                }],
+            },
+        }))
+        .unwrap();
+        let server = server.map(str::to_owned);
+        let nodes = vec!["n1".to_owned()];
+        let memory = Memory::of(
+            &snapshot,
+            nodes,
+            server,
+            None,
+            false,
+            OnRestoreFailure::Fail,
+        );
+        memory.unwrap().sources.map(|from| (from.class, from.node))
+    };
+    let (class, node) = (Some("far".to_owned()), Some("n1".to_owned()));
+    assert_eq!(sources("False", None), None);
+    assert_eq!(sources("True", None), Some((class.clone(), None)));
+    assert_eq!(sources("False", Some("n1")), Some((None, node.clone())));
+    assert_eq!(sources("True", Some("n1")), Some((class, node)));
 }
 
 #[test]

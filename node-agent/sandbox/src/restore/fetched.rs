@@ -1,4 +1,4 @@
-//! Wait for an image that the node's agent fetches from a repository.
+//! Wait for an image that the node's agent fetches from a repository or another node.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -33,7 +33,7 @@ pub(super) fn wait(
         }
         anyhow::ensure!(
             begun.elapsed() < LIMIT,
-            "image {image} is being fetched from its repository; the Pod's conditions have the progress"
+            "image {image} is being fetched; the Pod's conditions have the progress"
         );
         thread::sleep(PAUSE);
     }
@@ -42,11 +42,13 @@ pub(super) fn wait(
 
 /// Returns a reason for conditions that is known here.
 fn reason(written: &str) -> &'static str {
-    const REASONS: [&str; 6] = [
+    const REASONS: [&str; 8] = [
         "ImageMissing",
+        "ImageStale",
         "ImageCorrupt",
         "KeyMissing",
         "NoRoom",
+        "NodeUnavailable",
         "RepositoryUnavailable",
         "RepositoryDenied",
     ];

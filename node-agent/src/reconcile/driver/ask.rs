@@ -14,6 +14,7 @@ use torpor_core::ids::{PodUid, SnapshotUid};
 use torpor_core::state::Answer;
 
 use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::reconcile::references::named_pod;
 use crate::reconcile::snapshot_index::may_be_of_node;
@@ -29,7 +30,7 @@ pub(crate) const PODS_PAGE: u32 = 100;
 /// The reason why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    #[error("cannot list {what} of namespace {namespace}")]
+    #[error("cannot read {what}{}", of(.namespace))]
     Api {
         what: &'static str,
         namespace: String,
@@ -37,12 +38,20 @@ pub(crate) enum Error {
         source: kube::Error,
     },
     #[error(
-        "the apiserver did not answer the list of {what} of namespace {namespace} within {API_LIMIT:?}"
+        "the apiserver did not answer the request for {what}{} within {API_LIMIT:?}", of(.namespace)
     )]
     Timeout {
         what: &'static str,
         namespace: String,
     },
+}
+
+/// Returns a clause about the namespace; none for objects of the cluster.
+fn of(namespace: &str) -> String {
+    match namespace {
+        "" => String::new(),
+        namespace => format!(" of namespace {namespace:?}"),
+    }
 }
 
 /// The listings of namespaces that the apiserver has returned. One request at a time runs for each
@@ -162,6 +171,30 @@ impl Listing {
 fn names(snapshot: &SandboxSnapshot, node: &str) -> Option<(PodUid, SnapshotUid)> {
     let pod = named_pod(snapshot).filter(|_| may_be_of_node(snapshot, node))?;
     Some((pod, SnapshotUid::new(snapshot.uid()?).ok()?))
+}
+
+/// Returns the metadata of a Pod of a node, as the apiserver has it; none if there is no such Pod.
+pub(crate) async fn pod_of_node(
+    client: &Client,
+    node: &str,
+    namespace: &str,
+    pod: &PodUid,
+) -> Result<Option<ObjectMeta>, Error> {
+    let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
+    let of_node = format!("spec.nodeName={node}");
+    let mut params = ListParams::default().fields(&of_node).limit(PODS_PAGE);
+    loop {
+        let listed = within("Pods", namespace, api.list_metadata(&params)).await?;
+        let mut found = listed.items.into_iter();
+        let found = found.find(|one| one.uid().as_deref() == Some(pod.as_str()));
+        if let Some(found) = found {
+            return Ok(Some(found.metadata));
+        }
+        match listed.metadata.continue_.filter(|next| !next.is_empty()) {
+            Some(next) => params = params.continue_token(&next),
+            None => return Ok(None),
+        }
+    }
 }
 
 /// Waits for the answer at most [`API_LIMIT`].

@@ -1,4 +1,4 @@
-//! Metrics of images that move between this node and repositories.
+//! Metrics of images that move between this node, repositories and other nodes.
 
 use std::time::Duration;
 
@@ -23,6 +23,7 @@ struct DirectionLabel {
 
 const UPLOAD: &str = "upload";
 const FETCH: &str = "fetch";
+const SEND: &str = "send";
 const DONE: &str = "Done";
 
 /// Metrics of uploads and downloads.
@@ -45,17 +46,17 @@ impl Transfers {
     pub(super) fn register(&self, registry: &mut Registry) {
         registry.register(
             "transfers",
-            "Uploads of images to repositories and downloads from them, by outcome",
+            "Uploads of images to repositories, fetches from them or other nodes, and sends to other nodes, by outcome",
             self.ended.clone(),
         );
         registry.register(
             "transfer_bytes",
-            "Bytes of images that were sent to repositories or received from them, compressed",
+            "Bytes of images that passed the network: uploads and fetches compressed, except between nodes",
             self.bytes.clone(),
         );
         registry.register(
             "transfer_seconds",
-            "Time of successful uploads and downloads of images",
+            "Time of successful uploads, fetches and sends of images",
             self.seconds.clone(),
         );
     }
@@ -93,5 +94,15 @@ impl Metrics {
     /// Counts a failed attempt at a download.
     pub(crate) fn fetch_failed(&self, reason: &'static str) {
         self.transfers.ended(FETCH, reason);
+    }
+
+    /// Counts an image that was sent to another node.
+    pub(crate) fn sent(&self, bytes: u64, took: Duration) {
+        self.transfers.done(SEND, bytes, took);
+    }
+
+    /// Counts a request of another node that got no image, or not all of it.
+    pub(crate) fn not_sent(&self, reason: &'static str) {
+        self.transfers.ended(SEND, reason);
     }
 }

@@ -8,15 +8,17 @@ use torpor_core::ids::{ImageId, Namespace, PodUid};
 /// An image of a namespace.
 pub(crate) type Place = (Namespace, ImageId);
 
-/// A Pod of this node that was created to continue from an image of a repository.
+/// A Pod of this node that was created to continue from an image that other nodes can fetch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Want {
     pub(crate) pod: PodUid,
     pub(crate) place: Place,
     /// Digest of the image's manifest.
     pub(crate) digest: String,
-    /// SnapshotClass of the repository.
-    pub(crate) class: String,
+    /// SnapshotClass of the repository that has the image.
+    pub(crate) class: Option<String>,
+    /// Node that gives the image to other nodes.
+    pub(crate) node: Option<String>,
     /// Cluster that archived the image; none for this one.
     pub(crate) cluster: Option<String>,
     /// The user named the image. Many Pods may start from it, and none consumes it.
@@ -203,7 +205,8 @@ mod tests {
             pod: pod(uid),
             place: place(),
             digest: "d".to_owned(),
-            class: "c".to_owned(),
+            class: Some("c".to_owned()),
+            node: None,
             cluster: None,
             copy: false,
             cold_start: false,

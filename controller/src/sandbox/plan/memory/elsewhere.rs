@@ -1,5 +1,5 @@
-//! Chooses the nodes that may restore an image: the one that holds it, and, once the image is in a
-//! repository, all others that fit.
+//! Chooses the nodes that may restore an image: the one that holds it, and all others that fit, if
+//! the image is in a repository or its node gives it to others.
 //!
 //! A node claims an image in its SandboxNode before it fetches it (`status.fetched`). As long as
 //! such a claim is open, no other Pod is made for the image.
@@ -117,7 +117,7 @@ pub(super) fn nodes(
     copy: bool,
 ) -> Result<Vec<String>, Obstacle> {
     let here = origin_can(desired, observed, snapshot, origin);
-    if !snapshot.is_uploaded() {
+    if !snapshot.is_uploaded() && !is_served(observed, snapshot, origin) {
         here?;
         return match is_awaited(observed, snapshot, origin) {
             true => Err(uploading(snapshot, origin)),
@@ -144,7 +144,7 @@ pub(super) fn nodes(
             let obstacle = obstacles(desired, observed, snapshot, Some(origin)).next();
             let why = obstacle.map_or_else(String::new, |(_, why)| format!(": {why}"));
             let message = format!(
-                "{message}. The image is in its repository too, but no other node can restore it{why}"
+                "{message}. Other nodes can fetch the image, but no other node can restore it{why}"
             );
             Err((reason, message))
         }
@@ -296,13 +296,28 @@ fn open_claim(observed: &Observed, snapshot: &SandboxSnapshot, origin: &str) -> 
     Some((restored::IMAGE_CLAIMED, message))
 }
 
-/// Reports whether a Pod waits for the image's own node although the image has been uploaded since
+/// Reports whether the node that holds an image gives it to other nodes.
+pub(super) fn is_served(observed: &Observed, snapshot: &SandboxSnapshot, origin: &str) -> bool {
+    let mut reporting = observed.cluster.iter().filter(|one| !one.is_silent);
+    let status = reporting.find_map(|one| match one.node.name_any() == origin {
+        true => one.node.status.as_ref(),
+        false => None,
+    });
+    snapshot.is_committed()
+        && !snapshot.is_missing()
+        && lost(observed, snapshot).is_none()
+        && status.is_some_and(|status| status.image_server.is_some())
+}
+
+/// Reports whether a Pod waits for the image's own node, and other nodes can fetch the image since
 /// the Pod was made.
-pub(super) fn has_more_places(snapshot: &SandboxSnapshot, pod: &Pod) -> bool {
+pub(super) fn has_more_places(observed: &Observed, snapshot: &SandboxSnapshot, pod: &Pod) -> bool {
+    let origin = pod_node(observed, snapshot);
+    let is_served = || origin.is_some_and(|origin| is_served(observed, snapshot, origin));
     let scheduled = pod_condition(pod, conditions::POD_SCHEDULED, conditions::POD_SCHEDULED);
     node_of(pod).is_none()
         && !is_terminating(pod)
-        && snapshot.is_uploaded()
+        && (snapshot.is_uploaded() || is_served())
         && !pod.annotations().contains_key(annotations::RESTORE_DIGEST)
         && scheduled.is_some_and(|scheduled| scheduled.reason == "Unschedulable")
 }

@@ -264,15 +264,20 @@ fn can_restore(
 ) -> Result<Memory, Obstacle> {
     let name = snapshot.name_any();
     let policy = desired.settings.restore_policy();
-    let nodes = match snapshot.is_archive() {
-        true => elsewhere::nodes_of_archive(desired, observed, snapshot)?,
+    let (nodes, server) = match snapshot.is_archive() {
+        true => (
+            elsewhere::nodes_of_archive(desired, observed, snapshot)?,
+            None,
+        ),
         false => {
             let origin = trusted_node(observed, snapshot)?;
-            elsewhere::nodes(desired, observed, snapshot, origin, copy)?
+            let nodes = elsewhere::nodes(desired, observed, snapshot, origin, copy)?;
+            let is_served = elsewhere::is_served(observed, snapshot, origin);
+            (nodes, is_served.then(|| origin.to_owned()))
         }
     };
     let saved = record(observed, snapshot);
-    Memory::of(snapshot, nodes, saved, copy, policy).ok_or_else(|| {
+    Memory::of(snapshot, nodes, server, saved, copy, policy).ok_or_else(|| {
         let message = format!("SandboxSnapshot {name:?} does not name its image and node");
         (restored::SNAPSHOT_NOT_READY, message)
     })

@@ -1,0 +1,331 @@
+//! Client of the image server of another node.
+
+use std::fs::File;
+use std::io;
+use std::net::SocketAddr;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Empty};
+use hyper::body::Incoming;
+use hyper::client::conn::http1;
+use hyper::header::{HOST, HeaderName};
+use hyper::{Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+use tokio_util::task::AbortOnDropHandle;
+use torpor_api::reasons::restored as reasons;
+use torpor_core::ids::{ImageId, Namespace, PodUid};
+use torpor_repository::Progress;
+use torpor_snapshots::Manifest;
+use torpor_snapshots::manifest::MAX_BYTES;
+
+use super::admit::image_server;
+use super::identity::{CertificateDigest, Identity, IdentityError};
+use super::protocol::{MANIFEST_LENGTH, NODE, POD, Reason, Request};
+use crate::reconcile::driver::ask;
+use crate::reconcile::observe::words;
+
+/// Time limit of a connection with its handshake.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// Time limit of an answer's head: the other node asks the apiserver twice.
+const ANSWER_LIMIT: Duration = Duration::from_secs(45);
+/// Time without data after which the other node counts as lost.
+const STALLED: Duration = Duration::from_secs(30);
+/// Most bytes of a refusal's words.
+const MAX_WORDS: usize = 1024;
+
+/// Error of a download from another node.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("{}", words(.0))]
+    Ask(#[from] ask::Error),
+    #[error("node {node:?} gives no images to other nodes")]
+    NoServer { node: String },
+    #[error("cannot connect to node {node:?} at {address}: {source}")]
+    Connect {
+        node: String,
+        address: String,
+        source: io::Error,
+    },
+    #[error(transparent)]
+    Identity(#[from] IdentityError),
+    #[error("the connection to node {node:?} failed: {}", words(.source))]
+    Connection { node: String, source: hyper::Error },
+    #[error("node {node:?} did not go on for {limit:?}")]
+    Stalled { node: String, limit: Duration },
+    #[error("node {node:?} refuses the image ({reason:?}): {words}")]
+    Refused {
+        node: String,
+        reason: &'static str,
+        words: String,
+        is_final: bool,
+    },
+    #[error("node {node:?} sends another content than its answer says: {why}")]
+    Content { node: String, why: &'static str },
+    #[error("cannot write the image to this node's disk: {0}")]
+    Disk(io::Error),
+}
+
+impl Error {
+    /// Returns the reason for conditions.
+    pub(crate) fn reason(&self) -> &'static str {
+        match self {
+            Self::Refused { reason, .. } => reason,
+            Self::Content { .. } => reasons::IMAGE_CORRUPT,
+            Self::Disk(_) => reasons::RESTORE_FAILED,
+            _ => reasons::NODE_UNAVAILABLE,
+        }
+    }
+
+    /// Reports whether another attempt fails too, as far as this node can tell.
+    pub(crate) fn is_final(&self) -> bool {
+        matches!(self, Self::Refused { is_final: true, .. })
+    }
+
+    fn refused(node: &str, reason: Reason, words: String) -> Self {
+        let (reason, is_final) = match reason {
+            Reason::Missing => (reasons::IMAGE_MISSING, true),
+            Reason::Consumed => (reasons::IMAGE_STALE, true),
+            Reason::Malformed | Reason::Denied | Reason::Unavailable | Reason::Busy => {
+                (reasons::NODE_UNAVAILABLE, false)
+            }
+        };
+        Self::Refused {
+            node: node.to_owned(),
+            reason,
+            words,
+            is_final,
+        }
+    }
+}
+
+/// Asks other nodes for images, in the name of this node.
+#[derive(Clone)]
+pub(crate) struct Peers {
+    pub(crate) identity: Arc<Identity>,
+    pub(crate) client: kube::Client,
+    /// Name of this node.
+    pub(crate) node: String,
+}
+
+/// Image that another node sends.
+pub(crate) struct Offer {
+    node: String,
+    manifest: Bytes,
+    content: Content,
+}
+
+/// Content of an answer, in pieces.
+struct Content {
+    node: String,
+    body: Incoming,
+    /// Bytes that were received and not used yet.
+    rest: Bytes,
+    /// The task that moves the connection's bytes.
+    _connection: AbortOnDropHandle<()>,
+}
+
+impl Peers {
+    /// Asks a node for an image that a Pod of this node continues from.
+    pub(crate) async fn ask(
+        &self,
+        node: &str,
+        (namespace, image): &(Namespace, ImageId),
+        pod: &PodUid,
+    ) -> Result<Offer, Error> {
+        let server = image_server(&self.client, node).await?;
+        let server = server.ok_or_else(|| Error::NoServer {
+            node: node.to_owned(),
+        })?;
+        let certificate = CertificateDigest::written(&server.certificate);
+        let connecting = self.connect(&server.address, certificate);
+        let connected = match timeout(CONNECT_LIMIT, connecting).await {
+            Ok(connected) => connected?,
+            Err(_) => Err(io::ErrorKind::TimedOut.into()),
+        };
+        let stream = connected.map_err(|source| Error::Connect {
+            node: node.to_owned(),
+            address: server.address.clone(),
+            source,
+        })?;
+        let failed = |source| Error::Connection {
+            node: node.to_owned(),
+            source,
+        };
+        let (mut sender, connection) = http1::handshake(stream).await.map_err(failed)?;
+        let connection = AbortOnDropHandle::new(tokio::spawn(async move {
+            // The answer's body has the error.
+            let _ = connection.await;
+        }));
+        let request = Request {
+            namespace: namespace.clone(),
+            image: image.clone(),
+            node: self.node.clone(),
+            pod: pod.clone(),
+        };
+        let stalled = |_| Error::Stalled {
+            node: node.to_owned(),
+            limit: ANSWER_LIMIT,
+        };
+        let answering = sender.send_request(head(&request, &server.address));
+        let answer = timeout(ANSWER_LIMIT, answering).await.map_err(stalled)?;
+        Offer::read(node, answer.map_err(failed)?, connection).await
+    }
+
+    /// Connects to a server with this certificate.
+    async fn connect(
+        &self,
+        address: &str,
+        certificate: CertificateDigest,
+    ) -> Result<io::Result<TokioIo<TlsStream<TcpStream>>>, Error> {
+        let connector = TlsConnector::from(self.identity.client(certificate)?);
+        let connecting = async {
+            let parsed: Result<SocketAddr, _> = address.parse();
+            let address = parsed.map_err(|error| io::Error::other(format!("no address: {error}")));
+            let stream = TcpStream::connect(address?).await?;
+            let stream = connector.connect(Identity::server_name(), stream).await?;
+            Ok(TokioIo::new(stream))
+        };
+        Ok(connecting.await)
+    }
+}
+
+/// Returns the head of a request, which has no body.
+fn head(request: &Request, address: &str) -> hyper::Request<Empty<Bytes>> {
+    let mut head = hyper::Request::new(Empty::new());
+    // Paths and names of these types are valid in a URI and in a header.
+    if let Ok(uri) = request.path().parse() {
+        *head.uri_mut() = uri;
+    }
+    for (name, value) in [
+        (HOST.as_str(), address),
+        (NODE, &request.node),
+        (POD, request.pod.as_str()),
+    ] {
+        if let (Ok(name), Ok(value)) = (name.parse::<HeaderName>(), value.parse()) {
+            head.headers_mut().insert(name, value);
+        }
+    }
+    head
+}
+
+impl Offer {
+    async fn read(
+        node: &str,
+        answer: Response<Incoming>,
+        connection: AbortOnDropHandle<()>,
+    ) -> Result<Self, Error> {
+        let (head, body) = answer.into_parts();
+        let node = node.to_owned();
+        let mut content = Content {
+            node: node.clone(),
+            body,
+            rest: Bytes::new(),
+            _connection: connection,
+        };
+        if head.status != StatusCode::OK {
+            let words = content.collect(MAX_WORDS, None).await.unwrap_or_default();
+            let words = String::from_utf8_lossy(&words).into_owned();
+            return Err(Error::refused(&node, Reason::of(head.status), words));
+        }
+        let length = head.headers.get(MANIFEST_LENGTH);
+        let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
+        let manifest = match length.filter(|length| *length <= MAX_BYTES) {
+            Some(length) => content.collect(length, Some(length)).await?,
+            None => return Err(content.is_wrong("it has no manifest of a valid length")),
+        };
+        Ok(Self {
+            node,
+            manifest: manifest.into(),
+            content,
+        })
+    }
+
+    /// Returns the content of the image's `manifest.json`. Nothing has been checked in it.
+    pub(crate) fn manifest(&self) -> &[u8] {
+        &self.manifest
+    }
+
+    /// Returns the node that sends the image.
+    pub(crate) fn node(&self) -> &str {
+        &self.node
+    }
+
+    /// Downloads all files into `files`, in the order of the manifest, which is the offer's. The
+    /// caller compares the files with the manifest's digests.
+    pub(crate) async fn download(
+        &mut self,
+        manifest: &Manifest,
+        files: Vec<File>,
+        progress: &Progress,
+    ) -> Result<(), Error> {
+        progress.begin(manifest.size());
+        for (entry, file) in manifest.files.iter().zip(files) {
+            let file = Arc::new(file);
+            let mut offset = 0;
+            while offset < entry.size {
+                let piece = self.content.piece(entry.size - offset).await?;
+                let piece = piece.ok_or_else(|| self.content.is_wrong("it ends early"))?;
+                let (length, file) = (piece.len() as u64, file.clone());
+                let written =
+                    tokio::task::spawn_blocking(move || file.write_all_at(&piece, offset));
+                let written = written.await.map_err(io::Error::other).flatten();
+                written.map_err(Error::Disk)?;
+                progress.add(length, length);
+                offset += length;
+            }
+        }
+        match self.content.piece(1).await? {
+            None => Ok(()),
+            Some(_) => Err(self.content.is_wrong("it goes on after the last file")),
+        }
+    }
+}
+
+impl Content {
+    fn is_wrong(&self, why: &'static str) -> Error {
+        Error::Content {
+            node: self.node.clone(),
+            why,
+        }
+    }
+
+    /// Returns the next bytes, at most `most`; none at the end.
+    async fn piece(&mut self, most: u64) -> Result<Option<Bytes>, Error> {
+        while self.rest.is_empty() {
+            let frame = timeout(STALLED, self.body.frame()).await;
+            let frame = frame.map_err(|_| Error::Stalled {
+                node: self.node.clone(),
+                limit: STALLED,
+            })?;
+            let Some(frame) = frame else { return Ok(None) };
+            let frame = frame.map_err(|source| Error::Connection {
+                node: self.node.clone(),
+                source,
+            })?;
+            self.rest = frame.into_data().unwrap_or_default();
+        }
+        let most = usize::try_from(most).unwrap_or(usize::MAX);
+        Ok(Some(self.rest.split_to(most.min(self.rest.len()))))
+    }
+
+    /// Returns the next bytes up to `most`, or up to the end. `least`: fewer are an error.
+    async fn collect(&mut self, most: usize, least: Option<usize>) -> Result<Vec<u8>, Error> {
+        let mut all = Vec::new();
+        while all.len() < most
+            && let Some(piece) = self.piece((most - all.len()) as u64).await?
+        {
+            all.extend_from_slice(&piece);
+        }
+        match least.is_some_and(|least| all.len() < least) {
+            true => Err(self.is_wrong("it ends within the manifest")),
+            false => Ok(all),
+        }
+    }
+}
