@@ -9,7 +9,6 @@ use futures::stream::FuturesUnordered;
 use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
-use tokio::task::{JoinHandle, spawn_blocking};
 
 use crate::chunk::{self, Piece};
 use crate::error::lacks_bucket;
@@ -17,32 +16,12 @@ use crate::index::Index;
 use crate::names::ImageName;
 use crate::object::{self, Unreadable};
 use crate::progress::Progress;
-use crate::upload::{blocking, joined};
+use crate::upload::blocking;
+use crate::write_back::WriteBack;
 use crate::{Error, PARALLEL, Repository};
 
-/// Bytes after which files that are being downloaded are written back.
-const WRITTEN_BACK: u64 = 16 << 20;
 /// Overhead of a packed chunk, in bytes: frame of zstd, nonce and tag.
 const OVERHEAD: u64 = 64 << 10;
-
-/// A write-back under way; an error has the number of its file.
-type WriteBack = JoinHandle<Result<(), (usize, io::Error)>>;
-
-/// Writes files back to the disk while they are downloaded, so that the caller's `fsync` has little
-/// left to do. Blocks.
-fn write_back(files: &[Arc<File>]) -> Result<(), (usize, io::Error)> {
-    let mut files = files.iter().enumerate();
-    files.try_for_each(|(at, file)| file.sync_data().map_err(|error| (at, error)))
-}
-
-/// Waits for a write-back. Its error may be reported here only, and not by the caller's `fsync`.
-async fn written(image: &StoredImage, writing: Option<WriteBack>) -> Result<(), Error> {
-    let Some(writing) = writing else {
-        return Ok(());
-    };
-    let written = joined(writing).await;
-    written.map_err(|(at, source)| not_written(image, &image.index.files[at].0, source))
-}
 
 /// Returns the error of a file that cannot be written.
 fn not_written(image: &StoredImage, name: &str, source: io::Error) -> Error {
@@ -124,8 +103,9 @@ impl Repository {
         }
         let mut rest = rest.into_iter();
         let mut under_way = FuturesUnordered::new();
-        let mut writing: Option<WriteBack> = None;
-        let mut unwritten = 0;
+        let mut write_back = WriteBack::of(&files);
+        let failed =
+            |(at, source): (usize, io::Error)| not_written(image, &image.index.files[at].0, source);
         loop {
             while under_way.len() < 2 * PARALLEL
                 && let Some((file, name, piece)) = rest.next()
@@ -133,16 +113,9 @@ impl Repository {
                 under_way.push(self.piece(image, file, name, piece, progress));
             }
             let Some(fetched) = under_way.next().await else {
-                return written(image, writing).await;
+                return write_back.end().await.map_err(failed);
             };
-            unwritten += fetched?;
-            let is_idle = writing.as_ref().is_none_or(JoinHandle::is_finished);
-            if unwritten >= WRITTEN_BACK && is_idle {
-                written(image, writing.take()).await?;
-                unwritten = 0;
-                let files = files.clone();
-                writing = Some(spawn_blocking(move || write_back(&files)));
-            }
+            write_back.wrote(fetched?).await.map_err(failed)?;
         }
     }
 

@@ -31,6 +31,7 @@ mod settings;
 mod sweep;
 mod timer;
 mod upload;
+mod write_back;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -47,6 +48,7 @@ pub use settings::{InvalidSettings, Settings};
 pub use sweep::{Health, ImageLeft, Part, Swept};
 pub use timer::Timer;
 pub use upload::{LocalFile, Stored};
+pub use write_back::WriteBack;
 
 /// Requests to the object store at the same time, for one image.
 const PARALLEL: usize = 8;

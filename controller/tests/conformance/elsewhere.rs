@@ -307,6 +307,7 @@ async fn served() -> (World, String) {
     let (world, name) = uploaded().await;
     set_upload(&world, &name, "False", "RepositoryUnavailable");
     serves(&world, "n1", true);
+    serves(&world, "n2", true);
     (world, name)
 }
 
@@ -332,6 +333,25 @@ async fn an_image_in_both_places_is_fetched_from_either() {
     let annotations = &world.pod().expect("a Pod")["metadata"]["annotations"];
     assert_eq!(annotations["torpor.dev/restore-node"], "n1");
     assert_eq!(annotations["torpor.dev/restore-class"], "far");
+}
+
+#[tokio::test]
+async fn a_node_without_a_server_gets_no_image_from_another_node() {
+    let (world, name) = served().await;
+    serves(&world, "n2", false);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1"]);
+    let waits = condition("PodScheduled", "False", "Unschedulable", "no room");
+    world.set_pod_condition(waits);
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1"]);
+    assert!(!world.pod_is_terminating(), "the same node again");
+    set_upload(&world, &name, "True", "Uploaded");
+    world.settle().await;
+    world.pod_ends();
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1", "n2"], "from the repository");
 }
 
 #[rstest]

@@ -15,13 +15,14 @@ use hyper::header::{HOST, HeaderName};
 use hyper::{Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
+use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_util::task::AbortOnDropHandle;
 use torpor_api::reasons::restored as reasons;
 use torpor_core::ids::{ImageId, Namespace, PodUid};
-use torpor_repository::Progress;
+use torpor_repository::{Progress, WriteBack};
 use torpor_snapshots::Manifest;
 use torpor_snapshots::manifest::MAX_BYTES;
 
@@ -39,6 +40,8 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(45);
 const STALLED: Duration = Duration::from_secs(30);
 /// Most bytes of a refusal's words.
 const MAX_WORDS: usize = 1024;
+/// Bytes that are written together.
+const PART: usize = 1 << 20;
 
 /// Error of a download from another node.
 #[derive(Debug, thiserror::Error)]
@@ -230,16 +233,17 @@ impl Offer {
             _connection: connection,
         };
         if head.status != StatusCode::OK {
-            let words = content.collect(MAX_WORDS, None).await.unwrap_or_default();
-            let words = String::from_utf8_lossy(&words).into_owned();
+            let words = content.collect(MAX_WORDS).await.unwrap_or_default();
+            let words = String::from_utf8_lossy(&words);
+            let words = words.replace(char::is_control, " ");
             return Err(Error::refused(&node, Reason::of(head.status), words));
         }
         let length = head.headers.get(MANIFEST_LENGTH);
         let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
-        let manifest = match length.filter(|length| *length <= MAX_BYTES) {
-            Some(length) => content.collect(length, Some(length)).await?,
-            None => return Err(content.is_wrong("it has no manifest of a valid length")),
-        };
+        let length = length.filter(|length| *length <= MAX_BYTES);
+        let length = length.ok_or_else(|| content.is_wrong("it has no manifest of a valid length"));
+        // The digest shows whether all of it came.
+        let manifest = content.collect(length?).await?;
         Ok(Self {
             node,
             manifest: manifest.into(),
@@ -266,26 +270,45 @@ impl Offer {
         progress: &Progress,
     ) -> Result<(), Error> {
         progress.begin(manifest.size());
-        for (entry, file) in manifest.files.iter().zip(files) {
-            let file = Arc::new(file);
+        let files: Vec<Arc<File>> = files.into_iter().map(Arc::new).collect();
+        let mut write_back = WriteBack::of(&files);
+        let failed = |(_, source)| Error::Disk(source);
+        // The next part is received while one is written.
+        let mut writing: Option<JoinHandle<io::Result<()>>> = None;
+        for (entry, file) in manifest.files.iter().zip(&files) {
             let mut offset = 0;
             while offset < entry.size {
-                let piece = self.content.piece(entry.size - offset).await?;
-                let piece = piece.ok_or_else(|| self.content.is_wrong("it ends early"))?;
-                let (length, file) = (piece.len() as u64, file.clone());
-                let written =
-                    tokio::task::spawn_blocking(move || file.write_all_at(&piece, offset));
-                let written = written.await.map_err(io::Error::other).flatten();
-                written.map_err(Error::Disk)?;
+                let most = usize::try_from(entry.size - offset)
+                    .unwrap_or(PART)
+                    .min(PART);
+                let part = self.content.collect(most).await?;
+                if part.len() < most {
+                    return Err(self.content.is_wrong("it ends early"));
+                }
+                written(writing.take()).await?;
+                let (length, file) = (most as u64, file.clone());
+                writing = Some(spawn_blocking(move || file.write_all_at(&part, offset)));
+                write_back.wrote(length).await.map_err(failed)?;
                 progress.add(length, length);
                 offset += length;
             }
         }
+        written(writing).await?;
+        write_back.end().await.map_err(failed)?;
         match self.content.piece(1).await? {
             None => Ok(()),
             Some(_) => Err(self.content.is_wrong("it goes on after the last file")),
         }
     }
+}
+
+/// Waits for a write.
+async fn written(writing: Option<JoinHandle<io::Result<()>>>) -> Result<(), Error> {
+    let Some(writing) = writing else {
+        return Ok(());
+    };
+    let written = writing.await.map_err(io::Error::other).flatten();
+    written.map_err(Error::Disk)
 }
 
 impl Content {
@@ -297,7 +320,7 @@ impl Content {
     }
 
     /// Returns the next bytes, at most `most`; none at the end.
-    async fn piece(&mut self, most: u64) -> Result<Option<Bytes>, Error> {
+    async fn piece(&mut self, most: usize) -> Result<Option<Bytes>, Error> {
         while self.rest.is_empty() {
             let frame = timeout(STALLED, self.body.frame()).await;
             let frame = frame.map_err(|_| Error::Stalled {
@@ -311,21 +334,17 @@ impl Content {
             })?;
             self.rest = frame.into_data().unwrap_or_default();
         }
-        let most = usize::try_from(most).unwrap_or(usize::MAX);
         Ok(Some(self.rest.split_to(most.min(self.rest.len()))))
     }
 
-    /// Returns the next bytes up to `most`, or up to the end. `least`: fewer are an error.
-    async fn collect(&mut self, most: usize, least: Option<usize>) -> Result<Vec<u8>, Error> {
-        let mut all = Vec::new();
+    /// Returns the next bytes: `most`, or fewer at the end.
+    async fn collect(&mut self, most: usize) -> Result<Vec<u8>, Error> {
+        let mut all = Vec::with_capacity(most);
         while all.len() < most
-            && let Some(piece) = self.piece((most - all.len()) as u64).await?
+            && let Some(piece) = self.piece(most - all.len()).await?
         {
             all.extend_from_slice(&piece);
         }
-        match least.is_some_and(|least| all.len() < least) {
-            true => Err(self.is_wrong("it ends within the manifest")),
-            false => Ok(all),
-        }
+        Ok(all)
     }
 }

@@ -128,9 +128,10 @@ impl Server {
         match self.open(request, certificate).await {
             Ok((content, permit)) => self.send(content, permit, stalled),
             Err(refusal) => {
-                let words = &refusal.words;
-                tracing::warn!(path = request.uri().path(), %words, "an image is not sent");
-                self.metrics.not_sent(refusal.reason.name());
+                let Refusal { reason, words } = &refusal;
+                // Each process of the network may ask as often as it likes.
+                tracing::debug!(path = request.uri().path(), ?reason, %words, "an image is not sent");
+                self.metrics.not_sent(reason.name());
                 let mut response = Response::new(full(refusal.words.clone()));
                 *response.status_mut() = refusal.reason.status();
                 response

@@ -1,5 +1,6 @@
-//! Time of a resume on the node that holds the image, and on another node that fetches it from an
-//! S3 server; beside the bare transfer of as many bytes by the same client.
+//! Time of a resume on the node that holds the image, and on another node that fetches it: from that
+//! node, if it serves its images, or else from an S3 server. Beside it the bare transfer of as many
+//! bytes from the S3 server by the same client.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +16,7 @@ use torpor_api::annotations::SNAPSHOT_CLASS;
 use torpor_api::snapshot::Upload;
 use torpor_tests::case::{Case, node_of};
 use torpor_tests::pods::PYTHON;
-use torpor_tests::two_nodes::{ENDPOINT, on_both};
+use torpor_tests::two_nodes::{ENDPOINT, nodes_serve_images, on_both};
 use torpor_tests::{sandboxes, wait};
 
 use crate::{node, setup, stats::Times, stop::Stop, table};
@@ -46,8 +47,12 @@ pub(crate) struct Options {
 
 pub(crate) async fn run(options: &Options, stop: &mut Stop) -> anyhow::Result<()> {
     setup::namespaced(NAMESPACE, stop, async |case| {
+        let from = match nodes_serve_images(case).await? {
+            true => "the node that holds them",
+            false => "the S3 server",
+        };
         println!(
-            "{} rounds with {} MiB, {}",
+            "{} rounds with {} MiB, images from {from}, {}",
             options.rounds,
             options.megabytes,
             node::describe()?

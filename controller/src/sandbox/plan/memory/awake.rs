@@ -73,7 +73,7 @@ pub(in crate::sandbox::plan) fn awake(
     cancel_suspension(plan, desired, observed, pod);
     if let Some(source) = source_of(desired, observed, pod) {
         elsewhere::record_taker(plan, source, pod);
-        if elsewhere::has_more_places(observed, source, pod) {
+        if elsewhere::has_more_places(desired, observed, source, pod) {
             plan.step(Area::Pod, delete_as_seen(pod));
         }
     }

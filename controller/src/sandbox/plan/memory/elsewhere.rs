@@ -132,6 +132,9 @@ pub(super) fn nodes(
     }
     let mut others = fitting(desired, observed, snapshot);
     others.retain(|node| node != origin);
+    if !snapshot.is_uploaded() {
+        others.retain(|node| serves(observed, node));
+    }
     let nodes: Vec<String> = here
         .as_ref()
         .ok()
@@ -298,28 +301,40 @@ fn open_claim(observed: &Observed, snapshot: &SandboxSnapshot, origin: &str) -> 
 
 /// Reports whether the node that holds an image gives it to other nodes.
 pub(super) fn is_served(observed: &Observed, snapshot: &SandboxSnapshot, origin: &str) -> bool {
-    let mut reporting = observed.cluster.iter().filter(|one| !one.is_silent);
-    let status = reporting.find_map(|one| match one.node.name_any() == origin {
-        true => one.node.status.as_ref(),
-        false => None,
-    });
     snapshot.is_committed()
         && !snapshot.is_missing()
         && lost(observed, snapshot).is_none()
-        && status.is_some_and(|status| status.image_server.is_some())
+        && serves(observed, origin)
+}
+
+/// Reports whether a node gives its images to other nodes that do so too. A node without a server
+/// has no certificate with which it could ask another one.
+fn serves(observed: &Observed, node: &str) -> bool {
+    let mut reporting = observed.cluster.iter().filter(|one| !one.is_silent);
+    let found = reporting.find(|one| one.node.name_any() == node);
+    let status = found.and_then(|one| one.node.status.as_ref());
+    status.is_some_and(|status| status.image_server.is_some())
 }
 
 /// Reports whether a Pod waits for the image's own node, and other nodes can fetch the image since
 /// the Pod was made.
-pub(super) fn has_more_places(observed: &Observed, snapshot: &SandboxSnapshot, pod: &Pod) -> bool {
-    let origin = pod_node(observed, snapshot);
-    let is_served = || origin.is_some_and(|origin| is_served(observed, snapshot, origin));
+pub(super) fn has_more_places(
+    desired: &Desired<'_>,
+    observed: &Observed,
+    snapshot: &SandboxSnapshot,
+    pod: &Pod,
+) -> bool {
     let scheduled = pod_condition(pod, conditions::POD_SCHEDULED, conditions::POD_SCHEDULED);
-    node_of(pod).is_none()
+    let waits = node_of(pod).is_none()
         && !is_terminating(pod)
-        && (snapshot.is_uploaded() || is_served())
         && !pod.annotations().contains_key(annotations::RESTORE_DIGEST)
-        && scheduled.is_some_and(|scheduled| scheduled.reason == "Unschedulable")
+        && scheduled.is_some_and(|scheduled| scheduled.reason == "Unschedulable");
+    let origin = pod_node(observed, snapshot).filter(|_| waits);
+    let copy = pod.annotations().contains_key(annotations::RESTORE_COPY);
+    origin.is_some_and(|origin| {
+        let nodes = nodes(desired, observed, snapshot, origin, copy);
+        nodes.is_ok_and(|nodes| nodes.iter().any(|node| node != origin))
+    })
 }
 
 /// Returns why a node that has to answer for a Pod is lost, if it is.

@@ -272,7 +272,8 @@ fn can_restore(
         false => {
             let origin = trusted_node(observed, snapshot)?;
             let nodes = elsewhere::nodes(desired, observed, snapshot, origin, copy)?;
-            let is_served = elsewhere::is_served(observed, snapshot, origin);
+            let has_others = nodes.iter().any(|node| node != origin);
+            let is_served = has_others && elsewhere::is_served(observed, snapshot, origin);
             (nodes, is_served.then(|| origin.to_owned()))
         }
     };
