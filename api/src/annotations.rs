@@ -137,8 +137,9 @@ documented! {
     /// On a SandboxTemplate: `"true"` makes a golden image on each node that has members of its
     /// pools. The controller starts one more sandbox there, saves it once it is Ready, and deletes
     /// it. Later members start from that image, and not from the program's beginning. With
-    /// `torpor.dev/snapshot-class` on the template, a class with a repository, the golden sandbox
-    /// of a further node continues from the first one's image.
+    /// `"shared"` the golden sandbox of a further node continues from the first one's image, which
+    /// its node fetches from the first node. With `torpor.dev/snapshot-class` on the template, a
+    /// class with a repository, it continues from the image in the repository.
     GOLDEN = "torpor.dev/golden";
     /// On a SandboxTemplate with `torpor.dev/golden`: command that must succeed in the golden
     /// sandbox before the sandbox is saved, a JSON array of words, up to 4096 bytes. It runs every

@@ -143,14 +143,14 @@ fn count(counts: &mut Counts, member: &Sandbox) {
 }
 
 /// Reports whether a template has the value "true" for an annotation.
-fn asks(found: &Found, namespace: &str, template: &str, annotation: &str) -> bool {
+fn asks(found: &Found, namespace: &str, template: &str, annotation: &str, values: &[&str]) -> bool {
     found.templates.iter().any(|one| {
         one.namespace().as_deref() == Some(namespace)
             && one.name_any() == template
             && one
                 .annotations()
                 .get(annotation)
-                .is_some_and(|value| value == "true")
+                .is_some_and(|value| values.contains(&value.as_str()))
     })
 }
 
@@ -167,7 +167,13 @@ fn is_labelled<K: ResourceExt>(object: &K, namespace: &str, label: &str, value: 
 /// Returns the nodes of the Pods that stage images, each with whether the Pod has ended well; none
 /// where the template does not ask for them.
 fn staged_nodes(namespace: &str, template: &str, found: &Found) -> Option<BTreeMap<String, bool>> {
-    if !asks(found, namespace, template, annotations::STAGE_IMAGES) {
+    if !asks(
+        found,
+        namespace,
+        template,
+        annotations::STAGE_IMAGES,
+        &["true"],
+    ) {
         return None;
     }
     let hash = name_hash(template);
@@ -188,7 +194,13 @@ fn staged_nodes(namespace: &str, template: &str, found: &Found) -> Option<BTreeM
 
 /// Returns the nodes with a golden image; none where the template asks for none.
 fn golden_nodes(namespace: &str, template: &str, found: &Found) -> Option<Vec<String>> {
-    if !asks(found, namespace, template, annotations::GOLDEN) {
+    if !asks(
+        found,
+        namespace,
+        template,
+        annotations::GOLDEN,
+        &["true", "shared"],
+    ) {
         return None;
     }
     let hash = name_hash(template);

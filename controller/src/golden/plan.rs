@@ -20,6 +20,9 @@ pub const LIMIT: Duration = Duration::from_secs(600);
 /// cold.
 const UPLOAD: Duration = Duration::from_secs(120);
 
+/// Value of `torpor.dev/golden` that lets nodes share an image.
+const SHARED: &str = "shared";
+
 /// Input of the plan for one template.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
@@ -76,7 +79,14 @@ pub struct Plan {
 /// Reports whether the template asks for golden images.
 pub fn is_wanted(template: &SandboxTemplate) -> bool {
     let value = template.annotations().get(annotations::GOLDEN);
-    value.is_some_and(|value| value == "true") && template.metadata.deletion_timestamp.is_none()
+    value.is_some_and(|value| value == "true" || value == SHARED)
+        && template.metadata.deletion_timestamp.is_none()
+}
+
+/// Reports whether the golden sandboxes of further nodes continue from the first node's image.
+fn is_shared(template: &SandboxTemplate) -> bool {
+    let value = template.annotations().get(annotations::GOLDEN);
+    value.is_some_and(|value| value == SHARED)
 }
 
 /// Returns why a template that asks for golden images cannot have them.
@@ -228,8 +238,9 @@ fn plan_golden(plan: &mut Plan, observed: &Observed, golden: &Sandbox, now: Time
 
 /// Plans the next golden Sandbox: the first one anywhere, then one on each node that has members
 /// and no image. A node on which it cannot start holds the others up for [`LIMIT`] at most. It
-/// continues from an image in a repository, if there is one.
+/// continues from an image that it can fetch, if there is one.
 fn plan_next(plan: &mut Plan, observed: &Observed, now: Timestamp) {
+    let template = &observed.template;
     if !observed.isolated {
         return;
     }
@@ -245,8 +256,14 @@ fn plan_next(plan: &mut Plan, observed: &Observed, now: Timestamp) {
     } else if let Some(node) = node {
         let images = made.iter().map(|(image, _)| *image);
         let fitting: Vec<_> = images.filter(|one| fits_on(observed, one, node)).collect();
+        let is_served = |image: &&&SandboxSnapshot| {
+            is_shared(template)
+                && serves(observed, node, now)
+                && images::image(image).is_some_and(|(of, _)| serves(observed, &of.node_name, now))
+        };
         let uploaded = fitting.iter().find(|image| image.is_uploaded());
-        if uploaded.is_none()
+        let copied = uploaded.or_else(|| fitting.iter().find(is_served));
+        if copied.is_none()
             && observed.uploads
             && let Some(left) = fitting.iter().filter_map(|image| upload(image, now)).max()
         {
@@ -255,9 +272,17 @@ fn plan_next(plan: &mut Plan, observed: &Observed, now: Timestamp) {
         }
         plan.steps.push(Action::CreateSandbox {
             node: Some((*node).clone()),
-            copied: uploaded.map(|image| image.name_any()),
+            copied: copied.map(|image| image.name_any()),
         });
     }
+}
+
+/// Reports whether a node gives its images to other nodes that do so too.
+fn serves(observed: &Observed, node: &str, now: Timestamp) -> bool {
+    let mut nodes = observed.nodes.iter();
+    let node = nodes.find(|one| one.name_any() == node && !one.is_silent(now));
+    let status = node.and_then(|node| node.status.as_ref());
+    status.is_some_and(|status| status.image_server.is_some())
 }
 
 /// Returns the committed images of this version that their nodes can restore, each with its node.

@@ -4,12 +4,13 @@ use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{BodyExt, Empty};
-use hyper::body::Incoming;
+use hyper::body::{Frame, Incoming};
 use hyper::client::conn::http1;
 use hyper::header::{HOST, HeaderName};
 use hyper::{Response, StatusCode};
@@ -19,7 +20,6 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tokio_util::task::AbortOnDropHandle;
 use torpor_api::reasons::restored as reasons;
 use torpor_core::ids::{ImageId, Namespace, PodUid};
 use torpor_repository::{Progress, WriteBack};
@@ -124,14 +124,18 @@ pub(crate) struct Offer {
     content: Content,
 }
 
+/// Connection to a server.
+type Connection = Pin<Box<http1::Connection<TokioIo<TlsStream<TcpStream>>, Empty<Bytes>>>>;
+
 /// Content of an answer, in pieces.
 struct Content {
     node: String,
     body: Incoming,
     /// Bytes that were received and not used yet.
     rest: Bytes,
-    /// The task that moves the connection's bytes.
-    _connection: AbortOnDropHandle<()>,
+    /// Moves the connection's bytes when it is polled; none once it has ended. In a task of its own
+    /// it would wake this one for each record of TLS.
+    connection: Option<Connection>,
 }
 
 impl Peers {
@@ -162,10 +166,7 @@ impl Peers {
             source,
         };
         let (mut sender, connection) = http1::handshake(stream).await.map_err(failed)?;
-        let connection = AbortOnDropHandle::new(tokio::spawn(async move {
-            // The answer's body has the error.
-            let _ = connection.await;
-        }));
+        let mut connection = Box::pin(connection);
         let request = Request {
             namespace: namespace.clone(),
             image: image.clone(),
@@ -177,6 +178,14 @@ impl Peers {
             limit: ANSWER_LIMIT,
         };
         let answering = sender.send_request(head(&request, &server.address));
+        let answering = async {
+            tokio::select! {
+                biased;
+                answer = answering => answer,
+                // It does not end before the answer, or the answer has its error.
+                Err(error) = &mut connection => Err(error),
+            }
+        };
         let answer = timeout(ANSWER_LIMIT, answering).await.map_err(stalled)?;
         Offer::read(node, answer.map_err(failed)?, connection).await
     }
@@ -222,7 +231,7 @@ impl Offer {
     async fn read(
         node: &str,
         answer: Response<Incoming>,
-        connection: AbortOnDropHandle<()>,
+        connection: Connection,
     ) -> Result<Self, Error> {
         let (head, body) = answer.into_parts();
         let node = node.to_owned();
@@ -230,10 +239,12 @@ impl Offer {
             node: node.clone(),
             body,
             rest: Bytes::new(),
-            _connection: connection,
+            connection: Some(connection),
         };
         if head.status != StatusCode::OK {
-            let words = content.collect(MAX_WORDS).await.unwrap_or_default();
+            let mut words = Vec::new();
+            // Without them the status says enough.
+            let _ = content.collect(MAX_WORDS, &mut words).await;
             let words = String::from_utf8_lossy(&words);
             let words = words.replace(char::is_control, " ");
             return Err(Error::refused(&node, Reason::of(head.status), words));
@@ -243,7 +254,8 @@ impl Offer {
         let length = length.filter(|length| *length <= MAX_BYTES);
         let length = length.ok_or_else(|| content.is_wrong("it has no manifest of a valid length"));
         // The digest shows whether all of it came.
-        let manifest = content.collect(length?).await?;
+        let mut manifest = Vec::new();
+        content.collect(length?, &mut manifest).await?;
         Ok(Self {
             node,
             manifest: manifest.into(),
@@ -274,20 +286,24 @@ impl Offer {
         let mut write_back = WriteBack::of(&files);
         let failed = |(_, source)| Error::Disk(source);
         // The next part is received while one is written.
-        let mut writing: Option<JoinHandle<io::Result<()>>> = None;
+        let mut writing: Option<JoinHandle<(Vec<u8>, io::Result<()>)>> = None;
+        let mut part = Vec::new();
         for (entry, file) in manifest.files.iter().zip(&files) {
             let mut offset = 0;
             while offset < entry.size {
                 let most = usize::try_from(entry.size - offset)
                     .unwrap_or(PART)
                     .min(PART);
-                let part = self.content.collect(most).await?;
+                self.content.collect(most, &mut part).await?;
                 if part.len() < most {
                     return Err(self.content.is_wrong("it ends early"));
                 }
-                written(writing.take()).await?;
+                let full = std::mem::replace(&mut part, written(writing.take()).await?);
                 let (length, file) = (most as u64, file.clone());
-                writing = Some(spawn_blocking(move || file.write_all_at(&part, offset)));
+                writing = Some(spawn_blocking(move || {
+                    let written = file.write_all_at(&full, offset);
+                    (full, written)
+                }));
                 write_back.wrote(length).await.map_err(failed)?;
                 progress.add(length, length);
                 offset += length;
@@ -302,13 +318,14 @@ impl Offer {
     }
 }
 
-/// Waits for a write.
-async fn written(writing: Option<JoinHandle<io::Result<()>>>) -> Result<(), Error> {
+/// Waits for a write, and returns its buffer.
+async fn written(writing: Option<JoinHandle<(Vec<u8>, io::Result<()>)>>) -> Result<Vec<u8>, Error> {
     let Some(writing) = writing else {
-        return Ok(());
+        return Ok(Vec::new());
     };
-    let written = writing.await.map_err(io::Error::other).flatten();
-    written.map_err(Error::Disk)
+    let ended = writing.await.map_err(io::Error::other);
+    let (buffer, written) = ended.map_err(Error::Disk)?;
+    written.map_err(Error::Disk).map(|()| buffer)
 }
 
 impl Content {
@@ -319,10 +336,25 @@ impl Content {
         }
     }
 
+    async fn frame(&mut self) -> Option<hyper::Result<Frame<Bytes>>> {
+        loop {
+            let Some(connection) = &mut self.connection else {
+                return self.body.frame().await;
+            };
+            // Cancel-safe: a frame that has come is returned at once.
+            tokio::select! {
+                biased;
+                frame = self.body.frame() => return frame,
+                // The body has its error, and what came before it.
+                _ = connection => self.connection = None,
+            }
+        }
+    }
+
     /// Returns the next bytes, at most `most`; none at the end.
     async fn piece(&mut self, most: usize) -> Result<Option<Bytes>, Error> {
         while self.rest.is_empty() {
-            let frame = timeout(STALLED, self.body.frame()).await;
+            let frame = timeout(STALLED, self.frame()).await;
             let frame = frame.map_err(|_| Error::Stalled {
                 node: self.node.clone(),
                 limit: STALLED,
@@ -337,14 +369,15 @@ impl Content {
         Ok(Some(self.rest.split_to(most.min(self.rest.len()))))
     }
 
-    /// Returns the next bytes: `most`, or fewer at the end.
-    async fn collect(&mut self, most: usize) -> Result<Vec<u8>, Error> {
-        let mut all = Vec::with_capacity(most);
+    /// Replaces the content of `all` by the next bytes: `most`, or fewer at the end.
+    async fn collect(&mut self, most: usize, all: &mut Vec<u8>) -> Result<(), Error> {
+        all.clear();
+        all.reserve(most);
         while all.len() < most
             && let Some(piece) = self.piece(most - all.len()).await?
         {
             all.extend_from_slice(&piece);
         }
-        Ok(all)
+        Ok(())
     }
 }

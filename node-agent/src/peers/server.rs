@@ -51,9 +51,10 @@ const HEAD_LIMIT: Duration = Duration::from_secs(5);
 const MAX_HEAD: usize = 16 * 1024;
 /// Time without progress after which a client has lost its connection.
 const STALLED: Duration = Duration::from_secs(30);
-/// Bytes that are read and sent together, and how many such pieces wait for the network.
-const PIECE: usize = 256 * 1024;
-const PIECES: usize = 4;
+/// Bytes that are read and sent together, and how many such pieces wait for the network. The
+/// allocator takes larger ones from the kernel each time, which costs more than the copy.
+const PIECE: usize = 64 * 1024;
+const PIECES: usize = 8;
 
 type Body = BoxBody<Bytes, io::Error>;
 
@@ -111,7 +112,7 @@ impl Server {
         let mut http = http1::Builder::new();
         http.timer(TokioTimer::new())
             .header_read_timeout(HEAD_LIMIT)
-            .max_buf_size(MAX_HEAD.max(PIECE))
+            .max_buf_size(MAX_HEAD)
             .keep_alive(false);
         let serving = http.serve_connection(TokioIo::new(stream), service);
         if let Some(Err(error)) = stalled.run_until_cancelled(serving).await {

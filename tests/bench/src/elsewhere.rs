@@ -1,6 +1,6 @@
-//! Time of a resume on the node that holds the image, and on another node that fetches it: from that
-//! node, if it serves its images, or else from an S3 server. Beside it the bare transfer of as many
-//! bytes from the S3 server by the same client.
+//! Time of a resume on the node that holds the image, and on another node that fetches it: from
+//! that node, if it serves its images, else from an S3 server. Beside it the bare transfer of as
+//! many bytes from the S3 server by the same client.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,7 @@
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use rstest::rstest;
 use serde_json::json;
+use torpor_api::node::ImageServer;
 
 use super::*;
 use crate::merge_patch;
@@ -231,6 +233,35 @@ fn the_next_node_continues_from_an_image_in_a_repository() {
     world.snapshots = vec![image("True", 59)];
     world.nodes = vec![node("a", "sha256:1"), node("b", "sha256:2")];
     assert_eq!(steps(&world), ["golden on b"]);
+}
+
+#[test]
+fn the_next_node_continues_from_an_image_that_its_node_shares() {
+    let serving = |name: &str, serves: bool| {
+        let mut serving = SandboxNode::clone(&node(name, "sha256:1"));
+        let status = serving.status.get_or_insert_default();
+        status.heartbeat_time = Some(Time(now()));
+        status.image_server = serves.then(ImageServer::default);
+        Arc::new(serving)
+    };
+    let mut world = observed();
+    world.member_nodes = ["a".to_owned(), "b".to_owned()].into();
+    world.snapshots = vec![snapshot("a", json!({}))];
+    world.nodes = vec![serving("a", true), serving("b", true)];
+    assert_eq!(steps(&world), ["golden on b"], "nobody asked for that");
+    let shared = json!({"metadata": {"annotations": {"torpor.dev/golden": "shared"}}});
+    world.template = template(shared);
+    let from = format!("golden on b from {NAME}-pod-on-a");
+    assert_eq!(steps(&world), [from]);
+    for (first, next) in [(false, true), (true, false)] {
+        world.nodes = vec![serving("a", first), serving("b", next)];
+        assert_eq!(steps(&world), ["golden on b"]);
+    }
+    let mut silent = SandboxNode::clone(&serving("a", true));
+    let long_ago = "2026-01-01T00:00:00Z".parse().unwrap();
+    silent.status.get_or_insert_default().heartbeat_time = Some(Time(long_ago));
+    world.nodes = vec![Arc::new(silent), serving("b", true)];
+    assert_eq!(steps(&world), ["golden on b"], "the first node is silent");
 }
 
 #[test]

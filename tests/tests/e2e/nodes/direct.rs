@@ -4,15 +4,15 @@ use anyhow::ensure;
 use kube::ResourceExt;
 use kube::api::{EvictParams, ListParams};
 use serde_json::json;
-use torpor_api::annotations::HIBERNATE;
+use torpor_api::annotations::{HIBERNATE, RESTORE_FROM};
 use torpor_api::conditions;
 use torpor_tests::agent::{AGENT, Agent, delete_pods};
 use torpor_tests::case::{Case, alone_within, uid};
-use torpor_tests::sandboxes::condition_of;
+use torpor_tests::sandboxes::{condition_of, sandbox};
 use torpor_tests::two_nodes::{gone_from, nothing_fetched, on_both};
 use torpor_tests::witness;
 
-use super::{LIMIT, TEST, continues_on, start_with};
+use super::{LIMIT, TEST, continues_on, golden, start_with};
 
 async fn case(
     name: &str,
@@ -122,6 +122,41 @@ async fn a_sandbox_waits_for_an_agent_that_hangs_on_the_node_of_its_image() -> a
         ensure!(message.contains("node \"node-0\""), "{message}");
         let second = case.sandbox_ready("s").await?;
         continues_on(&second, "node-1", &before).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_golden_image_of_one_node_reaches_the_other_without_a_repository() -> anyhow::Result<()>
+{
+    case("direct-golden", async |case| {
+        golden::shared_pool(case).await?;
+        nothing_uploaded(case).await?;
+        golden::the_program_starts_once(case).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn copies_of_a_snapshot_run_on_both_nodes_without_a_repository() -> anyhow::Result<()> {
+    case("direct-copies", async |case| {
+        let first = start_with(case, "node-0", 20, json!({})).await?;
+        let before = witness::ask(&first).await?;
+        case.snapshot("m", "s").await?;
+        case.cordon("node-0", true).await?;
+        for name in ["one", "two"] {
+            let container = witness::container(20, &["/file"]);
+            let mut copy = sandbox(name, json!({ "containers": [container] }));
+            copy["metadata"]["annotations"] = json!({ RESTORE_FROM: "m" });
+            // The saved program knows its hostname.
+            copy["spec"]["podTemplate"]["spec"]["hostname"] = json!("s");
+            case.create(copy).await?;
+        }
+        for name in ["one", "two"] {
+            let pod = case.sandbox_ready(name).await?;
+            continues_on(&pod, "node-1", &before).await?;
+        }
+        witness::ask(&first).await?.goes_on_from(&before)
     })
     .await
 }

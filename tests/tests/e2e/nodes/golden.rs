@@ -15,9 +15,9 @@ use torpor_tests::{wait, witness};
 
 use super::{LIMIT, case};
 
-/// Creates a template with golden images, and a pool with two sleeping members on each node.
-/// `class`: SnapshotClass of the golden images, which are saved once the program has drawn.
-async fn pool(case: &Case, container: Value, class: Option<&str>) -> anyhow::Result<()> {
+/// Creates a template with these annotations for golden images, and a pool with two sleeping
+/// members on each node.
+async fn pool(case: &Case, container: Value, golden: &[(&str, &str)]) -> anyhow::Result<()> {
     let spread = json!([{
         "maxSkew": 1, "topologyKey": "kubernetes.io/hostname",
         "whenUnsatisfiable": "DoNotSchedule",
@@ -27,11 +27,9 @@ async fn pool(case: &Case, container: Value, class: Option<&str>) -> anyhow::Res
         "containers": [container], "topologySpreadConstraints": spread,
     }));
     let pod = json!({ "metadata": { "labels": { "app": "spread" } }, "spec": spec });
-    let template = extension("SandboxTemplate", "t", json!({ "podTemplate": pod }));
-    let mut template = annotated(template, GOLDEN, "true");
-    if let Some(class) = class {
-        template = annotated(template, SNAPSHOT_CLASS, class);
-        template = annotated(template, GOLDEN_READY_EXEC, r#"["test","-s","/token"]"#);
+    let mut template = extension("SandboxTemplate", "t", json!({ "podTemplate": pod }));
+    for (key, value) in golden {
+        template = annotated(template, key, value);
     }
     case.create(template).await?;
     let pool = json!({ "replicas": 4, "sandboxTemplateRef": { "name": "t" } });
@@ -67,57 +65,75 @@ while True:
     time.sleep(1)
 "#;
 
+/// Annotation that delays the save until the program has drawn.
+const DRAWN: (&str, &str) = (GOLDEN_READY_EXEC, r#"["test","-s","/token"]"#);
+
+/// Creates a pool whose golden sandboxes share the memory of the first one.
+pub(super) async fn shared_pool(case: &Case) -> anyhow::Result<()> {
+    pool(case, python("a", DRAWING), &[(GOLDEN, "shared"), DRAWN]).await
+}
+
 #[tokio::test]
 async fn the_golden_image_of_one_node_reaches_the_other_through_the_repository()
 -> anyhow::Result<()> {
     case("goldencopied", async |case| {
-        pool(case, python("a", DRAWING), Some(&case.namespace)).await?;
-        both_have_an_image(case).await?;
-        // The first members of the other node are older than its image.
-        let older = ListParams::default().labels(labels::WARM_POOL_SANDBOX);
-        let ending = DeleteParams::default();
-        case.sandboxes().delete_collection(&ending, &older).await?;
-        let mut drawn = BTreeSet::new();
-        for node in ["node-0", "node-1"] {
-            wait::until("a new member sleeps on the node", LIMIT, async || {
-                let sleeps = |one: &Sandbox| {
-                    let status = one.status.clone().unwrap_or_default();
-                    status.node_name == node
-                        && conditions::is_true(&status.conditions, conditions::HIBERNATED)
-                };
-                let members = case.members().await?;
-                let sleeping = members.iter().filter(|one| sleeps(one)).count();
-                wait::holds(sleeping > 0, || {
-                    format!("none of {} members", members.len())
-                })
-            })
-            .await?;
-            let spec = json!({ "warmPoolRef": { "name": "w" } });
-            let claim = extension("SandboxClaim", node, spec);
-            case.create(annotated(claim, NODE_PREFERENCE, node)).await?;
-            let name = case.claimed(node).await?;
-            let pod = case.ready(&name).await?;
-            ensure!(node_of(&pod) == node, "it is on {}", node_of(&pod));
-            drawn.insert(
-                case.kubectl
-                    .ok(&["exec", &name, "--", "cat", "/token"])
-                    .await?,
-            );
-        }
-        ensure!(
-            drawn.len() == 1,
-            "each node has started the program: {drawn:?}"
-        );
-        Ok(())
+        let of_class = [
+            (GOLDEN, "true"),
+            (SNAPSHOT_CLASS, case.namespace.as_str()),
+            DRAWN,
+        ];
+        pool(case, python("a", DRAWING), &of_class).await?;
+        the_program_starts_once(case).await
     })
     .await
+}
+
+/// Checks that members on both nodes continue from memory in which the program drew one number.
+pub(super) async fn the_program_starts_once(case: &Case) -> anyhow::Result<()> {
+    both_have_an_image(case).await?;
+    // The first members of the other node are older than its image.
+    let older = ListParams::default().labels(labels::WARM_POOL_SANDBOX);
+    let ending = DeleteParams::default();
+    case.sandboxes().delete_collection(&ending, &older).await?;
+    let mut drawn = BTreeSet::new();
+    for node in ["node-0", "node-1"] {
+        wait::until("a new member sleeps on the node", LIMIT, async || {
+            let sleeps = |one: &Sandbox| {
+                let status = one.status.clone().unwrap_or_default();
+                status.node_name == node
+                    && conditions::is_true(&status.conditions, conditions::HIBERNATED)
+            };
+            let members = case.members().await?;
+            let sleeping = members.iter().filter(|one| sleeps(one)).count();
+            wait::holds(sleeping > 0, || {
+                format!("none of {} members", members.len())
+            })
+        })
+        .await?;
+        let spec = json!({ "warmPoolRef": { "name": "w" } });
+        let claim = extension("SandboxClaim", node, spec);
+        case.create(annotated(claim, NODE_PREFERENCE, node)).await?;
+        let name = case.claimed(node).await?;
+        let pod = case.ready(&name).await?;
+        ensure!(node_of(&pod) == node, "it is on {}", node_of(&pod));
+        drawn.insert(
+            case.kubectl
+                .ok(&["exec", &name, "--", "cat", "/token"])
+                .await?,
+        );
+    }
+    ensure!(
+        drawn.len() == 1,
+        "each node has started the program: {drawn:?}"
+    );
+    Ok(())
 }
 
 #[tokio::test]
 async fn each_node_with_members_gets_a_golden_image_from_which_later_members_start()
 -> anyhow::Result<()> {
     case("golden", async |case| {
-        pool(case, witness::container(1, &["/file"]), None).await?;
+        pool(case, witness::container(1, &["/file"]), &[(GOLDEN, "true")]).await?;
         both_have_an_image(case).await?;
         let before: BTreeSet<_> = case.members().await?.iter().map(uid).collect();
         let scale = Patch::Merge(json!({ "spec": { "replicas": 8 } }));
