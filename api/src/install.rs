@@ -133,7 +133,8 @@ mod tests {
     }
 
     #[test]
-    fn network_policies_open_metrics_to_some_the_proxy_to_all_and_keep_health_closed() {
+    fn network_policies_open_metrics_to_some_images_to_agents_the_proxy_to_all_and_keep_health_closed()
+     {
         let manifests = objects(concat!(
             include_str!("../../deploy/base/controller.yaml"),
             "\n---\n",
@@ -168,9 +169,14 @@ mod tests {
             };
             assert!(policy["ingress"][0]["from"][0].is_object(), "{name}");
             assert_eq!(opened(0), [port("metrics").unwrap()], "{name}");
-            assert_eq!(opened(1).first().copied(), port("http"), "{name}");
+            let second = port("http").or_else(|| port("images"));
+            assert_eq!(opened(1).first().copied(), second, "{name}");
             assert!(!opened(1).contains(&port("health").unwrap()), "{name}");
-            assert!(policy["ingress"][1]["from"].is_null(), "{name}");
+            let from = &policy["ingress"][1]["from"];
+            match name == AGENT {
+                true => assert_eq!(from[0]["podSelector"], policy["podSelector"], "{name}"),
+                false => assert!(from.is_null(), "{name}"),
+            }
         }
     }
 }

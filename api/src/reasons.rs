@@ -170,8 +170,7 @@ documented! {
         RUNSC_REVOKED = "RunscRevoked";
         /// gVisor could not restore the sandbox. The message has its error.
         RESTORE_FAILED = "RestoreFailed";
-        /// The image's node does not exist, has no agent that reports or that answers, or cannot
-        /// restore.
+        /// The image's node does not exist, has no agent that reports, or cannot restore.
         NODE_UNAVAILABLE = "NodeUnavailable";
         /// A node other than that of the saved Pod claims the image.
         NODE_MISMATCH = "NodeMismatch";
@@ -185,6 +184,9 @@ documented! {
         FETCHING = "Fetching";
         /// The repository does not answer, or answers with errors. The fetch is retried.
         REPOSITORY_UNAVAILABLE = "RepositoryUnavailable";
+        /// The node that holds the image does not answer the Pod's node, or refuses the image. The
+        /// fetch is retried.
+        SOURCE_NODE_UNAVAILABLE = "SourceNodeUnavailable";
         /// The repository refuses the node's credentials. The fetch is retried.
         REPOSITORY_DENIED = "RepositoryDenied";
         /// The image is encrypted with a key that the node does not have.

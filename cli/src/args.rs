@@ -98,8 +98,8 @@ pub enum Command {
     ListArchives(ListArchives),
     /// Prepare a node for kubectl drain: cordon it and save the memory of its sandboxes
     ///
-    /// Cordons the node, suspends its sandboxes and resumes them at once. Their new Pods wait for
-    /// the node and continue from the saved memory when the node is uncordoned.
+    /// Cordons the node, suspends its sandboxes and resumes them at once. They continue from the
+    /// saved memory on other nodes that fit, or on this one when it is uncordoned.
     Drain(Drain),
     /// Explain the state of a sandbox: requests, the node agent's reasons, conditions, remedies
     Why(Why),

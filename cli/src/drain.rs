@@ -1,9 +1,9 @@
 //! `drain`: saves the memory of a node's sandboxes before `kubectl drain`, which evicts their Pods.
 //! The memory of an awake sandbox is lost by an eviction.
 //!
-//! Each sandbox is suspended and resumed at once. Its next Pod waits for the node, where the image
-//! is, and continues from the image when the node is uncordoned. The drain therefore needs no
-//! state of its own. [`targets`] decides what to do with each sandbox, and is pure.
+//! Each sandbox is suspended and resumed at once. Its next Pod continues from the image on another
+//! node that fits, or on this one when it is uncordoned. The drain therefore needs no state of its
+//! own. [`targets`] decides what to do with each sandbox, and is pure.
 
 use std::time::Duration;
 
@@ -316,7 +316,7 @@ async fn current(cluster: &Cluster, target: &Target) -> Result<Option<Sandbox>, 
     }
 }
 
-/// Resumes a suspended Sandbox, without a wait: its next Pod waits for the node.
+/// Resumes a suspended Sandbox, without a wait: its next Pod may have to wait for a node.
 async fn resume_suspended(
     cluster: &Cluster,
     target: &Target,

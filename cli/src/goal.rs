@@ -234,6 +234,7 @@ impl Goal {
                     restored::IMAGE_CLAIMED,
                     // The fetch is retried.
                     restored::REPOSITORY_UNAVAILABLE,
+                    restored::SOURCE_NODE_UNAVAILABLE,
                 ];
                 restored::ALL.contains(&reason) && !goes_on.contains(&reason)
             }
@@ -368,6 +369,7 @@ mod tests {
     #[case(Goal::Resume, &[("Restored", "False", "AskingNode"), ("Ready", "False", "X")])]
     #[case(Goal::Resume, &[("Restored", "False", "Fetching"), ("Ready", "False", "X")])]
     #[case(Goal::Resume, &[("Restored", "False", "RepositoryUnavailable"), ("Ready", "False", "X")])]
+    #[case(Goal::Resume, &[("Restored", "False", "SourceNodeUnavailable"), ("Ready", "False", "X")])]
     fn a_condition_that_is_not_final_is_waited_for(
         #[case] goal: Goal,
         #[case] conditions: &[(&str, &str, &str)],

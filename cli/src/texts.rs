@@ -149,6 +149,9 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
         restored::UPLOADING => {
             "wait: the condition Uploaded of the SandboxSnapshot has the progress; or uncordon the node that holds the image"
         }
+        restored::SOURCE_NODE_UNAVAILABLE => {
+            "check the agent of the node that holds the image, and that agents reach each other at port 9646; the fetch is retried"
+        }
         restored::REPOSITORY_UNAVAILABLE => {
             "check the object store that the SnapshotClass names, and its bucket; the fetch is retried"
         }

@@ -150,6 +150,7 @@ pub fn abilities(facts: &Facts) -> Vec<Finding> {
     }
     findings.extend(orphaned_reports(reports, nodes));
     findings.extend(several_versions(reports));
+    findings.extend(without_image_server(reports, facts));
     findings
 }
 
@@ -331,6 +332,28 @@ fn orphaned_reports(reports: &[SandboxNode], nodes: &[Node]) -> Vec<Finding> {
         )
     })
     .collect()
+}
+
+/// Returns the nodes that give no images to other nodes, where others do.
+fn without_image_server(reports: &[SandboxNode], facts: &Facts) -> Option<Finding> {
+    let reporting = reports.iter().filter(|report| !report.is_silent(facts.now));
+    let serves = |report: &&SandboxNode| {
+        let status = report.status.as_ref();
+        status.is_some_and(|status| status.image_server.is_some())
+    };
+    let (serving, without): (Vec<_>, Vec<_>) = reporting.partition(serves);
+    if serving.is_empty() || without.is_empty() {
+        return None;
+    }
+    let names: Vec<String> = without.iter().map(|report| report.name_any()).collect();
+    Some(Finding::warning(
+        format!("DaemonSet {}", install::AGENT),
+        format!(
+            "nodes that exchange no images with others: {}",
+            names.join(", ")
+        ),
+        "wait for the end of an upgrade; else check TORPOR_IMAGES_ADDRESS in the DaemonSet and the agent's log",
+    ))
 }
 
 fn several_versions(reports: &[SandboxNode]) -> Option<Finding> {

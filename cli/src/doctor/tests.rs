@@ -443,6 +443,35 @@ fn a_node_without_agent_and_an_agent_without_node_are_reported() {
 }
 
 #[test]
+fn nodes_that_exchange_no_images_are_reported_where_others_do() {
+    let with = |servers: [bool; 2]| {
+        let mut facts = healthy();
+        let mut reports = facts.sandbox_nodes.clone().expect("reports");
+        let mut second = reports[0].clone();
+        second.metadata.name = Some("second".to_owned());
+        reports.push(second);
+        for (report, serves) in reports.iter_mut().zip(servers) {
+            let status = report.status.get_or_insert_default();
+            status.image_server = serves.then(Default::default);
+        }
+        facts.sandbox_nodes = Ok(reports);
+        let found = diagnose(&facts)
+            .checks
+            .into_iter()
+            .flat_map(|check| check.findings);
+        let found = found.map(|finding| finding.text);
+        found
+            .filter(|text| text.contains("exchange no images"))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        with([true, false]),
+        ["nodes that exchange no images with others: second"]
+    );
+    assert!(with([true, true]).is_empty() && with([false, false]).is_empty());
+}
+
+#[test]
 fn agents_of_two_versions_are_reported() {
     let mut facts = healthy();
     let mut other = sandbox_node("node-1");

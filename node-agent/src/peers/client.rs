@@ -82,7 +82,7 @@ impl Error {
             Self::Refused { reason, .. } => reason,
             Self::Content { .. } => reasons::IMAGE_CORRUPT,
             Self::Disk(_) => reasons::RESTORE_FAILED,
-            _ => reasons::NODE_UNAVAILABLE,
+            _ => reasons::SOURCE_NODE_UNAVAILABLE,
         }
     }
 
@@ -96,7 +96,7 @@ impl Error {
             Reason::Missing => (reasons::IMAGE_MISSING, true),
             Reason::Consumed => (reasons::IMAGE_STALE, true),
             Reason::Malformed | Reason::Denied | Reason::Unavailable | Reason::Busy => {
-                (reasons::NODE_UNAVAILABLE, false)
+                (reasons::SOURCE_NODE_UNAVAILABLE, false)
             }
         };
         Self::Refused {

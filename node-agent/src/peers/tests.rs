@@ -176,7 +176,7 @@ async fn a_node_gets_nothing_with_another_certificate_than_its_own() {
     let world = World::new(dir.path()).await;
     // A process that has reached the server, and names a node with a Pod that may.
     world.report("asking", &identity(), world.address);
-    assert_eq!(world.refusal().await, "NodeUnavailable");
+    assert_eq!(world.refusal().await, "SourceNodeUnavailable");
     world.end().await;
 }
 
@@ -197,12 +197,12 @@ async fn a_node_gets_no_image_for_which_it_has_no_pod() {
     let annotated = |value: Value| json!({ "metadata": { "annotations": value } });
     let other = annotated(json!({ annotations::RESTORE_IMAGE: "p.2" }));
     world.api.edit("pods", "n", "q", &other);
-    assert_eq!(world.refusal().await, "NodeUnavailable");
+    assert_eq!(world.refusal().await, "SourceNodeUnavailable");
     let again = annotated(json!({ annotations::RESTORE_IMAGE: "p.1" }));
     world.api.edit("pods", "n", "q", &again);
     assert_eq!(world.refusal().await, "none");
     world.api.remove("pods", "n", "q");
-    assert_eq!(world.refusal().await, "NodeUnavailable");
+    assert_eq!(world.refusal().await, "SourceNodeUnavailable");
     world.end().await;
 }
 

@@ -372,6 +372,7 @@ fn event_of(reason: &str) -> Option<(EventType, &'static str)> {
         reasons::restored::FETCHING => (EventType::Normal, "Fetch"),
         reasons::restored::REPOSITORY_UNAVAILABLE
         | reasons::restored::REPOSITORY_DENIED
+        | reasons::restored::SOURCE_NODE_UNAVAILABLE
         | reasons::restored::KEY_MISSING
         | reasons::restored::NO_ROOM => (EventType::Warning, "Fetch"),
         reasons::hibernated::RUNTIME_NOT_CAPABLE => (EventType::Warning, "Hibernate"),

@@ -48,7 +48,7 @@ fn reason(written: &str) -> &'static str {
         "ImageCorrupt",
         "KeyMissing",
         "NoRoom",
-        "NodeUnavailable",
+        "SourceNodeUnavailable",
         "RepositoryUnavailable",
         "RepositoryDenied",
     ];

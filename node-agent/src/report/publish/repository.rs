@@ -135,6 +135,7 @@ fn is_about_fetch(reason: &str) -> bool {
         reasons::restored::FETCHING
             | reasons::restored::REPOSITORY_UNAVAILABLE
             | reasons::restored::REPOSITORY_DENIED
+            | reasons::restored::SOURCE_NODE_UNAVAILABLE
             | reasons::restored::KEY_MISSING
             | reasons::restored::NO_ROOM
     )

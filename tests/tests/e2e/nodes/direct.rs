@@ -113,7 +113,7 @@ async fn a_sandbox_waits_for_an_agent_that_hangs_on_the_node_of_its_image() -> a
         agent.process.stop()?;
         let waits = async {
             case.set_mode("s", "Running").await?;
-            case.sandbox_has("s", "Restored", "False", "NodeUnavailable")
+            case.sandbox_has("s", "Restored", "False", "SourceNodeUnavailable")
                 .await
         };
         let waits = waits.await;
