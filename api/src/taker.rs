@@ -1,4 +1,4 @@
-//! Pod that the controller made to continue from an image of a repository.
+//! Pod that the controller made to continue from an image that other nodes can fetch.
 //!
 //! The controller writes the annotation [`TAKEN_BY`] on the SandboxSnapshot: `pending` before it
 //! creates the Pod, then the Pod's UID and node.

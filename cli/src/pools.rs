@@ -142,7 +142,7 @@ fn count(counts: &mut Counts, member: &Sandbox) {
     }
 }
 
-/// Reports whether a template has the value "true" for an annotation.
+/// Reports whether a template has one of these values for an annotation.
 fn asks(found: &Found, namespace: &str, template: &str, annotation: &str, values: &[&str]) -> bool {
     found.templates.iter().any(|one| {
         one.namespace().as_deref() == Some(namespace)

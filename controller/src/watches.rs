@@ -13,9 +13,9 @@ use k8s_openapi::{
 use kube::{Resource, ResourceExt};
 use tokio::task::JoinSet;
 use torpor_api::{
-    PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxClaim, SandboxNode, SandboxSnapshot,
-    SandboxTemplate, SandboxWarmPool, SnapshotClass, SnapshotReason, annotations, conditions,
-    labels, node::is_silence, reasons::restored,
+    OperatingMode, PodSnapshot, PodSnapshotManualTrigger, Sandbox, SandboxClaim, SandboxNode,
+    SandboxSnapshot, SandboxTemplate, SandboxWarmPool, SnapshotClass, SnapshotReason, annotations,
+    conditions, labels, node::is_silence, reasons::restored,
 };
 
 pub use self::trim::{trim_node, trim_pod, trim_snapshot, trim_staged};
@@ -457,7 +457,13 @@ fn names(sandbox: &Sandbox, annotation: &str, value: &str) -> bool {
 fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
     let abilities = |node: &Option<Arc<SandboxNode>>| {
         let status = node.as_ref()?.status.clone()?;
-        Some((status.runtimes, status.fingerprint, status.runsc_builds))
+        let serves = status.image_server.is_some();
+        Some((
+            status.runtimes,
+            status.fingerprint,
+            status.runsc_builds,
+            serves,
+        ))
     };
     let is_able = abilities(&change.before) != abilities(&change.after);
     let Some(node) = change.after.as_ref().or(change.before.as_ref()) else {
@@ -475,7 +481,10 @@ fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
             return false;
         };
         let restored = conditions::find(&status.conditions, conditions::RESTORED);
-        is_able && status.node_name == name
+        // The Pod of a running Sandbox without a node may wait for another one.
+        let is_pending =
+            status.node_name.is_empty() && sandbox.spec.operating_mode == OperatingMode::Running;
+        is_able && (status.node_name == name || is_pending)
             || restored.is_some_and(|condition| condition.status == "False")
     });
     let asleep = caches.snapshots.filtered(|snapshot| {

@@ -1,7 +1,7 @@
 use kube::runtime::watcher::Event;
 use serde_json::{Value, json};
 use torpor_api::PodRecord;
-use torpor_api::node::SandboxReport;
+use torpor_api::node::{ImageServer, SandboxReport};
 
 use super::*;
 
@@ -87,6 +87,38 @@ fn a_build_that_the_operator_brings_to_a_node_queues_the_sandboxes_that_wait_for
     let keys = waiting_for_node(&change, &caches);
     let names: Vec<_> = keys.into_iter().map(|key| key.1).collect();
     assert_eq!(names, ["waits"]);
+}
+
+#[test]
+fn a_node_that_begins_to_serve_images_queues_the_sandboxes_that_wait_for_a_node() {
+    let caches = Caches::default();
+    let with = |name: &str, node: &str, mode: OperatingMode| {
+        let mut sandbox = asking(name, "Restored", node);
+        sandbox.spec.operating_mode = mode;
+        let status = sandbox.status.as_mut().unwrap();
+        status.conditions.clear();
+        status.node_name = node.to_owned();
+        sandbox
+    };
+    caches.sandboxes.apply(Event::Init);
+    for sandbox in [
+        with("pending", "", OperatingMode::Running),
+        with("elsewhere", "n2", OperatingMode::Running),
+        with("suspended", "", OperatingMode::Suspended),
+    ] {
+        caches.sandboxes.apply(Event::InitApply(sandbox));
+    }
+    caches.sandboxes.apply(Event::InitDone);
+    let before = node(&json!([]), "2026-01-01T00:00:00Z");
+    let mut serving = SandboxNode::clone(&before);
+    serving.status.as_mut().unwrap().image_server = Some(ImageServer::default());
+    let change = Change {
+        before: Some(before),
+        after: Some(Arc::new(serving)),
+    };
+    let keys = waiting_for_node(&change, &caches);
+    let names: Vec<_> = keys.into_iter().map(|key| key.1).collect();
+    assert_eq!(names, ["pending"]);
 }
 
 #[test]

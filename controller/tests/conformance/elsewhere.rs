@@ -401,3 +401,24 @@ async fn a_pod_that_waits_for_a_node_is_made_anew_once_the_node_serves_the_image
     world.settle().await;
     assert_eq!(nodes(&world), ["n1", "n2"]);
 }
+
+/// The node of the image is silent for a while, so that nobody can fetch the image meanwhile. The
+/// Pod that fetched it before may run.
+#[tokio::test]
+async fn no_second_pod_is_made_on_a_node_that_gives_its_image_no_more() {
+    let (world, name) = served().await;
+    taken_by(&world, &name, r#"{"nodeName":"n2","uid":"pod-before"}"#);
+    claim(&world, "pod-before", "Claimed");
+    serves(&world, "n1", false);
+    world.edit_sandbox(&mode("Running"));
+    world.settle().await;
+    assert_eq!(world.pod(), None);
+    assert_eq!(
+        world.condition("Restored").expect("a condition").1,
+        "ImageClaimed"
+    );
+    claim(&world, "pod-before", "Released");
+    world.let_time_pass();
+    world.settle().await;
+    assert_eq!(nodes(&world), ["n1"]);
+}

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::{Api, Client};
-use torpor_api::annotations;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::{Api, Client, Resource};
 use torpor_api::node::{ImageServer, SandboxNode};
+use torpor_api::{Sandbox, annotations};
 use torpor_core::ids::PodUid;
 
 use super::identity::CertificateDigest;
@@ -75,6 +75,17 @@ fn check_pod(request: &Request, here: &str, pod: Option<&ObjectMeta>) -> Result<
             request.node, request.pod
         ));
     };
+    // A kubelet that was taken over makes mirror Pods of its node, with any annotations: their
+    // owner is the Node (admission plug-in NodeRestriction).
+    let mut owners = pod.owner_references.iter().flatten();
+    let is_of_sandbox = |owner: &OwnerReference| {
+        owner.controller == Some(true)
+            && owner.kind == Sandbox::kind(&())
+            && owner.api_version == Sandbox::api_version(&())
+    };
+    if !owners.any(is_of_sandbox) {
+        return denied(format!("Pod {} is of no Sandbox", request.pod));
+    }
     let none = BTreeMap::new();
     let annotated = pod.annotations.as_ref().unwrap_or(&none);
     let says = |key: &str, value: &str| annotated.get(key).is_some_and(|found| found == value);
@@ -130,7 +141,13 @@ mod tests {
 
     fn pod(annotations: serde_json::Value, deleted: bool) -> ObjectMeta {
         let deleted = deleted.then_some("2026-11-28T00:00:00Z");
-        let meta = json!({ "annotations": annotations, "deletionTimestamp": deleted });
+        let owner = json!({
+            "apiVersion": Sandbox::api_version(&()), "kind": "Sandbox", "name": "s", "uid": "s",
+            "controller": true,
+        });
+        let meta = json!({
+            "annotations": annotations, "deletionTimestamp": deleted, "ownerReferences": [owner],
+        });
         serde_json::from_value(meta).expect("metadata")
     }
 
@@ -170,6 +187,12 @@ mod tests {
         assert_eq!(check(Some(&pod(wishes(), false))), Ok(of_pod));
         assert_eq!(check(None), Err(Reason::Denied));
         assert_eq!(check(Some(&pod(wishes(), true))), Err(Reason::Denied));
+        let mut mirror = pod(wishes(), false);
+        let owner = mirror.owner_references.iter_mut().flatten().next();
+        owner.expect("an owner").kind = "Node".to_owned();
+        assert_eq!(check(Some(&mirror)), Err(Reason::Denied), "a mirror Pod");
+        mirror.owner_references = None;
+        assert_eq!(check(Some(&mirror)), Err(Reason::Denied), "a Pod of nobody");
         for (key, value) in [
             (annotations::RESTORE_IMAGE, json!("saved.2")),
             (annotations::RESTORE_IMAGE, json!(null)),

@@ -28,7 +28,7 @@ use torpor_snapshots::manifest::MAX_BYTES;
 
 use super::admit::image_server;
 use super::identity::{CertificateDigest, Identity, IdentityError};
-use super::protocol::{MANIFEST_LENGTH, NODE, POD, Reason, Request};
+use super::protocol::{MANIFEST_LENGTH, NODE, POD, Reason, Request, STALLED, time_limit};
 use crate::reconcile::driver::ask;
 use crate::reconcile::observe::words;
 
@@ -36,8 +36,6 @@ use crate::reconcile::observe::words;
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// Time limit of an answer's head: the other node asks the apiserver twice.
 const ANSWER_LIMIT: Duration = Duration::from_secs(45);
-/// Time without data after which the other node counts as lost.
-const STALLED: Duration = Duration::from_secs(30);
 /// Most bytes of a refusal's words.
 const MAX_WORDS: usize = 1024;
 /// Bytes that are written together.
@@ -60,7 +58,7 @@ pub(crate) enum Error {
     Identity(#[from] IdentityError),
     #[error("the connection to node {node:?} failed: {}", words(.source))]
     Connection { node: String, source: hyper::Error },
-    #[error("node {node:?} did not go on for {limit:?}")]
+    #[error("node {node:?} did not go on within {limit:?}")]
     Stalled { node: String, limit: Duration },
     #[error("node {node:?} refuses the image ({reason:?}): {words}")]
     Refused {
@@ -68,6 +66,7 @@ pub(crate) enum Error {
         reason: &'static str,
         words: String,
         is_final: bool,
+        is_busy: bool,
     },
     #[error("node {node:?} sends another content than its answer says: {why}")]
     Content { node: String, why: &'static str },
@@ -91,7 +90,13 @@ impl Error {
         matches!(self, Self::Refused { is_final: true, .. })
     }
 
+    /// Reports whether the node sends as many images as it may.
+    pub(crate) fn is_busy(&self) -> bool {
+        matches!(self, Self::Refused { is_busy: true, .. })
+    }
+
     fn refused(node: &str, reason: Reason, words: String) -> Self {
+        let is_busy = reason == Reason::Busy;
         let (reason, is_final) = match reason {
             Reason::Missing => (reasons::IMAGE_MISSING, true),
             Reason::Consumed => (reasons::IMAGE_STALE, true),
@@ -104,6 +109,7 @@ impl Error {
             reason,
             words,
             is_final,
+            is_busy,
         }
     }
 }
@@ -276,6 +282,18 @@ impl Offer {
     /// Downloads all files into `files`, in the order of the manifest, which is the offer's. The
     /// caller compares the files with the manifest's digests.
     pub(crate) async fn download(
+        &mut self,
+        manifest: &Manifest,
+        files: Vec<File>,
+        progress: &Progress,
+    ) -> Result<(), Error> {
+        let limit = time_limit(manifest.size());
+        let node = self.node.clone();
+        let done = timeout(limit, self.download_all(manifest, files, progress)).await;
+        done.unwrap_or(Err(Error::Stalled { node, limit }))
+    }
+
+    async fn download_all(
         &mut self,
         manifest: &Manifest,
         files: Vec<File>,

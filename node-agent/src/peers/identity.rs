@@ -8,6 +8,7 @@ use rcgen::{CertificateParams, KeyPair};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls13_signature};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
+use rustls::server::NoServerSessionStorage;
 use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::version::TLS13;
 use rustls::{
@@ -91,10 +92,13 @@ impl Identity {
     pub(super) fn server(&self) -> Result<Arc<ServerConfig>, IdentityError> {
         let provider = Arc::new(aws_lc_rs::default_provider());
         let peer = Arc::new(Peer::new(None, &provider));
-        let config = ServerConfig::builder_with_provider(provider)
+        let mut config = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(&[&TLS13])?
             .with_client_cert_verifier(peer)
             .with_single_cert(vec![self.certificate.clone()], self.key.clone_key())?;
+        // No client resumes a session, and each would hold its certificate in memory.
+        config.send_tls13_tickets = 0;
+        config.session_storage = Arc::new(NoServerSessionStorage {});
         Ok(Arc::new(config))
     }
 

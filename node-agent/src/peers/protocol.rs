@@ -5,6 +5,8 @@
 //! `manifest.json`, whose length is in `torpor-manifest-length`, and then the content of its files
 //! in the manifest's order. Any other status has words as its body.
 
+use std::time::Duration;
+
 use hyper::header::HeaderMap;
 use hyper::{StatusCode, Uri};
 use torpor_core::ids::{ImageId, Namespace, PodUid};
@@ -19,6 +21,16 @@ pub(super) const MANIFEST_LENGTH: &str = "torpor-manifest-length";
 const PREFIX: &str = "/v1/images/";
 /// Longest name of a node (RFC 1123 subdomain, as Kubernetes checks it).
 const LONGEST_NAME: usize = 253;
+
+/// Least bytes a second of a transfer, beside [`STALLED`].
+const SLOWEST: u64 = 1 << 20;
+/// Time without progress after which the other end counts as lost.
+pub(super) const STALLED: Duration = Duration::from_secs(30);
+
+/// Returns the time limit of a transfer of as many bytes.
+pub(super) fn time_limit(bytes: u64) -> Duration {
+    STALLED + Duration::from_secs(bytes / SLOWEST)
+}
 
 /// Request for an image.
 #[derive(Debug, Clone, PartialEq, Eq)]

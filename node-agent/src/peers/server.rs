@@ -21,17 +21,17 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use kube::Client;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use torpor_api::node::ImageServer;
 use torpor_daemon::serve::{Bounds, each, listen};
-use torpor_snapshots::Image;
+use torpor_snapshots::{Image, ImageError};
 
 use super::admit::{admit, check_image};
 use super::identity::{CertificateDigest, Identity, IdentityError};
-use super::protocol::{MANIFEST_LENGTH, Reason, Refusal, Request};
+use super::protocol::{MANIFEST_LENGTH, Reason, Refusal, Request, STALLED, time_limit};
 use crate::reconcile::node::Node;
 use crate::reconcile::observe::words;
 use crate::report::metrics::Metrics;
@@ -49,8 +49,8 @@ const ASKED_AT_ONCE: usize = 4;
 const HEAD_LIMIT: Duration = Duration::from_secs(5);
 /// Size limit of a request's head, in bytes.
 const MAX_HEAD: usize = 16 * 1024;
-/// Time without progress after which a client has lost its connection.
-const STALLED: Duration = Duration::from_secs(30);
+/// Time for which a request waits until fewer images are sent.
+const BUSY_LIMIT: Duration = Duration::from_secs(20);
 /// Bytes that are read and sent together, and how many such pieces wait for the network. The
 /// allocator takes larger ones from the kernel each time, which costs more than the copy.
 const PIECE: usize = 64 * 1024;
@@ -95,17 +95,26 @@ impl Server {
         }
     }
 
-    async fn connection(self: Arc<Self>, acceptor: TlsAcceptor, stream: TcpStream) {
+    /// Answers a connection. Returns once it is over or its request is admitted: other clients
+    /// cannot take the place of an image that is being sent.
+    async fn connection(
+        self: Arc<Self>,
+        acceptor: TlsAcceptor,
+        stream: TcpStream,
+        ends: CancellationToken,
+    ) {
         let Ok(Ok(stream)) = timeout(HEAD_LIMIT, acceptor.accept(stream)).await else {
             return;
         };
         let certificate = CertificateDigest::of_peer(stream.get_ref().1.peer_certificates());
-        let stalled = CancellationToken::new();
-        let service = service_fn(|request| {
-            let (server, stalled) = (self.clone(), stalled.clone());
+        let admitted = Arc::new(Notify::new());
+        let guard = ends.clone().drop_guard();
+        let (notify, stop) = (admitted.clone(), ends.clone());
+        let service = service_fn(move |request| {
+            let (server, stop, admitted) = (self.clone(), stop.clone(), notify.clone());
             let certificate = certificate.clone();
             async move {
-                let answer = server.respond(&request, certificate.as_ref(), stalled);
+                let answer = server.respond(&request, certificate.as_ref(), &admitted, stop);
                 Ok::<_, Infallible>(answer.await)
             }
         });
@@ -115,8 +124,15 @@ impl Server {
             .max_buf_size(MAX_HEAD)
             .keep_alive(false);
         let serving = http.serve_connection(TokioIo::new(stream), service);
-        if let Some(Err(error)) = stalled.run_until_cancelled(serving).await {
-            tracing::debug!(%error, "a connection of another node failed");
+        let serving = tokio::spawn(async move {
+            if let Some(Err(error)) = ends.run_until_cancelled(serving).await {
+                tracing::debug!(%error, "a connection of another node failed");
+            }
+        });
+        // Cancel-safe: both arms only wait.
+        tokio::select! {
+            _ = serving => {}
+            () = admitted.notified() => drop(guard.disarm()),
         }
     }
 
@@ -124,9 +140,10 @@ impl Server {
         self: &Arc<Self>,
         request: &hyper::Request<Incoming>,
         certificate: Option<&CertificateDigest>,
+        admitted: &Notify,
         stalled: CancellationToken,
     ) -> Response<Body> {
-        match self.open(request, certificate).await {
+        match self.open(request, certificate, admitted).await {
             Ok((content, permit)) => self.send(content, permit, stalled),
             Err(refusal) => {
                 let Refusal { reason, words } = &refusal;
@@ -145,27 +162,32 @@ impl Server {
         &self,
         request: &hyper::Request<Incoming>,
         certificate: Option<&CertificateDigest>,
+        admitted: &Notify,
     ) -> Result<(Content, OwnedSemaphorePermit), Refusal> {
         let parsed = Request::parse(request.uri(), request.headers());
         let wanted = parsed.filter(|_| request.method() == Method::GET);
         let wanted = wanted
             .ok_or_else(|| Refusal::new(Reason::Malformed, "this is no request for an image"))?;
-        let busy = |_| Refusal::new(Reason::Busy, "this node sends as many images as it may");
         let used = {
             let _turn = self.asks.acquire().await;
             admit(&self.client, &self.name, &wanted, certificate).await?
         };
-        let permit = self.sends.clone().try_acquire_owned().map_err(busy)?;
+        admitted.notify_one();
+        let turn = timeout(BUSY_LIMIT, self.sends.clone().acquire_owned()).await;
+        let permit = turn.ok().and_then(Result::ok).ok_or_else(|| {
+            Refusal::new(Reason::Busy, "this node sends as many images as it may")
+        })?;
         let node = self.node.clone();
         let opened = tokio::task::spawn_blocking(move || {
             let found = node.store.image(&wanted.namespace, &wanted.image);
-            let image = found.map_err(|error| Refusal::new(Reason::Missing, words(&error)))?;
             let unreadable = |error: &dyn std::error::Error| {
-                Refusal::new(
-                    Reason::Unavailable,
-                    format!("the image is unreadable: {error}"),
-                )
+                let words = format!("the image is unreadable: {error}");
+                Refusal::new(Reason::Unavailable, words)
             };
+            let image = found.map_err(|error| match error {
+                ImageError::Missing { .. } => Refusal::new(Reason::Missing, words(&error)),
+                error => unreadable(&error),
+            })?;
             let consumed_by = image.consumed_by().map_err(|error| unreadable(&error))?;
             let digest = image.digest().to_string();
             check_image(&used, &digest, consumed_by.as_ref())?;
@@ -192,6 +214,11 @@ impl Server {
         let size = manifest as u64 + content.image.manifest().size();
         let (pieces, receiver) = mpsc::channel(PIECES);
         let (server, runtime) = (self.clone(), Handle::current());
+        let slow = stalled.clone();
+        tokio::spawn(async move {
+            let ended = timeout(time_limit(size), slow.cancelled()).await;
+            ended.unwrap_or_else(|_| slow.cancel());
+        });
         tokio::task::spawn_blocking(move || {
             let _permit = permit;
             let begun = Instant::now();
@@ -280,12 +307,9 @@ pub(super) fn serve_on(
     let acceptor = TlsAcceptor::from(server.identity.server()?);
     let (server, ends) = (Arc::new(server), stop.clone());
     let answer = move |stream| {
-        let serving = server.clone().connection(acceptor.clone(), stream);
-        let ends = ends.clone();
-        async move {
-            // The other node tries again.
-            let _ = ends.run_until_cancelled(serving).await;
-        }
+        let serving = server.clone();
+        // The other node tries again.
+        serving.connection(acceptor.clone(), stream, ends.child_token())
     };
     Ok(each(listener, CONNECTIONS, answer, stop))
 }

@@ -77,6 +77,10 @@ impl World {
             json!({
                 "metadata": {
                     "name": "q", "namespace": "n",
+                    "ownerReferences": [{
+                        "apiVersion": "agents.x-k8s.io/v1beta1", "kind": "Sandbox", "name": "s",
+                        "uid": "s", "controller": true,
+                    }],
                     "annotations": {
                         annotations::RESTORE_IMAGE: "p.1", annotations::RESTORE_NODE: "holder",
                         annotations::RESTORE_DIGEST: digest,

@@ -51,7 +51,7 @@ use work::Work;
 const PROGRESS: Duration = Duration::from_secs(2);
 /// Pause after a failure to write the claims, and while it is not known how a Pod ended.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
-/// Time for which a Pod that may start cold waits for a repository that does not answer.
+/// Time for which a Pod that may start cold waits for a node or a repository that does not answer.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(60);
 
 /// Error of one attempt to fetch an image.
@@ -100,6 +100,23 @@ impl Error {
             Self::Corrupt(_) => true,
             Self::Class(_) | Self::NoRoom(_) | Self::Disk(_) | Self::Ask(_) => false,
         }
+    }
+}
+
+impl Error {
+    /// Reports whether the image may be fetched from another place nevertheless. A node whose Pod
+    /// has continued from the image decides for all places.
+    fn is_of_place(&self) -> bool {
+        match self {
+            Self::Peer(error) => error.reason() != reasons::IMAGE_STALE,
+            Self::Corrupt(_) => true,
+            _ => false,
+        }
+    }
+
+    /// Reports whether the node that has the image only has no time for it.
+    fn is_busy(&self) -> bool {
+        matches!(self, Self::Peer(error) if error.is_busy())
     }
 }
 
@@ -376,9 +393,9 @@ impl Fetches {
             .iter()
             .filter(|other| other.is_open() && other.place == want.place)
         {
-            // A Pod that may start cold gives the repository time; another one waits anyway.
+            // A Pod that may start cold gives node or repository time; another one waits anyway.
             let is_told = match other.cold_start {
-                true => since.elapsed() >= GIVEN_UP_AFTER,
+                true => since.elapsed() >= GIVEN_UP_AFTER && !error.is_busy(),
                 false => error.is_final(),
             };
             match is_told {
@@ -418,7 +435,7 @@ impl Fetches {
                 .fetch_from(want, Some(holder), progress, cancelled)
                 .await
             {
-                Err(Error::Peer(error)) if want.class.is_some() => {
+                Err(error) if want.class.is_some() && error.is_of_place() => {
                     let image = &want.place.1;
                     tracing::info!(%error, %image, "the image comes from its repository instead");
                 }
@@ -592,6 +609,24 @@ mod tests {
                 .expect("a want")
                 .is_open()
         );
+    }
+
+    #[test]
+    fn a_repository_stands_in_for_a_node_unless_the_memory_ran_there() {
+        let refused = |reason| {
+            Error::Peer(client::Error::Refused {
+                node: "n".to_owned(),
+                reason,
+                words: String::new(),
+                is_final: true,
+                is_busy: false,
+            })
+        };
+        assert!(refused(reasons::IMAGE_MISSING).is_of_place());
+        assert!(refused(reasons::SOURCE_NODE_UNAVAILABLE).is_of_place());
+        assert!(!refused(reasons::IMAGE_STALE).is_of_place());
+        assert!(Error::Corrupt(String::new()).is_of_place());
+        assert!(!Error::NoRoom(String::new()).is_of_place());
     }
 
     #[test]

@@ -116,6 +116,10 @@ pub(super) fn nodes(
     origin: &str,
     copy: bool,
 ) -> Result<Vec<String>, Obstacle> {
+    // A Pod elsewhere may have taken the image also if it can be fetched no more.
+    if !copy && let Some(claim) = open_claim(observed, snapshot, origin) {
+        return Err(claim);
+    }
     let here = origin_can(desired, observed, snapshot, origin);
     if !snapshot.is_uploaded() && !is_served(observed, snapshot, origin) {
         here?;
@@ -123,9 +127,6 @@ pub(super) fn nodes(
             true => Err(uploading(snapshot, origin)),
             false => Ok(vec![origin.to_owned()]),
         };
-    }
-    if !copy && let Some(claim) = open_claim(observed, snapshot, origin) {
-        return Err(claim);
     }
     if !copy && may_be_taken_on(snapshot, origin) {
         return here.map(|()| vec![origin.to_owned()]);
@@ -316,8 +317,8 @@ fn serves(observed: &Observed, node: &str) -> bool {
     status.is_some_and(|status| status.image_server.is_some())
 }
 
-/// Reports whether a Pod waits for the image's own node, and other nodes can fetch the image since
-/// the Pod was made.
+/// Reports whether a Pod, which is no copy, waits for the image's own node, and other nodes can
+/// fetch the image since the Pod was made.
 pub(super) fn has_more_places(
     desired: &Desired<'_>,
     observed: &Observed,
@@ -330,9 +331,8 @@ pub(super) fn has_more_places(
         && !pod.annotations().contains_key(annotations::RESTORE_DIGEST)
         && scheduled.is_some_and(|scheduled| scheduled.reason == "Unschedulable");
     let origin = pod_node(observed, snapshot).filter(|_| waits);
-    let copy = pod.annotations().contains_key(annotations::RESTORE_COPY);
     origin.is_some_and(|origin| {
-        let nodes = nodes(desired, observed, snapshot, origin, copy);
+        let nodes = nodes(desired, observed, snapshot, origin, false);
         nodes.is_ok_and(|nodes| nodes.iter().any(|node| node != origin))
     })
 }
