@@ -66,7 +66,7 @@ pub(crate) struct Server {
     /// Name of this node.
     name: String,
     metrics: Arc<Metrics>,
-    sends: Arc<Semaphore>,
+    pub(super) sends: Arc<Semaphore>,
     asks: Semaphore,
 }
 

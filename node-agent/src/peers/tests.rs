@@ -5,8 +5,11 @@ use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Value, json};
+use tokio::io::AsyncReadExt;
+use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use torpor_api::annotations;
@@ -21,7 +24,10 @@ use super::{Identity, described};
 use crate::reconcile::node::Node;
 use crate::reconcile::steps_for_tests::node_in;
 use crate::report::metrics::Metrics;
-use crate::report::sandboxes::left::tests::image_in;
+use crate::report::sandboxes::left::tests::image_with;
+
+/// Bytes of the image: more than the buffers between both ends take.
+const SIZE: usize = 16 << 20;
 
 /// Two nodes: `holder` serves the image `p.1`, and Pod `q` of node `asking` continues from it.
 struct World {
@@ -30,6 +36,8 @@ struct World {
     image: ImageId,
     pod: PodUid,
     peers: Peers,
+    /// Images that the holder may still send at once.
+    sends: Arc<Semaphore>,
     /// Identity of the holder's agent.
     holder: Arc<Identity>,
     address: SocketAddr,
@@ -48,7 +56,7 @@ fn identity() -> Arc<Identity> {
 impl World {
     async fn new(dir: &Path) -> Self {
         let (api, node) = (Apiserver::new(), Arc::new(node_in(dir)));
-        let image = image_in(&node, "p.1");
+        let image = image_with(&node, "p.1", &vec![7; SIZE]);
         let (holder, asking) = (identity(), identity());
         let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await;
         let listener = listener.expect("bound");
@@ -62,7 +70,7 @@ impl World {
             "holder".to_owned(),
             metrics,
         );
-        let stop = CancellationToken::new();
+        let (sends, stop) = (server.sends.clone(), CancellationToken::new());
         let serving = serve_on(server, listener, stop.clone()).expect("TLS works");
         let serving = tokio::spawn(serving);
         let peers = Peers {
@@ -96,6 +104,7 @@ impl World {
             node,
             image,
             peers,
+            sends,
             holder,
             address,
             stop,
@@ -147,15 +156,12 @@ impl World {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_node_gets_an_image_that_its_pod_continues_from() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let world = World::new(dir.path()).await;
-    let mut offer = world.ask().await.expect("an offer");
+/// Downloads an image into a directory, and checks it.
+async fn is_downloaded(mut offer: super::client::Offer, dir: &Path, expected: &str) {
     let (manifest, digest) = Manifest::decode(offer.manifest()).expect("a manifest");
-    assert_eq!(digest.to_string(), world.digest());
+    assert_eq!(digest.to_string(), expected);
     let paths: Vec<_> = (0..manifest.files.len())
-        .map(|at| dir.path().join(at.to_string()))
+        .map(|at| dir.join(at.to_string()))
         .collect();
     let files = paths.iter().map(|path| File::create(path).expect("a file"));
     let (files, progress) = (files.collect(), Progress::default());
@@ -171,6 +177,14 @@ async fn a_node_gets_an_image_that_its_pod_continues_from() {
             entry.name
         );
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_gets_an_image_that_its_pod_continues_from() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let world = World::new(dir.path()).await;
+    let offer = world.ask().await.expect("an offer");
+    is_downloaded(offer, dir.path(), &world.digest()).await;
     world.end().await;
 }
 
@@ -245,5 +259,38 @@ async fn a_node_without_a_server_and_a_server_that_is_gone_are_named() {
     let refused = world.ask().await.err().expect("no offer");
     assert!(refused.to_string().contains("127.0.0.1:1"), "{refused}");
     assert!(!refused.is_final());
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_waits_until_fewer_images_are_sent() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let world = World::new(dir.path()).await;
+    let all = u32::try_from(world.sends.available_permits()).expect("a number");
+    let sent = world.sends.clone().acquire_many_owned(all).await;
+    let mut asking = Box::pin(world.ask());
+    let early = tokio::time::timeout(Duration::from_millis(300), &mut asking).await;
+    assert!(early.is_err(), "it got an answer before its turn");
+    drop(sent);
+    let answer = asking.await;
+    answer.expect("an offer");
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_connections_do_not_take_the_place_of_an_image_that_is_sent() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let world = World::new(dir.path()).await;
+    let offer = world.ask().await.expect("an offer");
+    // Many more than one address may have.
+    let mut idle = Vec::new();
+    for _ in 0..40 {
+        idle.push(tokio::net::TcpStream::connect(world.address).await);
+    }
+    // The server has ended the oldest of them by then.
+    let mut first = idle.remove(0).expect("connected");
+    let ended = first.read(&mut [0]).await;
+    assert!(matches!(ended, Ok(0) | Err(_)), "{ended:?}");
+    is_downloaded(offer, dir.path(), &world.digest()).await;
     world.end().await;
 }

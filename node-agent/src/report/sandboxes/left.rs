@@ -101,12 +101,17 @@ pub(crate) mod tests {
 
     /// Makes a committed image of a Pod of Sandbox `s` in namespace `n`.
     pub(crate) fn image_in(node: &Node, id: &str) -> ImageId {
+        image_with(node, id, b"memory")
+    }
+
+    /// Makes a committed image with this content.
+    pub(crate) fn image_with(node: &Node, id: &str, content: &[u8]) -> ImageId {
         let id = ImageId::parse(id).expect("an image's name");
         let namespace = Namespace::new("n").expect("a name");
         let partial = node.store.begin(&namespace, &id).expect("begun");
         let file = partial.open_file("pages.img").expect("a file");
         let mut file = std::fs::File::from(file);
-        file.write_all(b"memory").expect("written");
+        file.write_all(content).expect("written");
         let draft = ManifestDraft {
             pod_name: "s-pod".to_owned(),
             sandbox_name: "s".to_owned(),
