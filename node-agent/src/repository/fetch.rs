@@ -25,11 +25,10 @@ use torpor_snapshots::{Manifest, Partial, SaveError};
 
 use super::ask;
 use super::claims::{self, Claims, READ_AGAIN};
-use super::classes::{self, Repositories};
+use super::classes::Repositories;
 use super::retries::wait_until;
-use crate::peers::client::{self, Peers};
+use crate::peers::client::Peers;
 use crate::reconcile::desired::condition;
-use crate::reconcile::driver::ask::Error as AskError;
 use crate::reconcile::node::Node;
 use crate::reconcile::observe::words;
 use crate::reconcile::snapshot_index::SnapshotIndex;
@@ -38,11 +37,13 @@ use crate::report::metrics::Metrics;
 use crate::report::publish::Publisher;
 
 mod disk;
+mod error;
 mod plan;
 mod source;
 mod work;
 
 use disk::{held, is_own, settle};
+use error::{Error, disk_error};
 use plan::{Ended, Held, Place, Plan, Seen, Use, Want, parsed};
 use source::Source;
 use work::Work;
@@ -53,76 +54,6 @@ const PROGRESS: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// Time for which a Pod that may start cold waits for a node or a repository that does not answer.
 const GIVEN_UP_AFTER: Duration = Duration::from_secs(60);
-
-/// Error of one attempt to fetch an image.
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error(transparent)]
-    Class(#[from] classes::Error),
-    #[error("{}", .0.words())]
-    Repository(#[from] torpor_repository::Error),
-    #[error(transparent)]
-    Peer(#[from] client::Error),
-    #[error("{0}")]
-    Corrupt(String),
-    #[error("{0}")]
-    NoRoom(String),
-    #[error("cannot write the image to this node's disk: {0}")]
-    Disk(String),
-    #[error("{}", words(.0))]
-    Ask(#[from] AskError),
-}
-
-impl Error {
-    fn reason(&self) -> &'static str {
-        match self {
-            Self::Class(_) | Self::Ask(_) => reasons::REPOSITORY_UNAVAILABLE,
-            Self::Peer(error) => error.reason(),
-            Self::Repository(error) => match error.reason() {
-                "RepositoryDenied" => reasons::REPOSITORY_DENIED,
-                "ImageMissing" => reasons::IMAGE_MISSING,
-                "ImageCorrupt" => reasons::IMAGE_CORRUPT,
-                "KeyMissing" => reasons::KEY_MISSING,
-                "ImageUnreadable" => reasons::RESTORE_FAILED,
-                _ => reasons::REPOSITORY_UNAVAILABLE,
-            },
-            Self::Corrupt(_) => reasons::IMAGE_CORRUPT,
-            Self::NoRoom(_) => reasons::NO_ROOM,
-            Self::Disk(_) => reasons::RESTORE_FAILED,
-        }
-    }
-
-    /// Reports whether another attempt fails too, as far as this node can tell.
-    fn is_final(&self) -> bool {
-        match self {
-            Self::Repository(error) => error.is_final(),
-            Self::Peer(error) => error.is_final(),
-            Self::Corrupt(_) => true,
-            Self::Class(_) | Self::NoRoom(_) | Self::Disk(_) | Self::Ask(_) => false,
-        }
-    }
-}
-
-impl Error {
-    /// Reports whether the image may be fetched from another place nevertheless. A node whose Pod
-    /// has continued from the image decides for all places.
-    fn is_of_place(&self) -> bool {
-        match self {
-            Self::Peer(error) => error.reason() != reasons::IMAGE_STALE,
-            Self::Corrupt(_) => true,
-            _ => false,
-        }
-    }
-
-    /// Reports whether the node that has the image only has no time for it.
-    fn is_busy(&self) -> bool {
-        matches!(self, Self::Peer(error) if error.is_busy())
-    }
-}
-
-fn disk_error(error: &dyn std::fmt::Display) -> Error {
-    Error::Disk(error.to_string())
-}
 
 /// The downloads of this node.
 pub(crate) struct Fetches {
@@ -609,24 +540,6 @@ mod tests {
                 .expect("a want")
                 .is_open()
         );
-    }
-
-    #[test]
-    fn a_repository_stands_in_for_a_node_unless_the_memory_ran_there() {
-        let refused = |reason| {
-            Error::Peer(client::Error::Refused {
-                node: "n".to_owned(),
-                reason,
-                words: String::new(),
-                is_final: true,
-                is_busy: false,
-            })
-        };
-        assert!(refused(reasons::IMAGE_MISSING).is_of_place());
-        assert!(refused(reasons::SOURCE_NODE_UNAVAILABLE).is_of_place());
-        assert!(!refused(reasons::IMAGE_STALE).is_of_place());
-        assert!(Error::Corrupt(String::new()).is_of_place());
-        assert!(!Error::NoRoom(String::new()).is_of_place());
     }
 
     #[test]
