@@ -7,6 +7,8 @@
 //! RuntimeClass may also carry the idle times: the agent reads them where the Pod does not set
 //! them.
 
+use std::collections::BTreeMap;
+
 use crate::documented::documented;
 
 pub use archive_after::ArchiveAfter;
@@ -314,6 +316,16 @@ pub const ON_POD: [&str; 26] = [
     NET_RAW,
     POD_TRACE_CONTEXT,
 ];
+
+/// Value of [`GOLDEN`] that lets the golden sandboxes of further nodes continue from the first
+/// node's image.
+pub const GOLDEN_SHARED: &str = "shared";
+
+/// Reports whether a template with these annotations has golden images.
+pub fn is_golden(template: &BTreeMap<String, String>) -> bool {
+    let value = template.get(GOLDEN);
+    value.is_some_and(|value| value == "true" || value == GOLDEN_SHARED)
+}
 
 /// Reports whether a key is reserved, so that a pod template's annotation of it is not copied to
 /// the Pod.

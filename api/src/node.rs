@@ -428,6 +428,13 @@ impl SandboxNode {
         heartbeat.is_some_and(|heartbeat| is_silence(heartbeat.0, now))
     }
 
+    /// Reports whether the node gives its images to other nodes that do so too. A node without a
+    /// server has no certificate with which it could ask another one.
+    pub fn serves_images(&self) -> bool {
+        let status = self.status.as_ref();
+        status.is_some_and(|status| status.image_server.is_some())
+    }
+
     /// Returns the capabilities of a runtime handler; none for an unknown handler.
     pub fn capabilities(&self, handler: &str) -> RuntimeCapabilities {
         self.status

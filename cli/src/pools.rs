@@ -142,15 +142,17 @@ fn count(counts: &mut Counts, member: &Sandbox) {
     }
 }
 
-/// Reports whether a template has one of these values for an annotation.
-fn asks(found: &Found, namespace: &str, template: &str, annotation: &str, values: &[&str]) -> bool {
+/// Reports whether a template has annotations as `wants` asks for them.
+fn asks(
+    found: &Found,
+    namespace: &str,
+    template: &str,
+    wants: impl Fn(&BTreeMap<String, String>) -> bool,
+) -> bool {
     found.templates.iter().any(|one| {
         one.namespace().as_deref() == Some(namespace)
             && one.name_any() == template
-            && one
-                .annotations()
-                .get(annotation)
-                .is_some_and(|value| values.contains(&value.as_str()))
+            && wants(one.annotations())
     })
 }
 
@@ -167,13 +169,11 @@ fn is_labelled<K: ResourceExt>(object: &K, namespace: &str, label: &str, value: 
 /// Returns the nodes of the Pods that stage images, each with whether the Pod has ended well; none
 /// where the template does not ask for them.
 fn staged_nodes(namespace: &str, template: &str, found: &Found) -> Option<BTreeMap<String, bool>> {
-    if !asks(
-        found,
-        namespace,
-        template,
-        annotations::STAGE_IMAGES,
-        &["true"],
-    ) {
+    let stages = |all: &BTreeMap<String, String>| {
+        let value = all.get(annotations::STAGE_IMAGES);
+        value.is_some_and(|value| value == "true")
+    };
+    if !asks(found, namespace, template, stages) {
         return None;
     }
     let hash = name_hash(template);
@@ -194,13 +194,7 @@ fn staged_nodes(namespace: &str, template: &str, found: &Found) -> Option<BTreeM
 
 /// Returns the nodes with a golden image; none where the template asks for none.
 fn golden_nodes(namespace: &str, template: &str, found: &Found) -> Option<Vec<String>> {
-    if !asks(
-        found,
-        namespace,
-        template,
-        annotations::GOLDEN,
-        &["true", "shared"],
-    ) {
+    if !asks(found, namespace, template, annotations::is_golden) {
         return None;
     }
     let hash = name_hash(template);

@@ -456,8 +456,8 @@ fn names(sandbox: &Sandbox, annotation: &str, value: &str) -> bool {
 /// without a Pod are queued, which wait for the node or report it as gone.
 fn waiting_for_node(change: &Change<SandboxNode>, caches: &Caches) -> Vec<Key> {
     let abilities = |node: &Option<Arc<SandboxNode>>| {
-        let status = node.as_ref()?.status.clone()?;
-        let serves = status.image_server.is_some();
+        let node = node.as_ref()?;
+        let (status, serves) = (node.status.clone()?, node.serves_images());
         Some((
             status.runtimes,
             status.fingerprint,

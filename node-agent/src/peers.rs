@@ -21,6 +21,8 @@ mod protocol;
 mod server;
 
 pub(crate) use identity::Identity;
+#[cfg(test)]
+pub(crate) use protocol::Reason;
 pub(crate) use server::{Server, described, serve};
 
 #[cfg(test)]

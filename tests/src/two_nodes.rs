@@ -45,8 +45,7 @@ pub async fn on_both(
 pub async fn nodes_serve_images(case: &Case) -> anyhow::Result<bool> {
     let nodes: Api<SandboxNode> = Api::all(case.client());
     let all = nodes.list(&ListParams::default()).await?;
-    let mut statuses = all.items.into_iter().filter_map(|node| node.status);
-    Ok(statuses.any(|status| status.image_server.is_some()))
+    Ok(all.iter().any(SandboxNode::serves_images))
 }
 
 /// Checks that no node gives images to others, so that all come from a repository.

@@ -337,11 +337,7 @@ fn orphaned_reports(reports: &[SandboxNode], nodes: &[Node]) -> Vec<Finding> {
 /// Returns the nodes that give no images to other nodes, where others do.
 fn without_image_server(reports: &[SandboxNode], facts: &Facts) -> Option<Finding> {
     let reporting = reports.iter().filter(|report| !report.is_silent(facts.now));
-    let serves = |report: &&SandboxNode| {
-        let status = report.status.as_ref();
-        status.is_some_and(|status| status.image_server.is_some())
-    };
-    let (serving, without): (Vec<_>, Vec<_>) = reporting.partition(serves);
+    let (serving, without): (Vec<_>, Vec<_>) = reporting.partition(|report| report.serves_images());
     if serving.is_empty() || without.is_empty() {
         return None;
     }

@@ -20,9 +20,6 @@ pub const LIMIT: Duration = Duration::from_secs(600);
 /// cold.
 const UPLOAD: Duration = Duration::from_secs(120);
 
-/// Value of `torpor.dev/golden` that lets nodes share an image.
-const SHARED: &str = "shared";
-
 /// Input of the plan for one template.
 #[derive(Clone, Debug, Default)]
 pub struct Observed {
@@ -78,15 +75,13 @@ pub struct Plan {
 
 /// Reports whether the template asks for golden images.
 pub fn is_wanted(template: &SandboxTemplate) -> bool {
-    let value = template.annotations().get(annotations::GOLDEN);
-    value.is_some_and(|value| value == "true" || value == SHARED)
-        && template.metadata.deletion_timestamp.is_none()
+    annotations::is_golden(template.annotations()) && template.metadata.deletion_timestamp.is_none()
 }
 
 /// Reports whether the golden sandboxes of further nodes continue from the first node's image.
 fn is_shared(template: &SandboxTemplate) -> bool {
     let value = template.annotations().get(annotations::GOLDEN);
-    value.is_some_and(|value| value == SHARED)
+    value.is_some_and(|value| value == annotations::GOLDEN_SHARED)
 }
 
 /// Returns why a template that asks for golden images cannot have them.
@@ -277,12 +272,9 @@ fn plan_next(plan: &mut Plan, observed: &Observed, now: Timestamp) {
     }
 }
 
-/// Reports whether a node gives its images to other nodes that do so too.
 fn serves(observed: &Observed, node: &str, now: Timestamp) -> bool {
-    let mut nodes = observed.nodes.iter();
-    let node = nodes.find(|one| one.name_any() == node && !one.is_silent(now));
-    let status = node.and_then(|node| node.status.as_ref());
-    status.is_some_and(|status| status.image_server.is_some())
+    let found = observed.nodes.iter().find(|one| one.name_any() == node);
+    found.is_some_and(|node| !node.is_silent(now) && node.serves_images())
 }
 
 /// Returns the committed images of this version that their nodes can restore, each with its node.

@@ -211,8 +211,8 @@ async fn gather_cluster(
             observed.cordoned.insert(node);
         }
     }
-    let is_somewhere = |one: &SandboxSnapshot| one.is_uploaded() || one.is_committed();
-    if !observed.snapshots.values().any(|one| is_somewhere(one)) {
+    let mut snapshots = observed.snapshots.values();
+    if !snapshots.any(|one| one.is_uploaded() || one.is_committed()) {
         return Ok(());
     }
     let mut nodes = caches.nodes.filtered(|_| true);

@@ -60,13 +60,11 @@ pub(crate) enum Error {
     Connection { node: String, source: hyper::Error },
     #[error("node {node:?} did not go on within {limit:?}")]
     Stalled { node: String, limit: Duration },
-    #[error("node {node:?} refuses the image ({reason:?}): {words}")]
+    #[error("node {node:?} refuses the image ({:?}): {words}", .reason.of_condition())]
     Refused {
         node: String,
-        reason: &'static str,
+        reason: Reason,
         words: String,
-        is_final: bool,
-        is_busy: bool,
     },
     #[error("node {node:?} sends another content than its answer says: {why}")]
     Content { node: String, why: &'static str },
@@ -78,7 +76,7 @@ impl Error {
     /// Returns the reason for conditions.
     pub(crate) fn reason(&self) -> &'static str {
         match self {
-            Self::Refused { reason, .. } => reason,
+            Self::Refused { reason, .. } => reason.of_condition(),
             Self::Content { .. } => reasons::IMAGE_CORRUPT,
             Self::Disk(_) => reasons::RESTORE_FAILED,
             _ => reasons::SOURCE_NODE_UNAVAILABLE,
@@ -87,30 +85,24 @@ impl Error {
 
     /// Reports whether another attempt fails too, as far as this node can tell.
     pub(crate) fn is_final(&self) -> bool {
-        matches!(self, Self::Refused { is_final: true, .. })
+        matches!(
+            self,
+            Self::Refused {
+                reason: Reason::Missing | Reason::Consumed,
+                ..
+            }
+        )
     }
 
     /// Reports whether the node sends as many images as it may.
     pub(crate) fn is_busy(&self) -> bool {
-        matches!(self, Self::Refused { is_busy: true, .. })
-    }
-
-    fn refused(node: &str, reason: Reason, words: String) -> Self {
-        let is_busy = reason == Reason::Busy;
-        let (reason, is_final) = match reason {
-            Reason::Missing => (reasons::IMAGE_MISSING, true),
-            Reason::Consumed => (reasons::IMAGE_STALE, true),
-            Reason::Malformed | Reason::Denied | Reason::Unavailable | Reason::Busy => {
-                (reasons::SOURCE_NODE_UNAVAILABLE, false)
+        matches!(
+            self,
+            Self::Refused {
+                reason: Reason::Busy,
+                ..
             }
-        };
-        Self::Refused {
-            node: node.to_owned(),
-            reason,
-            words,
-            is_final,
-            is_busy,
-        }
+        )
     }
 }
 
@@ -125,8 +117,7 @@ pub(crate) struct Peers {
 
 /// Image that another node sends.
 pub(crate) struct Offer {
-    node: String,
-    manifest: Bytes,
+    manifest: Vec<u8>,
     content: Content,
 }
 
@@ -253,7 +244,12 @@ impl Offer {
             let _ = content.collect(MAX_WORDS, &mut words).await;
             let words = String::from_utf8_lossy(&words);
             let words = words.replace(char::is_control, " ");
-            return Err(Error::refused(&node, Reason::of(head.status), words));
+            let reason = Reason::of(head.status);
+            return Err(Error::Refused {
+                node,
+                reason,
+                words,
+            });
         }
         let length = head.headers.get(MANIFEST_LENGTH);
         let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
@@ -262,11 +258,7 @@ impl Offer {
         // The digest shows whether all of it came.
         let mut manifest = Vec::new();
         content.collect(length?, &mut manifest).await?;
-        Ok(Self {
-            node,
-            manifest: manifest.into(),
-            content,
-        })
+        Ok(Self { manifest, content })
     }
 
     /// Returns the content of the image's `manifest.json`. Nothing has been checked in it.
@@ -276,7 +268,7 @@ impl Offer {
 
     /// Returns the node that sends the image.
     pub(crate) fn node(&self) -> &str {
-        &self.node
+        &self.content.node
     }
 
     /// Downloads all files into `files`, in the order of the manifest, which is the offer's. The
@@ -288,7 +280,7 @@ impl Offer {
         progress: &Progress,
     ) -> Result<(), Error> {
         let limit = time_limit(manifest.size());
-        let node = self.node.clone();
+        let node = self.content.node.clone();
         let done = timeout(limit, self.download_all(manifest, files, progress)).await;
         done.unwrap_or(Err(Error::Stalled { node, limit }))
     }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use hyper::header::HeaderMap;
 use hyper::{StatusCode, Uri};
+use torpor_api::reasons::restored;
 use torpor_core::ids::{ImageId, Namespace, PodUid};
 
 /// Header with the name of the asking node.
@@ -70,7 +71,7 @@ fn is_node_name(name: &str) -> bool {
 
 /// Reason why a node gets no image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reason {
+pub(crate) enum Reason {
     /// The request has another form, or another server's address was used.
     Malformed,
     /// The apiserver does not say that the node has a Pod that continues from the image.
@@ -94,6 +95,17 @@ impl Reason {
             Self::Consumed => StatusCode::CONFLICT,
             Self::Unavailable => StatusCode::BAD_GATEWAY,
             Self::Busy => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+
+    /// Returns the reason for the condition Restored of the Pod that waits for the image.
+    pub(super) fn of_condition(self) -> &'static str {
+        match self {
+            Self::Missing => restored::IMAGE_MISSING,
+            Self::Consumed => restored::IMAGE_STALE,
+            Self::Malformed | Self::Denied | Self::Unavailable | Self::Busy => {
+                restored::SOURCE_NODE_UNAVAILABLE
+            }
         }
     }
 

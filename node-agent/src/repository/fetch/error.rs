@@ -79,6 +79,7 @@ pub(super) fn disk_error(error: &dyn std::fmt::Display) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::peers::Reason;
 
     #[test]
     fn a_repository_stands_in_for_a_node_unless_the_memory_ran_there() {
@@ -87,13 +88,11 @@ mod tests {
                 node: "n".to_owned(),
                 reason,
                 words: String::new(),
-                is_final: true,
-                is_busy: false,
             })
         };
-        assert!(refused(reasons::IMAGE_MISSING).is_of_place());
-        assert!(refused(reasons::SOURCE_NODE_UNAVAILABLE).is_of_place());
-        assert!(!refused(reasons::IMAGE_STALE).is_of_place());
+        assert!(refused(Reason::Missing).is_of_place());
+        assert!(refused(Reason::Unavailable).is_of_place());
+        assert!(!refused(Reason::Consumed).is_of_place());
         assert!(Error::Corrupt(String::new()).is_of_place());
         assert!(!Error::NoRoom(String::new()).is_of_place());
     }

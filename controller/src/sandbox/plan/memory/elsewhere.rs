@@ -308,13 +308,10 @@ pub(super) fn is_served(observed: &Observed, snapshot: &SandboxSnapshot, origin:
         && serves(observed, origin)
 }
 
-/// Reports whether a node gives its images to other nodes that do so too. A node without a server
-/// has no certificate with which it could ask another one.
 fn serves(observed: &Observed, node: &str) -> bool {
     let mut reporting = observed.cluster.iter().filter(|one| !one.is_silent);
     let found = reporting.find(|one| one.node.name_any() == node);
-    let status = found.and_then(|one| one.node.status.as_ref());
-    status.is_some_and(|status| status.image_server.is_some())
+    found.is_some_and(|one| one.node.serves_images())
 }
 
 /// Reports whether a Pod, which is no copy, waits for the image's own node, and other nodes can
