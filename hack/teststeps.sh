@@ -8,11 +8,12 @@ keep_words() {
 	keeper_of_words=$!
 }
 
-# last_words: prints the failed tests and their messages from the kept output.
+# last_words: prints the failed tests, their messages and their reports from the kept output.
 last_words() {
 	echo "=== what the step said that failed"
 	tac "$said" | sed "/ == $STEP_NOW\$/q" | tac >"$said.step"
 	grep -E -A 3 'panicked at|\.\.\. FAILED$|: (lost|cut off|stuck|left over): |^[Ee]rror' "$said.step" | cut -c 1-400 | head -c 5000 || true
+	sed -n '/^=== report about /,/^=== end of the report/p' "$said.step" | cut -c 1-300 | head -c 6000
 	echo "=== and last"
 	tail -n 20 "$said.step" | cut -c 1-200
 }

@@ -103,6 +103,7 @@ pub async fn run(case: &Case, plan: &Plan, report: impl Fn(&str)) -> anyhow::Res
             tally.lock().await.add(number, &cycle, outcome, took);
             if bad {
                 report(&explain::explain(case).await);
+                println!("{}", explain::pod(case, lane.name()).await);
                 lane.start_over().await?;
             }
         }

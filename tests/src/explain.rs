@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
+use torpor_records::PodRecord;
+
 use crate::agent::{self, Agent};
 use crate::case::Case;
 use crate::kubectl::Kubectl;
-use crate::wait;
+use crate::{machine, wait};
 
 const LINES: usize = 60;
 
@@ -26,10 +28,7 @@ pub async fn explain(case: &Case) -> String {
     for query in queries {
         section(&mut text, &case.kubectl, query).await;
     }
-    let system = Kubectl {
-        namespace: agent::NAMESPACE.to_owned(),
-        ..case.kubectl.clone()
-    };
+    let system = system(case);
     let tail = format!("--tail={LINES}");
     section(
         &mut text,
@@ -56,9 +55,17 @@ pub async fn explain(case: &Case) -> String {
     }
     node(&mut text, case);
     for program in ["kubelet", "containerd"] {
-        program_log(&mut text, case, program).await;
+        program_log(&mut text, case, program, &case.namespace).await;
     }
     text
+}
+
+/// Returns a kubectl for the namespace in which Torpor runs.
+fn system(case: &Case) -> Kubectl {
+    Kubectl {
+        namespace: agent::NAMESPACE.to_owned(),
+        ..case.kubectl.clone()
+    }
 }
 
 fn add(text: &mut String, title: &str, body: &str) {
@@ -79,44 +86,59 @@ async fn section(text: &mut String, kubectl: &Kubectl, args: &[&str]) {
     add(text, &format!("kubectl {}", args.join(" ")), &body);
 }
 
+/// Collects the conditions of one Pod, and what this node has of it: a report that is short enough
+/// for the output of a run.
+pub async fn pod(case: &Case, name: &str) -> String {
+    let mut text = format!("=== report about Pod {name} at the time of the failure\n");
+    let conditions =
+        "{range .status.conditions[*]}{.type}={.status} {.reason} {.message}{\"\\n\"}{end}";
+    let query = ["get", "pod", name, "-o", &format!("jsonpath={conditions}")];
+    section(&mut text, &case.kubectl, &query).await;
+    let pods = case.node.records.pods().unwrap_or_default();
+    let of_case = |pod: &&PodRecord| pod.namespace.as_str() == case.namespace && pod.name == name;
+    for pod in pods.iter().filter(of_case) {
+        on_node(&mut text, case, pod);
+        program_log(&mut text, case, "containerd", pod.sandbox.as_str()).await;
+    }
+    let system = system(case);
+    if let Ok(ran) = system.run(&["logs", "daemonset/torpor-agent"]).await {
+        let lines = ran.out.lines().filter(|line| line.contains(name));
+        add(&mut text, "the agent, about this Pod", &last(lines));
+    }
+    text.push_str("=== end of the report\n");
+    text
+}
+
 /// Adds records, ledgers and images of the namespace's Pods on this node.
 fn node(text: &mut String, case: &Case) {
     for pod in case.node.records.pods().unwrap_or_default() {
-        if pod.namespace.as_str() != case.namespace {
-            continue;
+        if pod.namespace.as_str() == case.namespace {
+            on_node(text, case, &pod);
         }
-        let uid = pod.pod_uid.as_str();
-        let containers = case
-            .node
-            .records
-            .containers_of(&pod.sandbox)
-            .unwrap_or_default();
-        let mut body = format!("state {:?}\n", case.node.records.state(&pod.sandbox));
-        for container in containers {
-            let _ = writeln!(body, "container {container:?}");
-        }
-        let _ = writeln!(body, "ledger {}", case.node.ledger_words(uid));
-        let _ = writeln!(
-            body,
-            "images {:?}",
-            case.node.images_of(&case.namespace, uid)
-        );
-        for process in case.node.sandbox_processes(uid).unwrap_or_default() {
-            let _ = writeln!(body, "process {} {:.120}", process.pid, process.command);
-        }
-        for shim in case.node.shims_of(&pod.sandbox) {
-            let _ = writeln!(body, "shim {} {:.120}", shim.pid, shim.command);
-            body.push_str(&threads(shim.pid));
-        }
-        add(
-            text,
-            &format!(
-                "records of Pod {} ({uid}), sandbox {}",
-                pod.name, pod.sandbox
-            ),
-            &body,
-        );
     }
+}
+
+/// Adds what this node has of one sandbox.
+fn on_node(text: &mut String, case: &Case, pod: &PodRecord) {
+    let node = &case.node;
+    let uid = pod.pod_uid.as_str();
+    let mut body = format!("state {:?}\n", node.records.state(&pod.sandbox));
+    for container in node.records.containers_of(&pod.sandbox).unwrap_or_default() {
+        let _ = writeln!(body, "container {container:?}");
+    }
+    let _ = writeln!(body, "ledger {}", node.ledger_words(uid));
+    let _ = writeln!(body, "images {:?}", node.images_of(&case.namespace, uid));
+    for process in node.sandbox_processes(uid).unwrap_or_default() {
+        let _ = writeln!(body, "process {} {:.120}", process.pid, process.command);
+        body.push_str(&threads(process.pid));
+    }
+    for process in machine::processes_naming(&[pod.sandbox.to_string()]) {
+        let _ = writeln!(body, "of it {} {:.120}", process.pid, process.command);
+        body.push_str(&threads(process.pid));
+    }
+    let (name, sandbox) = (&pod.name, &pod.sandbox);
+    let title = format!("records of Pod {name} ({uid}), sandbox {sandbox}");
+    add(text, &title, &body);
 }
 
 /// Returns a line for each thread of the process: its name and the function of the kernel in which
@@ -135,8 +157,8 @@ fn threads(pid: i32) -> String {
     text
 }
 
-/// Adds the lines about the namespace in a program's log.
-async fn program_log(text: &mut String, case: &Case, program: &str) {
+/// Adds the lines in a program's log that contain `subject`.
+async fn program_log(text: &mut String, case: &Case, program: &str, subject: &str) {
     let Some(driver) = &case.cluster.driver else {
         return;
     };
@@ -148,10 +170,6 @@ async fn program_log(text: &mut String, case: &Case, program: &str) {
         return;
     };
     let log = String::from_utf8_lossy(&output.stdout).into_owned();
-    let lines = log.lines().filter(|line| line.contains(&case.namespace));
-    add(
-        text,
-        &format!("{program}, about this namespace"),
-        &last(lines),
-    );
+    let lines = log.lines().filter(|line| line.contains(subject));
+    add(text, &format!("{program}, about {subject}"), &last(lines));
 }

@@ -414,11 +414,15 @@ impl Watch {
         self.is_paused = false;
         self.passes_all = false;
         self.answers_since = None;
+        self.put_address_back();
+        self.sensor.asleep(Instant::now())
+    }
+
+    fn put_address_back(&self) {
         if let Err(error) = net::put_back(&self.namespace, &self.addresses) {
             // The wake puts the address back, too. Until then no peer finds the pod.
             torpor_sandbox::log_line!("{:#}", anyhow::Error::new(error));
         }
-        self.sensor.asleep(Instant::now())
     }
 
     /// Reports whether [`Watch::hibernated`] was called.
@@ -431,8 +435,12 @@ impl Watch {
         self.sensor.is_asleep()
     }
 
-    /// Records that a wake has failed: the sandbox does not run.
+    /// Records that a wake has failed: the sandbox does not run. The wake may have taken the pod's
+    /// address, without which no peer finds the pod and no packet wakes it.
     pub(super) fn wake_failed(&mut self) {
+        if self.is_hibernated {
+            self.put_address_back();
+        }
         self.sensor.wake_failed(Instant::now());
     }
 

@@ -188,6 +188,30 @@ fn a_restored_sandbox_gets_its_held_packets_and_a_reminder_of_the_next_number() 
 }
 
 #[test]
+fn peers_still_find_a_sandbox_whose_wake_failed_after_it_had_taken_the_address() {
+    let both = PodAndHost::new("unwoken");
+    let pod = pod_in(&PodAndHost::path(&both.pod));
+    let addresses = || both.in_pod(|| ip("-brief addr show dev eth0"));
+    both.at_host(|| {
+        let rules = Rules::default();
+        let mut watch = Watch::begin(&pod, &rules, 10250, None, None).expect("watched");
+        for is_hibernated in [false, true] {
+            if is_hibernated {
+                assert_eq!(watch.hibernated(), Next::Nothing);
+            }
+            both.in_pod(|| ip("addr flush dev eth0"));
+            watch.wake_failed();
+            let found = addresses();
+            // A sandbox with processes has its addresses itself.
+            for address in ["10.204.0.1/24", "fd04::1/64"] {
+                assert_eq!(found.contains(address), is_hibernated, "{found}");
+            }
+        }
+        watch.release();
+    });
+}
+
+#[test]
 fn a_stopped_sandbox_receives_no_packets_and_its_address_is_still_resolved() {
     let both = PodAndHost::new("halted");
     let network = PodAndHost::path(&both.pod);
