@@ -43,6 +43,9 @@ pub(crate) enum Command {
         /// Its shim is dead. Succeed if it does not exist
         #[arg(long)]
         force: bool,
+        /// Its bundle, whose root file system is unmounted afterwards
+        #[arg(long)]
+        bundle: Option<PathBuf>,
     },
     /// Pause the pod's sandbox
     Pause { id: ContainerId },

@@ -14,6 +14,7 @@ use torpor_sandbox::restore::transitions;
 use torpor_sandbox::{doze, log_line, restore};
 
 use crate::args::{Cli, Command};
+use crate::task::init;
 
 mod create;
 mod delete;
@@ -88,7 +89,12 @@ fn answered(command: &Command) -> anyhow::Result<Answer> {
     match command {
         Command::Start { id } => start::start(node, id)?,
         Command::Kill { id, signal, all } => kill::kill(node, id, *signal, *all)?,
-        Command::Delete { id, force } => delete::delete(node, id, *force)?,
+        Command::Delete { id, force, bundle } => {
+            delete::delete(node, id, *force)?;
+            if let Some(bundle) = bundle {
+                init::unmount(bundle);
+            }
+        }
         Command::Pause { id } => pause::pause(node, id)?,
         Command::Resume { id } => pause::resume(node, id)?,
         Command::WakeUp { sandbox, cause } => {

@@ -17,7 +17,7 @@ use torpor_sandbox::node::read_oci_json;
 use crate::end_signal::EndSignal;
 use crate::task::container::Pod;
 use crate::task::events::Events;
-use crate::task::{TaskService, init, timestamp, verbs};
+use crate::task::{TaskService, timestamp, verbs};
 use crate::{KILLED, log};
 
 /// Environment variable with the address of containerd's ttrpc socket.
@@ -87,10 +87,15 @@ impl Shim for Service {
     }
 
     /// Removes what a container has left whose shim is dead. containerd kills this process after
-    /// five seconds, and the removal goes on.
+    /// five seconds, and the removal goes on, with the unmounting of the root file system: after
+    /// such a kill containerd leaves the bundle as it is until it starts the next time.
     fn delete_shim(&mut self) -> Result<DeleteResponse> {
-        verbs::run_detached("delete", &["--force", &self.id]).map_err(other)?;
-        init::unmount(&self.bundle);
+        let bundle = std::path::absolute(&self.bundle).map_err(other)?;
+        let bundle = bundle
+            .to_str()
+            .ok_or_else(|| other("the bundle's path is not UTF-8"))?;
+        let args = ["--force", "--bundle", bundle, &self.id];
+        verbs::run_detached("delete", &args).map_err(other)?;
         Ok(DeleteResponse {
             exit_status: KILLED.into(),
             exited_at: MessageField::some(timestamp(SystemTime::now())),

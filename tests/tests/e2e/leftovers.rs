@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use torpor_core::ids::{ContainerId, SandboxId};
 use torpor_runsc::command::NodeRunsc;
 use torpor_tests::case::{Case, START_LIMIT, case, uid};
+use torpor_tests::machine::{Process, processes_naming};
 use torpor_tests::node::containerd_socket;
 use torpor_tests::pods::{COUNT, mounts, pod, shell, with};
 use torpor_tests::remains::Footprint;
@@ -109,6 +110,35 @@ async fn killed(
 async fn the_kubelet_recovers_a_pod_whose_shim_was_killed() -> anyhow::Result<()> {
     killed("killshim", async |case, footprint| {
         footprint.kill_shim(&case.node)
+    })
+    .await
+}
+
+/// containerd gives the removal of a dead shim's container up after five seconds.
+#[tokio::test]
+async fn a_removal_that_containerd_has_given_up_goes_on_and_leaves_nothing() -> anyhow::Result<()> {
+    killed("killheld", async |case, footprint| {
+        let sandbox = case.node.sandbox_of(footprint.uid())?.sandbox;
+        let lock = case.node.records.lock(&sandbox)?;
+        footprint.kill_shim(&case.node)?;
+        wait::until(
+            "containerd gives the removal up",
+            RECOVERY_LIMIT,
+            async || {
+                let removals = processes_naming(&["torpor-delete delete ".to_owned()]);
+                let mut of_pod = removals
+                    .iter()
+                    .filter(|one| one.command.contains(sandbox.as_str()));
+                let of_containerd = format!("-id {sandbox}");
+                let callers = processes_naming(&[of_containerd]);
+                let is_alone =
+                    |one: &Process| callers.iter().all(|caller| caller.pid != one.parent);
+                wait::holds(of_pod.any(is_alone), || format!("{removals:?} {callers:?}"))
+            },
+        )
+        .await?;
+        drop(lock);
+        Ok(())
     })
     .await
 }
