@@ -1,5 +1,16 @@
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
+
 use super::*;
 use crate::tests::one_pod;
+
+/// Reports whether a thread waits for the lock of the file with this inode (proc_locks(5)).
+fn has_waiter(inode: u64) -> bool {
+    let locks = std::fs::read_to_string("/proc/locks").expect("the machine's locks");
+    let inode = format!(":{inode} ");
+    let mut waiting = locks.lines().filter(|line| line.contains("-> FLOCK"));
+    waiting.any(|line| line.contains(&inode))
+}
 
 #[test]
 fn a_cause_is_called_the_same_in_records_and_arguments() {
@@ -19,10 +30,15 @@ fn a_session_that_begins_during_a_look_for_sessions_counts() {
     let (_, file) = records
         .file_to_lock(&sandbox, Session::Use.file())
         .expect("a file");
+    let inode = file.metadata().expect("its inode").ino();
     let exclusive = locks::try_exclusive(file).expect("tried");
     std::thread::scope(|scope| {
         let joins = scope.spawn(|| records.join_sessions(&sandbox, Session::Use));
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !has_waiter(inode) {
+            assert!(Instant::now() < deadline, "no one waits for the lock");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         drop(exclusive);
         let session = joins.join().expect("no panic").expect("joined");
         let has_some = || records.has_sessions(&sandbox, Session::Use);
