@@ -13,7 +13,7 @@ last_words() {
 	echo "=== what the step said that failed"
 	tac "$said" | sed "/ == $STEP_NOW\$/q" | tac >"$said.step"
 	grep -E -A 3 'panicked at|\.\.\. FAILED$|: (lost|cut off|stuck|left over): |^[Ee]rror' "$said.step" | cut -c 1-400 | head -c 5000 || true
-	sed -n '/^=== report about /,/^=== end of the report/p' "$said.step" | cut -c 1-300 | head -c 6000
+	sed -n '/^=== report about /,/^=== end of the report/p' "$said.step" | cut -c 1-300 | head -c 8000 || true
 	echo "=== and last"
 	tail -n 20 "$said.step" | cut -c 1-200
 }

@@ -4,7 +4,6 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use tokio::process::Command;
-
 use torpor_records::PodRecord;
 
 use crate::agent::{self, Agent};
@@ -12,7 +11,9 @@ use crate::case::Case;
 use crate::kubectl::Kubectl;
 use crate::{machine, wait};
 
+/// Number of lines of each log, in a report about a namespace and in one about a Pod.
 const LINES: usize = 60;
+const LINES_OF_POD: usize = 10;
 
 /// Collects objects, Events, logs, records and ledgers of the test's namespace.
 pub async fn explain(case: &Case) -> String {
@@ -51,11 +52,11 @@ pub async fn explain(case: &Case) -> String {
         .ok()
         .and_then(|agent| std::fs::read_to_string(agent.log_file()?).ok());
     if let Some(log) = log {
-        add(&mut text, "the agent's log", &last(log.lines()));
+        add(&mut text, "the agent's log", &last(LINES, log.lines()));
     }
     node(&mut text, case);
     for program in ["kubelet", "containerd"] {
-        program_log(&mut text, case, program, &case.namespace).await;
+        program_log(&mut text, case, program, &case.namespace, LINES).await;
     }
     text
 }
@@ -73,9 +74,9 @@ fn add(text: &mut String, title: &str, body: &str) {
     let _ = writeln!(text, "--- {title}\n{}", body.trim_end());
 }
 
-fn last<'a>(lines: impl Iterator<Item = &'a str>) -> String {
+fn last<'a>(most: usize, lines: impl Iterator<Item = &'a str>) -> String {
     let all: Vec<&str> = lines.collect();
-    all[all.len().saturating_sub(LINES)..].join("\n")
+    all[all.len().saturating_sub(most)..].join("\n")
 }
 
 async fn section(text: &mut String, kubectl: &Kubectl, args: &[&str]) {
@@ -98,12 +99,23 @@ pub async fn pod(case: &Case, name: &str) -> String {
     let of_case = |pod: &&PodRecord| pod.namespace.as_str() == case.namespace && pod.name == name;
     for pod in pods.iter().filter(of_case) {
         on_node(&mut text, case, pod);
-        program_log(&mut text, case, "containerd", pod.sandbox.as_str()).await;
+        program_log(
+            &mut text,
+            case,
+            "containerd",
+            pod.sandbox.as_str(),
+            LINES_OF_POD,
+        )
+        .await;
     }
     let system = system(case);
     if let Ok(ran) = system.run(&["logs", "daemonset/torpor-agent"]).await {
         let lines = ran.out.lines().filter(|line| line.contains(name));
-        add(&mut text, "the agent, about this Pod", &last(lines));
+        add(
+            &mut text,
+            "the agent, about this Pod",
+            &last(LINES_OF_POD, lines),
+        );
     }
     text.push_str("=== end of the report\n");
     text
@@ -128,13 +140,16 @@ fn on_node(text: &mut String, case: &Case, pod: &PodRecord) {
     }
     let _ = writeln!(body, "ledger {}", node.ledger_words(uid));
     let _ = writeln!(body, "images {:?}", node.images_of(&case.namespace, uid));
-    for process in node.sandbox_processes(uid).unwrap_or_default() {
+    // The commands at work and the shim name the sandbox, and so does its sentry.
+    let naming = machine::processes_naming(&[pod.sandbox.to_string()]);
+    let mut others = node.sandbox_processes(uid).unwrap_or_default();
+    others.retain(|process| !naming.contains(process));
+    for process in &naming {
         let _ = writeln!(body, "process {} {:.120}", process.pid, process.command);
         body.push_str(&threads(process.pid));
     }
-    for process in machine::processes_naming(&[pod.sandbox.to_string()]) {
-        let _ = writeln!(body, "of it {} {:.120}", process.pid, process.command);
-        body.push_str(&threads(process.pid));
+    for process in others {
+        let _ = writeln!(body, "process {} {:.120}", process.pid, process.command);
     }
     let (name, sandbox) = (&pod.name, &pod.sandbox);
     let title = format!("records of Pod {name} ({uid}), sandbox {sandbox}");
@@ -157,8 +172,8 @@ fn threads(pid: i32) -> String {
     text
 }
 
-/// Adds the lines in a program's log that contain `subject`.
-async fn program_log(text: &mut String, case: &Case, program: &str, subject: &str) {
+/// Adds the last lines in a program's log that contain `subject`, `most` of them.
+async fn program_log(text: &mut String, case: &Case, program: &str, subject: &str, most: usize) {
     let Some(driver) = &case.cluster.driver else {
         return;
     };
@@ -171,5 +186,9 @@ async fn program_log(text: &mut String, case: &Case, program: &str, subject: &st
     };
     let log = String::from_utf8_lossy(&output.stdout).into_owned();
     let lines = log.lines().filter(|line| line.contains(subject));
-    add(text, &format!("{program}, about {subject}"), &last(lines));
+    add(
+        text,
+        &format!("{program}, about {subject}"),
+        &last(most, lines),
+    );
 }
