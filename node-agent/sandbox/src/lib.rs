@@ -16,10 +16,12 @@
 //! | [`console`], [`streams`] | terminals and standard streams of containers |
 //! | [`generation`] | the file by which programs notice that they were copied |
 //! | [`limits`] | limits of a sandbox that starts or runs |
+//! | [`address`] | addresses of a pod whose sandbox has no process |
 //! | [`packet_sockets`] | packet filters of a sandbox that starts |
 //! | [`log`] | messages for the node's operator |
 //! | [`stages`] | where the time of a wake went |
 
+pub mod address;
 pub mod claim;
 pub mod console;
 pub mod doze;

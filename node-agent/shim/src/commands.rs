@@ -14,7 +14,7 @@ use torpor_sandbox::restore::transitions;
 use torpor_sandbox::{doze, log_line, restore};
 
 use crate::args::{Cli, Command};
-use crate::task::init;
+use crate::rootfs;
 
 mod create;
 mod delete;
@@ -92,7 +92,7 @@ fn answered(command: &Command) -> anyhow::Result<Answer> {
         Command::Delete { id, force, bundle } => {
             delete::delete(node, id, *force)?;
             if let Some(bundle) = bundle {
-                init::unmount(bundle);
+                rootfs::unmount(bundle);
             }
         }
         Command::Pause { id } => pause::pause(node, id)?,

@@ -21,6 +21,7 @@ mod commands;
 mod end_signal;
 mod keeper;
 mod log;
+mod rootfs;
 mod service;
 mod task;
 

@@ -28,10 +28,10 @@ use super::remains::remove_remains;
 use super::room;
 use super::via_runsc::ViaRunsc;
 use crate::console::Terminal;
-use crate::limits;
 use crate::node::{CALL_LIMIT, Node};
 use crate::packet_sockets;
 use crate::stages::Stages;
+use crate::{address, limits};
 
 /// Restores the pod from the image.
 ///
@@ -93,7 +93,9 @@ pub(super) fn restore(
         // The caller gets the error of the restore. The next restore begins with the same removal,
         // and returns its error.
         let _ = remove_remains(node, pod, parts);
-        put_address_back(pod);
+        if let Some(namespace) = &pod.network_namespace {
+            address::put_back(namespace, &pod.addresses);
+        }
     }
     room::give_back(node, &pod.sandbox);
     result.map(|()| stages)
@@ -316,18 +318,6 @@ fn hold_egress(pod: &PodRecord, pause: &Path) -> Result<Vec<OwnedFd>, keeper::Er
         // The keeper has ended, so the restore would fail later in any case, after peers had
         // received packets of the sandbox.
         Err(error) => Err(error),
-    }
-}
-
-/// Puts the address back that a failed restore has taken from the pod's interface. Without it no
-/// peer finds the pod, and no packet wakes it.
-fn put_address_back(pod: &PodRecord) {
-    let Some(namespace) = &pod.network_namespace else {
-        return;
-    };
-    // The caller gets the error of the restore. The next restore puts the address back, too.
-    if let Err(error) = net::put_back(namespace, &pod.addresses) {
-        crate::log_line!("{:#}", anyhow::Error::new(error));
     }
 }
 

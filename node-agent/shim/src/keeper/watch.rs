@@ -22,6 +22,7 @@ use torpor_link::sensor::{Next, Sensor};
 use torpor_link::tap::ethernet;
 use torpor_link::traffic;
 use torpor_records::{Addresses, PodRecord, Rules, TrafficMap, UnacknowledgedMap};
+use torpor_sandbox::address;
 
 use super::egress_hold::HeldEgress;
 use super::sender::with_sender;
@@ -414,15 +415,8 @@ impl Watch {
         self.is_paused = false;
         self.passes_all = false;
         self.answers_since = None;
-        self.put_address_back();
+        address::put_back(&self.namespace, &self.addresses);
         self.sensor.asleep(Instant::now())
-    }
-
-    fn put_address_back(&self) {
-        if let Err(error) = net::put_back(&self.namespace, &self.addresses) {
-            // The wake puts the address back, too. Until then no peer finds the pod.
-            torpor_sandbox::log_line!("{:#}", anyhow::Error::new(error));
-        }
     }
 
     /// Reports whether [`Watch::hibernated`] was called.
@@ -439,7 +433,7 @@ impl Watch {
     /// address, without which no peer finds the pod and no packet wakes it.
     pub(super) fn wake_failed(&mut self) {
         if self.is_hibernated {
-            self.put_address_back();
+            address::put_back(&self.namespace, &self.addresses);
         }
         self.sensor.wake_failed(Instant::now());
     }

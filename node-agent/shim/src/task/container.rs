@@ -1,7 +1,7 @@
 //! The containers of the shim's pod.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 
 use anyhow::Context;
@@ -108,9 +108,4 @@ impl Container {
     pub(crate) fn exec(&self, id: &str) -> Option<Arc<Exec>> {
         lock(&self.execs).get(id).cloned()
     }
-}
-
-/// Returns where containerd has a container's root file system mounted.
-pub(crate) fn rootfs(bundle: &Path) -> PathBuf {
-    bundle.join("rootfs")
 }

@@ -5,19 +5,19 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
-use containerd_shim::mount::{mount_rootfs, umount_recursive};
 use containerd_shim::protos::events::task::{TaskOOM, TaskStart};
 use containerd_shim::protos::types::mount::Mount;
 use torpor_core::ids::ContainerId;
 use torpor_sandbox::log_line;
 
-use super::container::{Container, Pod, lock, rootfs};
+use super::container::{Container, Pod, lock};
 use super::process::Life;
 use super::streams::{self, Paths};
 use super::verbs::{self, Caller};
 use super::{exited, own_pid};
 use crate::KILLED;
 use crate::keeper::{self, Handover, Streams};
+use crate::rootfs;
 
 /// The number of SIGKILL.
 const SIGKILL: &str = "9";
@@ -33,14 +33,14 @@ pub(crate) fn create(
 ) -> anyhow::Result<()> {
     pod.node()?;
     let _creating = lock(&pod.creating);
-    mount(bundle, mounts)?;
+    rootfs::mount(bundle, mounts)?;
     let created = begin(pod, caller, id.clone(), bundle, paths);
     if created.is_err() {
         // containerd does not delete a container that it could not create.
         if let Err(error) = verbs::run("delete", &["--force", id.as_str()]) {
             log_line!("cannot remove the container: {error:#}");
         }
-        unmount(bundle);
+        rootfs::unmount(bundle);
     }
     created
 }
@@ -146,32 +146,7 @@ pub(crate) fn delete(pod: &Pod, container: &Container) -> anyhow::Result<()> {
     for exec in lock(&container.execs).values() {
         exec.life.end(KILLED);
     }
-    unmount(&container.bundle);
+    rootfs::unmount(&container.bundle);
     pod.remove(&container.id);
     Ok(())
-}
-
-/// Mounts the root file system in the container's bundle.
-fn mount(bundle: &Path, mounts: &[Mount]) -> anyhow::Result<()> {
-    if mounts.is_empty() {
-        return Ok(());
-    }
-    let target = rootfs(bundle);
-    std::fs::create_dir_all(&target)
-        .with_context(|| format!("cannot make {}", target.display()))?;
-    for mount in mounts {
-        let source = Some(mount.source.as_str());
-        mount_rootfs(Some(&mount.type_), source, &mount.options, &target).with_context(|| {
-            format!("cannot mount the container's root at {}", target.display())
-        })?;
-    }
-    Ok(())
-}
-
-/// Unmounts the root file system. A failure is logged: containerd unmounts it, too.
-pub(crate) fn unmount(bundle: &Path) {
-    let target = rootfs(bundle);
-    if let Err(error) = umount_recursive(target.to_str(), 0) {
-        log_line!("cannot unmount {}: {error}", target.display());
-    }
 }
