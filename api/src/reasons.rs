@@ -191,6 +191,8 @@ documented! {
         REPOSITORY_DENIED = "RepositoryDenied";
         /// The image is encrypted with a key that the node does not have.
         KEY_MISSING = "KeyMissing";
+        /// The KMS does not open the key that the image is encrypted with. The fetch is retried.
+        KEY_SERVICE_UNAVAILABLE = "KeyServiceUnavailable";
         /// The disk of the node has no room for the image.
         NO_ROOM = "NoRoom";
         /// Another Pod has fetched the image, and its node has not reported yet whether that Pod
@@ -289,6 +291,9 @@ documented! {
         DAMAGED = "Damaged";
         /// Not Committed: the archive is encrypted with a key that the controller does not have.
         KEY_MISSING = "KeyMissing";
+        /// Not Uploaded, or not Committed (archives): the KMS does not open the encryption key. It
+        /// is retried.
+        KEY_SERVICE_UNAVAILABLE = "KeyServiceUnavailable";
         /// Not Committed: the repository has no such archive.
         ARCHIVE_MISSING = "ArchiveMissing";
         /// Not Committed: the archive was changed, or is not one.

@@ -67,6 +67,7 @@ impl Failure {
                 "ImageMissing" => reasons::ARCHIVE_MISSING,
                 "ImageCorrupt" => reasons::ARCHIVE_CORRUPT,
                 "KeyMissing" => reasons::KEY_MISSING,
+                "KeyServiceUnavailable" => reasons::KEY_SERVICE_UNAVAILABLE,
                 _ => reasons::REPOSITORY_UNAVAILABLE,
             },
             Self::Corrupt(_) => reasons::ARCHIVE_CORRUPT,

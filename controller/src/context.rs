@@ -3,6 +3,7 @@
 use std::{collections::HashMap, sync::Mutex, time::Duration};
 
 use tokio::sync::{OnceCell, Semaphore};
+use torpor_repository::KeyFile;
 
 use crate::{
     archive,
@@ -27,6 +28,8 @@ pub struct Context {
     pub cluster_domain: String,
     /// UID that identifies this cluster in repositories, once it was read.
     pub cluster_uid: OnceCell<String>,
+    /// Encryption keys of repositories.
+    pub keys: KeyFile,
     /// Turns of the passes that write or read archives.
     pub archives: Semaphore,
     pub metrics: Metrics,
@@ -58,6 +61,7 @@ impl Context {
             api,
             caches,
             queues: Queues::default(),
+            keys: settings.repositories.key_file(),
             settings,
             cluster_domain,
             cluster_uid: OnceCell::new(),

@@ -139,10 +139,14 @@ pub struct Flags {
     /// torpor-repository. Torpor's.
     #[arg(long, default_value = "/etc/torpor/repository")]
     pub repository_credentials: PathBuf,
-    /// File with the encryption keys of repositories, for archives: the Secret
-    /// torpor-repository-keys. Torpor's.
+    /// File with the encryption keys of repositories, for archives and for the rotation of keys: the
+    /// Secret torpor-repository-keys. Torpor's.
     #[arg(long, default_value = "/etc/torpor/repository-keys/keys")]
     pub repository_keys: PathBuf,
+    /// Unix socket of a KMS plug-in (version 2 of Kubernetes' KMS API) that opens sealed encryption
+    /// keys. Torpor's.
+    #[arg(long, value_name = "SOCKET")]
+    pub repository_kms: Option<PathBuf>,
     /// Interval at which images that no SandboxSnapshot names are removed from repositories; 0
     /// removes none. Torpor's.
     #[arg(long, default_value = "10m", value_parser = duration)]
@@ -205,6 +209,7 @@ impl Flags {
             repositories: RepositorySettings {
                 credentials: self.repository_credentials.clone(),
                 keys: self.repository_keys.clone(),
+                kms: self.repository_kms.clone(),
                 sweep_interval: Some(self.repository_sweep_interval)
                     .filter(|interval| !interval.is_zero()),
             },

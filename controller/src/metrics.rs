@@ -27,8 +27,8 @@ mod scrape;
 
 use self::label_sets::{
     BuildLabels, ClaimLabels, CreationLabels, ExpiredLabels, FailureLabels, FinishedLabels,
-    LifecycleLabels, NamespaceLabels, OutcomeLabels, PassLabels, QueueLabels, ResultLabels,
-    StartupLabels,
+    KeyLabels, LifecycleLabels, NamespaceLabels, OutcomeLabels, PassLabels, QueueLabels,
+    ResultLabels, StartupLabels,
 };
 use self::lifecycle::{Change, Transition};
 pub use self::scrape::Counted;
@@ -90,6 +90,7 @@ pub struct Metrics {
     depths: Family<QueueLabels, Gauge>,
     leader: Gauge,
     listed: Family<NamespaceLabels, Gauge>,
+    older_keys: Family<KeyLabels, Gauge>,
 }
 
 impl fmt::Debug for Metrics {
@@ -121,6 +122,7 @@ impl Default for Metrics {
             depths: Family::default(),
             leader: Gauge::default(),
             listed: Family::default(),
+            older_keys: Family::default(),
         };
         metrics.register();
         metrics
@@ -245,6 +247,11 @@ impl Metrics {
             "1 once everything in a namespace of --watch-namespaces has been listed, 0 before",
             self.listed.clone(),
         );
+        registry.register(
+            "torpor_controller_repository_older_key_objects",
+            "Indexes and archive records that need an encryption key other than the newest, at the last sweep. A key with 0 may be removed from the Secret",
+            self.older_keys.clone(),
+        );
     }
 
     /// Sets the objects to count at each scrape; only the first call has an effect.
@@ -271,6 +278,21 @@ impl Metrics {
     /// Sets whether this process leads.
     pub fn set_leading(&self, leads: bool) {
         self.leader.set(i64::from(leads));
+    }
+
+    /// Forgets the older keys of all repositories, before they are counted again.
+    pub fn forget_older_keys(&self) {
+        self.older_keys.clear();
+    }
+
+    /// Sets how many objects of a class' repository need an older encryption key.
+    pub fn set_older_key(&self, class: &str, key: &str, objects: u64) {
+        let labels = KeyLabels {
+            class: class.to_owned(),
+            key: key.to_owned(),
+        };
+        let objects = i64::try_from(objects).unwrap_or(i64::MAX);
+        self.older_keys.get_or_create(&labels).set(objects);
     }
 
     /// Sets whether everything in a namespace has been listed.

@@ -1,11 +1,9 @@
 //! Repositories of SnapshotClasses.
 
-use std::path::Path;
-
 use k8s_openapi::api::core::v1::Namespace;
 use kube::ResourceExt;
 use torpor_api::{SnapshotClass, snapshot::REPOSITORY_PROVISIONER};
-use torpor_repository::{InvalidSettings, Repository, Settings};
+use torpor_repository::{InvalidSettings, Keys, Repository, Settings};
 
 use crate::{calls, context::Context};
 
@@ -34,10 +32,18 @@ pub enum Error {
     NoCluster,
 }
 
-/// Opens the repository of a class for sweeps, which need no encryption keys.
-pub async fn without_keys(context: &Context, class: &SnapshotClass) -> Result<Repository, Error> {
+/// Opens the repository of a class for sweeps. They run without keys too: only the rotation of keys
+/// needs them.
+pub async fn for_sweeps(context: &Context, class: &SnapshotClass) -> Result<Repository, Error> {
     let own = own_cluster(context).await?;
-    open(context, class, None, |_| Ok(own.to_owned()))
+    let keys = context.keys.read().await.unwrap_or_else(|error| {
+        let error: &dyn std::error::Error = &error;
+        tracing::warn!(error, "cannot read the encryption keys; none are rotated");
+        Keys::default()
+    });
+    let settings = settings(class)?;
+    let credentials = &context.settings.repositories.credentials;
+    Repository::open_for_sweeps(&settings, credentials, keys, own).map_err(invalid(class))
 }
 
 /// Opens the repository of a class for the archives of a cluster. The class must name another
@@ -53,32 +59,30 @@ pub async fn of_cluster(
         return Err(Error::Provisioner(class.to_owned()));
     }
     let own = own_cluster(context).await?;
-    let keys = Some(&*context.settings.repositories.keys);
-    open(context, &found, keys, |settings| {
-        match cluster == own || settings.reads_archives_of(cluster) {
-            true => Ok(cluster.to_owned()),
-            false => Err(Error::OtherCluster {
-                class: class.to_owned(),
-                cluster: cluster.to_owned(),
-            }),
-        }
-    })
+    let settings = settings(&found)?;
+    if cluster != own && !settings.reads_archives_of(cluster) {
+        return Err(Error::OtherCluster {
+            class: class.to_owned(),
+            cluster: cluster.to_owned(),
+        });
+    }
+    let invalid = invalid(&found);
+    let keys = context.keys.read().await;
+    let keys = keys.map_err(|error| invalid(error.into()))?;
+    let credentials = &context.settings.repositories.credentials;
+    Repository::open(&settings, credentials, keys, cluster).map_err(invalid)
 }
 
-fn open(
-    context: &Context,
-    class: &SnapshotClass,
-    keys: Option<&Path>,
-    cluster: impl FnOnce(&Settings) -> Result<String, Error>,
-) -> Result<Repository, Error> {
-    let invalid = |source| Error::Settings {
-        class: class.name_any(),
+fn settings(class: &SnapshotClass) -> Result<Settings, Error> {
+    Settings::parse(&class.spec.parameters).map_err(invalid(class))
+}
+
+fn invalid(class: &SnapshotClass) -> impl Fn(InvalidSettings) -> Error {
+    let class = class.name_any();
+    move |source| Error::Settings {
+        class: class.clone(),
         source,
-    };
-    let settings = Settings::parse(&class.spec.parameters).map_err(invalid)?;
-    let cluster = cluster(&settings)?;
-    let credentials = &context.settings.repositories.credentials;
-    Repository::open(&settings, credentials, keys, &cluster).map_err(invalid)
+    }
 }
 
 /// Returns the UID that identifies this cluster.

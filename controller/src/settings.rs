@@ -3,6 +3,7 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use torpor_api::SandboxWarmPool;
+use torpor_repository::KeyFile;
 
 use crate::{network::Cidr, scope::Namespaces};
 
@@ -43,8 +44,17 @@ pub struct RepositorySettings {
     pub credentials: PathBuf,
     /// File with the encryption keys.
     pub keys: PathBuf,
+    /// Socket of the KMS plug-in that opens sealed keys.
+    pub kms: Option<PathBuf>,
     /// Interval between sweeps; none without sweeps.
     pub sweep_interval: Option<Duration>,
+}
+
+impl RepositorySettings {
+    /// Returns the file of encryption keys. Reads nothing.
+    pub fn key_file(&self) -> KeyFile {
+        KeyFile::new(&self.keys, self.kms.as_deref())
+    }
 }
 
 /// Network access of sandboxes. Torpor's.

@@ -7,7 +7,8 @@
 //! no SandboxSnapshot that names it, and neither has the apiserver when it is asked. A
 //! SnapshotClass with `deletionPolicy: Retain` is not swept.
 //!
-//! Each sweep also reports images that lack an object ([`scrub`]).
+//! Each sweep also reports images that lack an object ([`scrub`]), and wraps the keys of images with
+//! the newest encryption key ([`rotation`]).
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -19,8 +20,10 @@ use torpor_api::{
 };
 use torpor_repository::{ImageLeft, Repository};
 
+use self::rotation::Rotation;
 use crate::{calls, context::Context, repository};
 
+mod rotation;
 mod scrub;
 
 /// Time from the start of the controller until the first sweep.
@@ -72,6 +75,7 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
             .iter()
             .map(|class| url(class))
             .collect();
+        context.metrics.forget_older_keys();
         for class in classes.filtered(|class| is_swept(class) && !kept.contains(&url(class))) {
             let swept = tokio::select! {
                 swept = sweep(&context, &class) => swept,
@@ -87,7 +91,7 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
 
 /// Sweeps the repository of a class once.
 pub async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
-    let repository = repository::without_keys(context, class).await?;
+    let repository = repository::for_sweeps(context, class).await?;
     let scope = &context.settings.namespaces;
     let mut namespaces: BTreeSet<String> = repository.namespaces().await?.into_iter().collect();
     // A namespace may have lost all of its objects.
@@ -97,6 +101,7 @@ pub async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error
         .snapshots
         .filtered(|one| one.is_uploaded() && one.spec.snapshot_class_name == of_class);
     namespaces.extend(named.iter().filter_map(|one| one.namespace()));
+    let mut rotation = Rotation::of(&repository);
     for namespace in namespaces {
         // A confined controller does not see the SandboxSnapshots of other namespaces.
         if !scope.is_cluster() && !scope.names().any(|own| own == namespace) {
@@ -112,7 +117,9 @@ pub async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error
                 "cannot sweep a namespace of a repository"
             );
         }
+        rotation.go_on(&repository, &namespace).await;
     }
+    rotation.report(context, class);
     Ok(())
 }
 

@@ -12,6 +12,7 @@ mod reconcile;
 mod report;
 mod repository;
 mod run;
+mod seal_keys;
 mod watches;
 
 use std::process::ExitCode;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         Command::Run(run) => serve(run),
         Command::Install(args) => log_outcome(install::install(&args)),
         Command::Uninstall(args) => log_outcome(install::uninstall(&args)),
+        Command::SealKeys(args) => seal_keys::run(&args),
         Command::Wait => wait(),
     };
     match result {

@@ -9,7 +9,7 @@ use crate::{Error, Repository};
 impl Repository {
     /// Writes the record of an archived image, in place of an earlier one.
     pub async fn put_archive(&self, name: &ImageName, record: &[u8]) -> Result<(), Error> {
-        let (path, sealer) = (self.names.archive(name), self.sealer(name));
+        let (path, sealer) = (self.names.archive(name), self.sealer(name)?);
         let cluster = self.names.cluster();
         let encoded = ARCHIVE.encode(cluster, name, &[], record, sealer.as_ref());
         let encoded = encoded.map_err(|why| self.damaged(&path, why))?;

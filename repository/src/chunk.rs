@@ -130,7 +130,7 @@ mod tests {
     fn sealer() -> Sealer {
         let text = "k:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
         let keys = crate::Keys::parse(text).expect("a key");
-        keys.newest("c", "n").expect("a key").1
+        keys.newest("c", "n").expect("open").expect("a key").1
     }
 
     #[test]

@@ -31,6 +31,12 @@ pub enum Error {
         repository: String,
         key: String,
     },
+    #[error("key {key:?} of {repository} is not open: {why}")]
+    KeyShut {
+        repository: String,
+        key: String,
+        why: String,
+    },
     #[error("cannot {doing} {name:?} of image {image}")]
     Local {
         doing: &'static str,
@@ -64,7 +70,10 @@ impl Error {
             | Self::NoArchive { .. }
             | Self::Damaged { .. }
             | Self::KeyMissing { .. } => true,
-            Self::Request { .. } | Self::Local { .. } | Self::Changed { .. } => false,
+            Self::Request { .. }
+            | Self::KeyShut { .. }
+            | Self::Local { .. }
+            | Self::Changed { .. } => false,
         }
     }
 
@@ -79,6 +88,7 @@ impl Error {
             Self::Missing { .. } | Self::NoArchive { .. } => "ImageMissing",
             Self::Damaged { .. } => "ImageCorrupt",
             Self::KeyMissing { .. } => "KeyMissing",
+            Self::KeyShut { .. } => "KeyServiceUnavailable",
             Self::Local { .. } | Self::Changed { .. } => "ImageUnreadable",
         }
     }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use futures::stream::FuturesUnordered;
 use futures::{StreamExt, TryStreamExt};
-use object_store::ObjectStoreExt;
 use object_store::path::Path;
+use object_store::{ObjectStoreExt, UpdateVersion};
 
 use crate::chunk::{self, Piece};
 use crate::error::lacks_bucket;
@@ -154,17 +154,32 @@ impl Repository {
                 repository: self.shown.clone(),
                 key,
             },
+            Unreadable::KeyShut(shut) => self.shut(shut),
         }
     }
 
     /// Reads an object of at most `limit` bytes; none if it does not exist.
     pub(crate) async fn read(&self, path: &Path, limit: u64) -> Result<Option<Vec<u8>>, Error> {
+        let read = self.read_versioned(path, limit).await?;
+        Ok(read.map(|(bytes, _)| bytes))
+    }
+
+    /// Reads an object as [`Self::read`] does, and its version.
+    pub(crate) async fn read_versioned(
+        &self,
+        path: &Path,
+        limit: u64,
+    ) -> Result<Option<(Vec<u8>, UpdateVersion)>, Error> {
         let failed = |error| self.failed("read", path, error);
         let found = match self.objects.get(path).await {
             Ok(found) => found,
             Err(error) if lacks_bucket(&error) => return Err(failed(error)),
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
             Err(error) => return Err(failed(error)),
+        };
+        let version = UpdateVersion {
+            e_tag: found.meta.e_tag.clone(),
+            version: found.meta.version.clone(),
         };
         let size = found.meta.size.min(limit);
         let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
@@ -175,6 +190,6 @@ impl Repository {
             }
             bytes.extend_from_slice(&part);
         }
-        Ok(Some(bytes))
+        Ok(Some((bytes, version)))
     }
 }

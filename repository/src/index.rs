@@ -4,9 +4,10 @@
 use serde::{Deserialize, Serialize};
 
 use crate::chunk::{self, Piece};
+use crate::keys::Keys;
 use crate::names::{ChunkName, ImageName};
 use crate::object::{self, Unreadable};
-use crate::seal::{Keys, Sealer};
+use crate::seal::Sealer;
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -155,8 +156,7 @@ mod tests {
     }
 
     fn sealer(keys: &Keys) -> (String, Sealer) {
-        let (id, sealer) = keys.newest("c", "n").expect("a key");
-        (id.to_owned(), sealer)
+        keys.newest("c", "n").expect("open").expect("a key")
     }
 
     #[test]

@@ -22,10 +22,13 @@ mod clock;
 mod error;
 mod fetch;
 mod index;
+mod keys;
+mod kms;
 mod names;
 mod object;
 mod pace;
 mod progress;
+mod rewrap;
 mod seal;
 mod settings;
 mod sweep;
@@ -40,10 +43,12 @@ use object_store::ObjectStore;
 
 pub use error::Error;
 pub use fetch::{StoredFile, StoredImage};
+pub use keys::{InvalidKeys, KeyFile, Keys, KeysError};
+pub use kms::{Kms, KmsError};
 pub use names::ImageName;
 pub use pace::Pace;
 pub use progress::Progress;
-pub use seal::{InvalidKeys, Keys};
+pub use rewrap::Rewrapped;
 pub use settings::{InvalidSettings, Settings};
 pub use sweep::{Health, ImageLeft, Part, Swept};
 pub use timer::Timer;
@@ -70,21 +75,28 @@ impl Repository {
     ///
     /// `cluster` is the UID of the cluster's namespace `kube-system`, so that clusters that share a
     /// prefix never share an object. `credentials` is a directory with one file for each option of
-    /// the object store's client, for example `aws_access_key_id`. `keys` is a file of encryption
-    /// keys, for callers that read or write images; without parameter `encryption: none` it must
-    /// have one.
+    /// the object store's client, for example `aws_access_key_id`. Without parameter
+    /// `encryption: none` there must be a key.
     pub fn open(
         settings: &Settings,
         credentials: &Path,
-        keys: Option<&Path>,
+        keys: Keys,
         cluster: &str,
     ) -> Result<Self, InvalidSettings> {
-        let keys = match keys.map(settings::keys).transpose()? {
-            Some(keys) if settings.encrypted && keys.is_empty() => {
-                return Err(InvalidSettings::NoKeys);
-            }
-            keys => keys.unwrap_or_default(),
-        };
+        if settings.encrypted && keys.is_empty() {
+            return Err(InvalidSettings::NoKeys);
+        }
+        Self::open_for_sweeps(settings, credentials, keys, cluster)
+    }
+
+    /// Opens a repository as [`Self::open`] does. Neither reads nor writes images through it need
+    /// to work: sweeps run also without keys.
+    pub fn open_for_sweeps(
+        settings: &Settings,
+        credentials: &Path,
+        keys: Keys,
+        cluster: &str,
+    ) -> Result<Self, InvalidSettings> {
         let (objects, prefix) = settings.client(credentials)?;
         Ok(Self {
             objects,

@@ -14,8 +14,9 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::{Deserialize, Serialize};
 
+use crate::keys::{KeyShut, Keys};
 use crate::names::{ChunkName, ImageName};
-use crate::seal::{self, Keys, Sealer};
+use crate::seal::{self, Sealer};
 
 /// Version of all kinds of objects.
 const VERSION: u32 = 2;
@@ -77,12 +78,33 @@ pub(crate) enum Unreadable {
     Damaged(String),
     /// The keys lack the one with this id.
     KeyMissing(String),
+    KeyShut(KeyShut),
 }
 
 impl From<String> for Unreadable {
     fn from(why: String) -> Self {
         Self::Damaged(why)
     }
+}
+
+impl From<KeyShut> for Unreadable {
+    fn from(shut: KeyShut) -> Self {
+        Self::KeyShut(shut)
+    }
+}
+
+/// Result of [`Kind::rewrap`].
+#[derive(Debug)]
+pub(crate) enum Rewrap {
+    /// The object is in clear, needs only the newest key, or cannot be read.
+    Settled,
+    Done {
+        /// Id of the key that wrapped the object's key before.
+        older: String,
+        bytes: Vec<u8>,
+    },
+    /// The older key or the newest one cannot be used.
+    Impossible { older: String },
 }
 
 /// Content of an object.
@@ -153,7 +175,7 @@ impl Kind {
         let about = self.about(cluster, name);
         let mut body = body.to_vec();
         if let Some(key) = &header.key {
-            let sealer = keys.named(&key.id, cluster, name.namespace());
+            let sealer = keys.named(&key.id, cluster, name.namespace())?;
             let sealer = sealer.ok_or_else(|| Unreadable::KeyMissing(key.id.clone()))?;
             let wrapped = STANDARD.decode(&key.wrapped).map_err(|e| e.to_string())?;
             let wrong = |_| "it does not open with its key".to_owned();
@@ -165,6 +187,52 @@ impl Kind {
             body: unpack(&body, self.largest_body)?,
             is_sealed: header.key.is_some(),
         })
+    }
+
+    /// Wraps the key of an object with the newest key. The body stays as it is.
+    pub(crate) fn rewrap(
+        self,
+        bytes: &[u8],
+        cluster: &str,
+        name: &ImageName,
+        keys: &Keys,
+    ) -> Rewrap {
+        let Ok((mut header, body)) = self.header(bytes, cluster, name) else {
+            return Rewrap::Settled;
+        };
+        let Some(key) = header.key.as_mut() else {
+            return Rewrap::Settled;
+        };
+        if keys.newest_id() == Some(&key.id) {
+            return Rewrap::Settled;
+        }
+        let older = key.id.clone();
+        let namespace = name.namespace();
+        let (Ok(Some(old)), Ok(Some((id, newest)))) = (
+            keys.named(&older, cluster, namespace),
+            keys.newest(cluster, namespace),
+        ) else {
+            return Rewrap::Impossible { older };
+        };
+        let about = self.about(cluster, name);
+        let wrapped = STANDARD.decode(&key.wrapped).ok();
+        let Some(opened) = wrapped.and_then(|wrapped| old.unwrap(wrapped, &about).ok()) else {
+            return Rewrap::Impossible { older };
+        };
+        let wrapped = STANDARD.encode(newest.wrap(&opened, &about));
+        *key = WrappedKey { id, wrapped };
+        let Ok(mut rewrapped) = serde_json::to_vec(&header) else {
+            return Rewrap::Impossible { older };
+        };
+        rewrapped.push(b'\n');
+        rewrapped.extend(body);
+        match rewrapped.len() as u64 > self.largest {
+            true => Rewrap::Impossible { older },
+            false => Rewrap::Done {
+                older,
+                bytes: rewrapped,
+            },
+        }
     }
 
     /// Reads the header of an object; returns it and the body as it is stored.

@@ -12,72 +12,16 @@
 //! of an image's wrapped key is the deletion of the image.
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
 
 use crate::names::ChunkName;
 
-const KEY: usize = 32;
+/// Bytes of a key.
+pub(crate) const KEY: usize = 32;
 /// Contexts of the derivations (BLAKE3, section 5.2: fixed and unique texts).
 const NAMESPACE: &str = "torpor.dev 2026-11-27 repository: namespace";
 const NAMES: &str = "torpor.dev 2026-11-27 repository: chunk names";
 const CHUNKS: &str = "torpor.dev 2026-11-27 repository: chunk keys";
 const WRAP: &str = "torpor.dev 2026-11-27 repository: image keys";
-
-/// Keys of a repository. Without keys nothing is encrypted.
-#[derive(Clone, Default)]
-pub struct Keys(Vec<(String, [u8; KEY])>);
-
-/// Error: a text does not hold keys.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("line {line} of the encryption keys is not `<id>:<32 bytes in base64>`")]
-pub struct InvalidKeys {
-    pub line: usize,
-}
-
-impl std::fmt::Debug for Keys {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_list()
-            .entries(self.0.iter().map(|(id, _)| id))
-            .finish()
-    }
-}
-
-impl Keys {
-    /// Reads one key per line, `<id>:<32 bytes in base64>`. The first key seals new images, and all
-    /// keys open older ones. Empty lines are ignored.
-    pub fn parse(text: &str) -> Result<Self, InvalidKeys> {
-        let lines = text.lines().map(str::trim).enumerate();
-        let keys = lines
-            .filter(|(_, line)| !line.is_empty())
-            .map(|(at, line)| {
-                let invalid = InvalidKeys { line: at + 1 };
-                let (id, key) = line.split_once(':').ok_or_else(|| invalid.clone())?;
-                let bytes = STANDARD.decode(key).map_err(|_| invalid.clone())?;
-                let key = <[u8; KEY]>::try_from(bytes).map_err(|_| invalid.clone())?;
-                match id.is_empty() {
-                    true => Err(invalid),
-                    false => Ok((id.to_owned(), key)),
-                }
-            });
-        keys.collect::<Result<_, _>>().map(Self)
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    /// Returns the id of the key for new images, and its sealer; none without keys.
-    pub(crate) fn newest(&self, cluster: &str, namespace: &str) -> Option<(&str, Sealer)> {
-        let (id, key) = self.0.first()?;
-        Some((id, Sealer::new(key, cluster, namespace)))
-    }
-
-    pub(crate) fn named(&self, id: &str, cluster: &str, namespace: &str) -> Option<Sealer> {
-        let (_, key) = self.0.iter().find(|(known, _)| known == id)?;
-        Some(Sealer::new(key, cluster, namespace))
-    }
-}
 
 /// Keys of one namespace.
 #[derive(Clone)]
@@ -98,7 +42,7 @@ impl std::fmt::Debug for Sealer {
 pub(crate) struct NotSealed;
 
 impl Sealer {
-    fn new(key: &[u8; KEY], cluster: &str, namespace: &str) -> Self {
+    pub(crate) fn new(key: &[u8; KEY], cluster: &str, namespace: &str) -> Self {
         let mut material = blake3::Hasher::new_derive_key(NAMESPACE);
         material.update(key);
         for part in [cluster, namespace] {
@@ -174,44 +118,6 @@ pub(crate) fn open(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn keys(text: &str) -> Keys {
-        Keys::parse(text).expect("keys")
-    }
-
-    fn line(id: &str, byte: u8) -> String {
-        format!("{id}:{}\n", STANDARD.encode([byte; KEY]))
-    }
-
-    #[test]
-    fn keys_are_lines_and_the_first_one_seals() {
-        let both = keys(&format!("\n{}{}", line("new", 2), line("old", 1)));
-        let (id, newest) = both.newest("c", "n").expect("a key");
-        assert_eq!(id, "new");
-        let old = both.named("old", "c", "n").expect("a key");
-        assert_ne!(newest.name(b"x"), old.name(b"x"));
-        assert!(both.named("other", "c", "n").is_none());
-        assert!(keys("").newest("c", "n").is_none());
-        assert!(!format!("{both:?}").contains(&STANDARD.encode([2; KEY])));
-        for bad in ["k", "k:AAAA", ":AAAA", &line("", 1), "k:!"] {
-            assert_eq!(
-                Keys::parse(bad).expect_err(bad),
-                InvalidKeys { line: 1 },
-                "{bad:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn namespaces_and_clusters_share_no_key() {
-        let keys = keys(&line("k", 1));
-        let name =
-            |cluster, namespace| keys.newest(cluster, namespace).expect("a key").1.name(b"x");
-        assert_eq!(name("c", "n"), name("c", "n"));
-        for (cluster, namespace) in [("c", "m"), ("d", "n"), ("cn", ""), ("", "cn")] {
-            assert_ne!(name("c", "n"), name(cluster, namespace));
-        }
-    }
 
     #[test]
     fn only_the_same_key_and_the_same_subject_open() {

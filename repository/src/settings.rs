@@ -15,8 +15,8 @@ use object_store::path::Path as ObjectPath;
 use object_store::{Certificate, ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig};
 use url::Url;
 
+use crate::keys::KeysError;
 use crate::names::is_part;
-use crate::seal::{InvalidKeys, Keys};
 
 /// File with certificate authorities, in PEM.
 const AUTHORITIES: &str = "ca.crt";
@@ -72,8 +72,8 @@ pub enum InvalidSettings {
     },
     #[error("{} holds no certificates: {why}", path.display())]
     Authorities { path: PathBuf, why: String },
-    #[error("{}: {source}", path.display())]
-    Keys { path: PathBuf, source: InvalidKeys },
+    #[error(transparent)]
+    Keys(#[from] KeysError),
     #[error(
         "{name:?} is not an option of the client of {scheme} (see the documentation of the crate object_store)"
     )]
@@ -248,18 +248,6 @@ fn keyed<K: FromStr>(
     keyed.collect()
 }
 
-/// Reads encryption keys; none if the file does not exist.
-pub(crate) fn keys(path: &Path) -> Result<Keys, InvalidSettings> {
-    let invalid = |source| InvalidSettings::Keys {
-        path: path.to_owned(),
-        source,
-    };
-    match read(path)? {
-        None => Ok(Keys::default()),
-        Some(text) => Keys::parse(&text).map_err(invalid),
-    }
-}
-
 /// Returns name and content of each file of credentials. A missing directory has none: the client
 /// then uses the identity of its Pod or node.
 fn options(credentials: &Path) -> Result<Vec<(String, String)>, InvalidSettings> {
@@ -385,16 +373,7 @@ mod tests {
                 .contains("\"aws_access_key_id\" is not an option"),
             "{error}"
         );
-        let of_keys = tempfile::NamedTempFile::new().expect("a file");
-        std::fs::write(of_keys.path(), "nonsense").expect("written");
-        assert!(
-            keys(of_keys.path())
-                .expect_err("no keys")
-                .to_string()
-                .contains("line 1")
-        );
         let nowhere = credentials.join("nowhere");
         assert!(options(&nowhere).expect("no options").is_empty());
-        assert_eq!(format!("{:?}", keys(&nowhere).expect("no keys")), "[]");
     }
 }

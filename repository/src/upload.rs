@@ -24,6 +24,7 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use crate::chunk::{self, Piece};
 use crate::clock::modified;
 use crate::index::Index;
+use crate::keys::KeyShut;
 use crate::names::{ChunkName, ImageName};
 use crate::pace::Pace;
 use crate::progress::Progress;
@@ -56,7 +57,7 @@ impl Repository {
         progress: &Progress,
         pace: &Pace,
     ) -> Result<Stored, Error> {
-        let sealer = self.sealer(image);
+        let sealer = self.sealer(image)?;
         let files: Vec<Arc<LocalFile>> = files.into_iter().map(Arc::new).collect();
         let index = cut(image, manifest, &files, sealer.as_ref(), pace).await?;
         let size = index.size();
@@ -89,9 +90,9 @@ impl Repository {
     }
 
     /// Returns the sealer of new objects and its key's id; none without keys.
-    pub(crate) fn sealer(&self, image: &ImageName) -> Option<(String, Sealer)> {
+    pub(crate) fn sealer(&self, image: &ImageName) -> Result<Option<(String, Sealer)>, Error> {
         let sealer = self.keys.newest(self.names.cluster(), image.namespace());
-        sealer.map(|(id, sealer)| (id.to_owned(), sealer))
+        sealer.map_err(|shut| self.shut(shut))
     }
 
     /// Returns when an object was written last; none if it does not exist.
@@ -127,6 +128,14 @@ impl Repository {
             object: object.to_string(),
             repository: self.shown.clone(),
             source: Box::new(source),
+        }
+    }
+
+    pub(crate) fn shut(&self, shut: KeyShut) -> Error {
+        Error::KeyShut {
+            repository: self.shown.clone(),
+            key: shut.id,
+            why: shut.why,
         }
     }
 

@@ -1,15 +1,18 @@
 //! Images in a repository: in memory, and in a directory, whose files can be made old.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use futures::TryStreamExt;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
+use object_store::{ObjectMeta, ObjectStore};
 use torpor_repository::{
-    Error, Health, ImageName, Keys, LocalFile, Pace, Part, Progress, Repository, Stored,
+    Error, Health, ImageName, Keys, LocalFile, Pace, Part, Progress, Repository, Rewrapped, Stored,
 };
 
 const KEY: &str = "k:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
@@ -234,6 +237,60 @@ async fn an_image_needs_the_key_that_sealed_it() {
         .await
         .expect_err("a newer key");
     assert!(error.to_string().contains("\"new\""), "{error}");
+}
+
+#[tokio::test]
+async fn a_rotated_key_is_not_needed_once_all_objects_are_wrapped_anew() {
+    let objects = Arc::new(InMemory::new());
+    let with = |keys: &str| {
+        let keys = Keys::parse(keys).expect("keys");
+        Repository::in_store(objects.clone(), "c", keys)
+    };
+    let old = with(KEY);
+    let content = random(1 << 20, 1);
+    upload(&old, "p.1", &content).await.expect("uploaded");
+    let put = old.put_archive(&name("p.1"), b"{}").await;
+    put.expect("written");
+    let chunks = async || {
+        let listed: Vec<_> = objects.list(None).try_collect().await.expect("listed");
+        let is_chunk = |one: &ObjectMeta| one.location.as_ref().contains("/chunks/");
+        let chunks = listed.into_iter().filter(is_chunk);
+        let chunks: BTreeMap<_, _> = chunks.map(|one| (one.location, one.e_tag)).collect();
+        chunks
+    };
+    let before = chunks().await;
+    assert!(!before.is_empty());
+    let newer = "new:AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+    let alone = with(newer);
+    let left = alone.rewrap("n").await.expect("looked").left;
+    assert_eq!(left, [("k".to_owned(), 2)].into(), "both need the old key");
+    let both = with(&format!("{newer}\n{KEY}"));
+    assert_eq!(both.older_keys().collect::<Vec<_>>(), ["k"]);
+    let rewrapped = both.rewrap("n").await.expect("rewrapped");
+    assert_eq!((rewrapped.objects, rewrapped.left.len()), (2, 0));
+    let again = both.rewrap("n").await.expect("looked");
+    assert_eq!(again, Rewrapped::default());
+    assert_eq!(chunks().await, before, "no data is written");
+    assert!(fetch(&alone, "p.1").await.expect("fetched") == content);
+    let record = alone.archive(&name("p.1")).await;
+    assert_eq!(record.expect("read"), b"{}");
+    let error = fetch(&old, "p.1").await.expect_err("rotated");
+    assert_eq!(error.reason(), "KeyMissing");
+}
+
+#[tokio::test]
+async fn a_rotation_leaves_a_directory_as_it_is() {
+    let there = InDirectory::new(keys());
+    upload(&there.repository, "p.1", b"memory")
+        .await
+        .expect("uploaded");
+    let objects = LocalFileSystem::new_with_prefix(there.root.path()).expect("a store");
+    let both = format!("new:AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\n{KEY}");
+    let both = Keys::parse(&both).expect("keys");
+    let both = Repository::in_store(Arc::new(objects), "c", both);
+    let left = both.rewrap("n").await.expect("looked").left;
+    assert_eq!(left, [("k".to_owned(), 1)].into());
+    fetch(&there.repository, "p.1").await.expect("fetched");
 }
 
 #[tokio::test]

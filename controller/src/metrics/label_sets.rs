@@ -64,6 +64,14 @@ pub(super) struct QueueLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct KeyLabels {
+    /// SnapshotClass.
+    pub(super) class: String,
+    /// Id of the key.
+    pub(super) key: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct NamespaceLabels {
     pub(super) namespace: String,
 }

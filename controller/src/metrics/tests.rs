@@ -180,6 +180,7 @@ fn reference_of_metrics_is_current() {
     metrics.set_depth("sandbox", 1);
     metrics.set_leading(true);
     metrics.set_listed("ns", true);
+    metrics.set_older_key("far", "first", 1);
     let (text, source) = (metrics.text().unwrap(), include_str!("../metrics.rs"));
     let title = "Metrics of the controller";
     torpor_test_reference::assert_metrics_page("metrics-controller.md", title, &text, source);

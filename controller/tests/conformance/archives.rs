@@ -6,7 +6,7 @@ use std::{path::Path, sync::Arc};
 use rstest::rstest;
 use serde_json::{Value, json};
 use torpor_controller::{settings::Settings, snapshot};
-use torpor_repository::{ImageName, LocalFile, Pace, Progress, Repository};
+use torpor_repository::{ImageName, Keys, LocalFile, Pace, Progress, Repository};
 
 use crate::{
     objects::{NS, committed, condition, mode, torpor_sandbox},
@@ -24,7 +24,8 @@ async fn put_image(dir: &Path, digest: &str) {
         ("encryption".to_owned(), "none".to_owned()),
     ];
     let settings = torpor_repository::Settings::parse(&parameters.into()).expect("settings");
-    let repository = Repository::open(&settings, dir, None, CLUSTER).expect("a repository");
+    let repository = Repository::open_for_sweeps(&settings, dir, Keys::default(), CLUSTER)
+        .expect("a repository");
     let mut file = tempfile::tempfile().expect("a file");
     std::io::Write::write_all(&mut file, b"memory").expect("written");
     let files = vec![LocalFile {

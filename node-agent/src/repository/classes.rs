@@ -9,7 +9,7 @@ use kube::{Client, ResourceExt};
 use tokio::sync::OnceCell;
 use torpor_api::SnapshotClass;
 use torpor_api::snapshot::{NODE_PROVISIONER, REPOSITORY_PROVISIONER};
-use torpor_repository::{InvalidSettings, Repository, Settings};
+use torpor_repository::{InvalidSettings, KeyFile, Repository, Settings};
 
 use crate::args::RepositoryArgs;
 use crate::report::publish::API_LIMIT;
@@ -54,7 +54,7 @@ pub(crate) struct Repositories {
     classes: Cache<SnapshotClass>,
     /// Directory of the Secret's files.
     credentials: PathBuf,
-    keys: PathBuf,
+    keys: KeyFile,
     cluster: OnceCell<String>,
 }
 
@@ -68,7 +68,7 @@ impl Repositories {
             client,
             classes,
             credentials: args.repository_credentials.clone(),
-            keys: args.repository_keys.clone(),
+            keys: args.keys.file(),
             cluster: OnceCell::new(),
         }
     }
@@ -109,7 +109,8 @@ impl Repositories {
                 cluster: cluster.to_owned(),
             });
         }
-        let keys = Some(&*self.keys);
+        let keys = self.keys.read().await;
+        let keys = keys.map_err(|error| invalid(error.into()))?;
         Repository::open(&settings, &self.credentials, keys, cluster).map_err(invalid)
     }
 

@@ -59,6 +59,7 @@ impl Error {
             Self::Class(_) => reasons::REPOSITORY_UNAVAILABLE,
             Self::Repository(error) => match error.reason() {
                 "RepositoryDenied" => reasons::REPOSITORY_DENIED,
+                "KeyServiceUnavailable" => reasons::KEY_SERVICE_UNAVAILABLE,
                 "ImageUnreadable" => reasons::IMAGE_UNREADABLE,
                 _ => reasons::REPOSITORY_UNAVAILABLE,
             },

@@ -42,11 +42,12 @@ pub(super) fn wait(
 
 /// Returns a reason for conditions that is known here.
 fn reason(written: &str) -> &'static str {
-    const REASONS: [&str; 8] = [
+    const REASONS: [&str; 9] = [
         "ImageMissing",
         "ImageStale",
         "ImageCorrupt",
         "KeyMissing",
+        "KeyServiceUnavailable",
         "NoRoom",
         "SourceNodeUnavailable",
         "RepositoryUnavailable",

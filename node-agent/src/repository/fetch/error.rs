@@ -37,6 +37,7 @@ impl Error {
                 "ImageMissing" => reasons::IMAGE_MISSING,
                 "ImageCorrupt" => reasons::IMAGE_CORRUPT,
                 "KeyMissing" => reasons::KEY_MISSING,
+                "KeyServiceUnavailable" => reasons::KEY_SERVICE_UNAVAILABLE,
                 "ImageUnreadable" => reasons::RESTORE_FAILED,
                 _ => reasons::REPOSITORY_UNAVAILABLE,
             },
