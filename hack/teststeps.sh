@@ -296,8 +296,7 @@ end_to_end_nodes() {
 	$system set env daemonset/torpor-agent TORPOR_IMAGES_ADDRESS-
 	$system rollout status daemonset/torpor-agent --timeout=120s
 	e2e nodes:: --skip nodes::direct --test-threads=1 || status=$?
-	$system rollout undo daemonset/torpor-agent
-	$system rollout status daemonset/torpor-agent --timeout=120s
+	"$cluster" install-torpor
 	"$cluster" store down
 	"$cluster" up --nodes 1
 	return "$status"

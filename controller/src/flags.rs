@@ -139,8 +139,8 @@ pub struct Flags {
     /// torpor-repository. Torpor's.
     #[arg(long, default_value = "/etc/torpor/repository")]
     pub repository_credentials: PathBuf,
-    /// File with the encryption keys of repositories, for archives and for the rotation of keys: the
-    /// Secret torpor-repository-keys. Torpor's.
+    /// File with the encryption keys of repositories, for archives and for the rotation of keys:
+    /// the Secret torpor-repository-keys. Torpor's.
     #[arg(long, default_value = "/etc/torpor/repository-keys/keys")]
     pub repository_keys: PathBuf,
     /// Unix socket of a KMS plug-in (version 2 of Kubernetes' KMS API) that opens sealed encryption

@@ -7,8 +7,8 @@
 //! no SandboxSnapshot that names it, and neither has the apiserver when it is asked. A
 //! SnapshotClass with `deletionPolicy: Retain` is not swept.
 //!
-//! Each sweep also reports images that lack an object ([`scrub`]), and wraps the keys of images with
-//! the newest encryption key ([`rotation`]).
+//! Each sweep also reports images that lack an object ([`scrub`]), and wraps the keys of images
+//! with the newest encryption key ([`rotation`]).
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 

@@ -253,6 +253,11 @@ patches:
 		helm:          []string{"--set", "image.tag=dev,metrics.podMonitor.enabled=true,metrics.prometheusRule.enabled=true,metrics.dashboard.enabled=true"},
 	},
 	{
+		name:          "kms",
+		kustomization: "resources: [REPO/deploy]\ncomponents: [REPO/deploy/kms]",
+		helm:          []string{"--set", "image.tag=dev,kms.enabled=true"},
+	},
+	{
 		name:          "networkPolicy",
 		kustomization: "resources: [REPO/deploy]\ncomponents: [REPO/deploy/networkpolicy]",
 		helm:          []string{"--set", "image.tag=dev,networkPolicy.enabled=true"},

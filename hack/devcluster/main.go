@@ -24,7 +24,8 @@ const usage = `usage: hack/cluster COMMAND
   node-up NODE          turn it on again
   on NODE COMMAND…      run a command in a node's mount and network namespaces
   store up|down|status  an S3 server (versitygw) for Pods and nodes, built when first asked for;
-                        prints its endpoint, bucket and keys; down keeps its data
+                        prints its endpoint, bucket and keys; down keeps its data. up also loads the
+                        image of a KMS plug-in (hack/kms.yaml)
   status                what runs
   kubeconfig            print the path of the administrator's kubeconfig
   kubectl ARGS…         kubectl on this cluster

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 	"time"
+
+	"torpor.dev/hack/devcluster/oci"
 )
 
 // storeGroup is the name of the group with the S3 server.
@@ -27,6 +29,15 @@ var storeArtifact = artifact{
 	ldflags:  "-X main.Version=v1.8.0",
 	files:    []string{"versitygw"},
 }
+
+// kmsArtifact is the KMS plug-in of the tests. Only `store up` builds it.
+var kmsArtifact = artifact{
+	name: "kms", about: "20 s", module: "hack/devcluster/kms",
+	files: []string{"kms"},
+}
+
+// kmsImage is what hack/kms.yaml runs.
+const kmsImage = "torpor.dev/kms:dev"
 
 // storeEndpoint is reached from the machine, and from Pods of all nodes.
 func storeEndpoint() string { return fmt.Sprintf("http://%s:%d", machineAddress, storePort) }
@@ -59,6 +70,9 @@ func storeCommand(args []string) error {
 		}
 		if err := startStore(); err != nil {
 			return fmt.Errorf("%w\n%s", err, failingComponents())
+		}
+		if err := loadKMS(); err != nil {
+			return err
 		}
 		return storeStatus()
 	case "down":
@@ -97,6 +111,19 @@ func startStore() error {
 		return err
 	}
 	return waitFor("S3 server", 30*time.Second, healthy(storeEndpoint()+storeHealth))
+}
+
+// loadKMS builds the KMS plug-in if it is missing, and gives the nodes its image.
+func loadKMS() error {
+	tools, err := toolsOf([]artifact{kmsArtifact}, true)
+	if err != nil {
+		return err
+	}
+	archive, err := fileImage(kmsImage, tools, "kms", oci.Config{Entrypoint: []string{"/kms"}})
+	if err != nil {
+		return err
+	}
+	return loadImages(archive)
 }
 
 // stopStore ends the server. Its data is kept.

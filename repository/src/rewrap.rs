@@ -19,8 +19,8 @@ use crate::{Error, PARALLEL, Repository};
 pub struct Rewrapped {
     /// Objects whose key was wrapped anew.
     pub objects: u64,
-    /// Objects that still need an older key, by the key's id: those of uploads under way, those that
-    /// changed meanwhile, and those whose key is missing or shut.
+    /// Objects that still need an older key, by the key's id: those of uploads under way, those
+    /// that changed meanwhile, and those whose key is missing or shut.
     pub left: BTreeMap<String, u64>,
 }
 
@@ -42,8 +42,8 @@ impl Repository {
     /// Wraps the keys of a namespace's indexes and records with the newest key. An object that
     /// cannot be read is left as it is: sweeps and fetches report it.
     ///
-    /// An index that is written at the same time stays as that writer left it. So nothing is written
-    /// in a directory (`file://`), whose client has no conditional writes.
+    /// An index that is written at the same time stays as that writer left it. So nothing is
+    /// written in a directory (`file://`), whose client has no conditional writes.
     pub async fn rewrap(&self, namespace: &str) -> Result<Rewrapped, Error> {
         let places = [
             (self.names.all_pending(namespace), IMAGE, false),

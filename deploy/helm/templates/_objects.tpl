@@ -95,6 +95,17 @@ controller's, which suits a registry with one tag for all four. The base names a
 {{- end -}}
 
 {{/*
+torpor.kms: gives the Pod of the agent or the controller the socket of the node's KMS plug-in, as deploy/kms does.
+*/}}
+{{- define "torpor.kms" -}}
+{{- $mount := dict "name" "kms" "mountPath" "/run/torpor-kms" -}}
+{{- $volume := dict "name" "kms" "hostPath" (dict "path" "/run/torpor-kms" "type" "DirectoryOrCreate") -}}
+{{- $container := first .pod.containers -}}
+{{- $_ := set $container "volumeMounts" (append $container.volumeMounts $mount) -}}
+{{- $_ := set .pod "volumes" (append .pod.volumes $volume) -}}
+{{- end -}}
+
+{{/*
 torpor.flags: `args` with the flags that `values` set, as a JSON list. A value's name is its flag's in camel case.
 An existing flag gets the value; the others follow in alphabetical order.
 */}}

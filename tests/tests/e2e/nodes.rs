@@ -6,6 +6,7 @@
 mod archives;
 mod direct;
 mod golden;
+mod kms;
 
 use std::time::Duration;
 
@@ -35,7 +36,16 @@ async fn case(
     name: &str,
     body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    alone_within(TEST, name, async |case| {
+    case_within(TEST, name, body).await
+}
+
+/// Runs a test as [`case`] does, with this time limit.
+async fn case_within(
+    limit: Duration,
+    name: &str,
+    body: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    alone_within(limit, name, async |case| {
         no_image_servers(case).await?;
         on_both(case, async || body(case).await).await
     })
