@@ -16,9 +16,15 @@ use torpor_tests::{wait, witness};
 use super::{LIMIT, case_within, continues_on, start_on, upload_is};
 
 const PLUGIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../hack/kms.yaml");
-const COMPONENT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/kms/kustomization.yaml");
+const COMPONENT: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../deploy/kms/kustomization.yaml"
+);
 /// Objects that the component changes.
-const PARTS: [&str; 2] = ["daemonset/torpor-agent", "deployment/agent-sandbox-controller"];
+const PARTS: [&str; 2] = [
+    "daemonset/torpor-agent",
+    "deployment/agent-sandbox-controller",
+];
 const KEYS: &str = "torpor-repository-keys";
 /// Time of the test: Torpor is restarted four times, and a sweep begins a minute after a start.
 const TEST: std::time::Duration = std::time::Duration::from_secs(900);
@@ -38,8 +44,8 @@ impl System {
         };
         let mut templates = Vec::new();
         for part in PARTS {
-            let found = kubectl.ok(&["get", part, "-o", "jsonpath={.spec.template}"]);
-            templates.push(serde_json::from_str(&found.await?)?);
+            let get = ["get", part, "-o", "jsonpath={.spec.template}"];
+            templates.push(serde_json::from_str(&kubectl.ok(&get).await?)?);
         }
         let keys = secrets(case).get(KEYS).await?.data.unwrap_or_default();
         let keys = keys.get("keys").context("the Secret has no keys")?;
@@ -54,7 +60,10 @@ impl System {
     /// Adds `deploy/kms` to what runs.
     async fn add_component(&self) -> anyhow::Result<()> {
         let component: Value = serde_saphyr::from_str(&std::fs::read_to_string(COMPONENT)?)?;
-        for (part, patch) in PARTS.iter().zip(component["patches"].as_array().context("none")?) {
+        for (part, patch) in PARTS
+            .iter()
+            .zip(component["patches"].as_array().context("none")?)
+        {
             let named = format!("/{}", patch["target"]["name"].as_str().unwrap_or_default());
             ensure!(part.ends_with(&named), "{part} is not {named}");
             let patch = patch["patch"].as_str().context("no patch")?;
@@ -91,10 +100,8 @@ impl System {
     async fn rolled_out(&self) -> anyhow::Result<()> {
         for part in PARTS {
             wait::until(part, LIMIT, async || {
-                let ran = self
-                    .kubectl
-                    .run(&["rollout", "status", part, "--timeout=20s"]);
-                let ran = ran.await?;
+                let status = ["rollout", "status", part, "--timeout=20s"];
+                let ran = self.kubectl.run(&status).await?;
                 Ok(if ran.code == 0 { Ok(()) } else { Err(ran.err) })
             })
             .await?;
@@ -108,14 +115,26 @@ impl System {
         let sets: Api<DaemonSet> = Api::namespaced(case.client(), NAMESPACE);
         wait::object(sets, "kms", "runs on both nodes", LIMIT, |set| {
             let ready = set.and_then(|set| set.status).map(|one| one.number_ready);
-            if ready == Some(2) { Ok(()) } else { Err(format!("{ready:?} are ready")) }
+            if ready == Some(2) {
+                Ok(())
+            } else {
+                Err(format!("{ready:?} are ready"))
+            }
         })
         .await
     }
 
     /// Runs `torpor-agent seal-keys` in an agent.
     async fn seal_keys(&self, more: &[&str]) -> anyhow::Result<String> {
-        let command = ["exec", PARTS[0], "-c", "agent", "--", "/torpor-agent", "seal-keys"];
+        let command = [
+            "exec",
+            PARTS[0],
+            "-c",
+            "agent",
+            "--",
+            "/torpor-agent",
+            "seal-keys",
+        ];
         let sealed = self.kubectl.ok(&[&command, more].concat()).await?;
         Ok(sealed + "\n")
     }
@@ -168,9 +187,15 @@ async fn keys_are_sealed_and_rotated(case: &Case, system: &System) -> anyhow::Re
     system.start_plugin(case).await?;
     system.add_component().await?;
     let lines = system.seal_keys(&["--add", "sealed"]).await?;
-    let ids: Vec<&str> = lines.lines().filter_map(|line| line.split(':').next()).collect();
+    let ids: Vec<&str> = lines
+        .lines()
+        .filter_map(|line| line.split(':').next())
+        .collect();
     ensure!(ids == ["sealed", "dev"], "{ids:?}");
-    ensure!(lines.lines().all(|line| line.contains(":kms:")), "a key is in clear");
+    ensure!(
+        lines.lines().all(|line| line.contains(":kms:")),
+        "a key is in clear"
+    );
     set_keys(case, &lines).await?;
     system.restart().await?;
 
