@@ -166,8 +166,10 @@ documented! {
     /// `token/NAME`, a token of that ServiceAccount (`late-bind` with `identity`). Each must have
     /// the label `torpor.dev/claimable: "true"`. Copied to the Sandbox.
     CLAIM_FILES = "torpor.dev/claim-files";
-    /// On a SandboxClaim: names of nodes, separated by commas, from which it takes a member of its
-    /// pool first, in this order. It is a preference among members that are equally ready.
+    /// On a SandboxClaim: nodes from which it takes a member of its pool first, in this order,
+    /// separated by commas. Each is the name of a node, or `<label>=<value>` for all nodes with
+    /// that label, such as `topology.kubernetes.io/zone=a`. It is a preference among members that
+    /// are equally ready.
     NODE_PREFERENCE = "torpor.dev/node-preference";
     /// On a SandboxClaim: name of a SandboxSnapshot of the claim's namespace with the label
     /// `torpor.dev/claimable: "true"`. The claim takes no member of its pool: its sandbox, of the

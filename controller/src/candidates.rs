@@ -26,7 +26,7 @@ use crate::{
 
 mod rank;
 
-pub use rank::Nodes;
+pub use rank::{Nodes, prefers_labels};
 
 /// Window for the demand of a pool, about twice the time that a member takes from its creation
 /// until it is Ready on a busy apiserver.

@@ -196,7 +196,7 @@ async fn settle(session: &mut Session, context: &Context) -> Result<Plan, Error>
         apply::complete(session, context).await?;
         let mut plan = plan::plan(&session.observed, Timestamp::now());
         if plan.wants_member {
-            session.ask_pool(context);
+            session.ask_pool(context).await;
             continue;
         }
         match apply::apply(&plan, session, context).await? {

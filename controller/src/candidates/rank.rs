@@ -17,13 +17,13 @@ use torpor_api::{
 };
 
 use super::Stage;
-use crate::claim::wake;
+use crate::{claim::wake, staging::nodes::NodeFacts};
 
 /// Time for which members that sleep on a node come last after one of them could not continue from
 /// its image there.
 const AVOIDED: Duration = Duration::from_secs(60);
 
-/// Most nodes that a claim prefers; the others are left out.
+/// Most preferences of a claim; the others are left out.
 const MOST_PREFERRED: usize = 16;
 
 /// State of the nodes, for one claim.
@@ -34,30 +34,59 @@ pub struct Nodes {
     unfit: BTreeSet<String>,
     /// Nodes whose agent does not report.
     silent: BTreeSet<String>,
-    /// Nodes that the claim prefers, the first one most.
-    preferred: Vec<String>,
+    /// Place of each node among the claim's preferences; the first one is preferred most.
+    preferred: Arc<HashMap<String, usize>>,
+}
+
+/// Returns the claim's preferences, the first one most: a node's name, or `<label>=<value>`.
+fn preferences(claim: &SandboxClaim) -> impl Iterator<Item = &str> {
+    let listed = claim.annotations().get(NODE_PREFERENCE);
+    let listed = listed.map(String::as_str).unwrap_or_default();
+    let each = listed.split(',').map(str::trim);
+    each.filter(|one| !one.is_empty()).take(MOST_PREFERRED)
+}
+
+/// Reports whether a claim prefers nodes by their labels.
+pub fn prefers_labels(claim: &SandboxClaim) -> bool {
+    preferences(claim).any(|one| one.contains('='))
+}
+
+/// Returns the place of each node that a claim prefers.
+fn places(claim: &SandboxClaim, facts: &[NodeFacts]) -> HashMap<String, usize> {
+    let mut places = HashMap::new();
+    for (place, preference) in preferences(claim).enumerate() {
+        let Some((label, value)) = preference.split_once('=') else {
+            places.entry(preference.to_owned()).or_insert(place);
+            continue;
+        };
+        let has = |node: &&NodeFacts| node.labels.get(label).is_some_and(|has| has == value);
+        for node in facts.iter().filter(has) {
+            places.entry(node.name.clone()).or_insert(place);
+        }
+    }
+    places
 }
 
 impl Nodes {
-    /// Returns the state by the reports of the nodes' agents, with the claim's preference.
-    pub fn of(nodes: &[Arc<SandboxNode>], claim: &SandboxClaim, now: Timestamp) -> Self {
+    /// Returns the state by the reports of the nodes' agents, with the claim's preference. `facts`
+    /// has the labels of the nodes, for a claim that prefers some.
+    pub fn of(
+        nodes: &[Arc<SandboxNode>],
+        facts: &[NodeFacts],
+        claim: &SandboxClaim,
+        now: Timestamp,
+    ) -> Self {
         let named = |wanted: &dyn Fn(&SandboxNode) -> bool| -> BTreeSet<String> {
             let found = nodes.iter().filter(|node| wanted(node));
             found.map(|node| node.name_any()).collect()
         };
-        let preferred = claim.annotations().get(NODE_PREFERENCE);
-        let preferred = preferred.map(String::as_str).unwrap_or_default();
         Self {
             unfit: named(&|node| {
                 let status = node.status.as_ref();
                 status.is_some_and(|status| conditions::is_true(&status.conditions, PRESSURE))
             }),
             silent: named(&|node| node.is_silent(now)),
-            preferred: preferred
-                .split(',')
-                .take(MOST_PREFERRED)
-                .map(|name| name.trim().to_owned())
-                .collect(),
+            preferred: Arc::new(places(claim, facts)),
         }
     }
 
@@ -82,8 +111,8 @@ impl Nodes {
     /// runs takes no more memory when a claim has it.
     pub(super) fn rank(&self, node: &str, stage: Stage) -> (bool, usize) {
         let is_unfit = stage == Stage::Asleep && self.unfit.contains(node);
-        let place = self.preferred.iter().position(|name| name == node);
-        (is_unfit, place.unwrap_or(self.preferred.len()))
+        let place = self.preferred.get(node).copied();
+        (is_unfit, place.unwrap_or(MOST_PREFERRED))
     }
 }
 

@@ -2,7 +2,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::merge_patch;
+use crate::{merge_patch, staging::nodes::NodeFacts};
 
 fn member(name: &str, change: Value) -> Sandbox {
     let mut whole = json!({
@@ -112,7 +112,7 @@ fn nodes() -> Nodes {
         node("n3", "False", EARLY),
         node("n4", "False", "2026-01-01T00:09:59Z"),
     ];
-    Nodes::of(&reports, &serde_json::from_value(claim).unwrap(), now)
+    Nodes::of(&reports, &[], &serde_json::from_value(claim).unwrap(), now)
 }
 
 fn order(candidates: &Candidates, nodes: &Nodes) -> Vec<String> {
@@ -145,6 +145,46 @@ fn members_that_sleep_wake_on_fit_nodes_first_and_silent_nodes_come_last() {
         order(&candidates, &nodes()),
         ["g", "e", "d", "a", "b", "f", "c"]
     );
+}
+
+#[test]
+fn a_claim_prefers_nodes_by_name_and_by_label() {
+    let fact = |name: &str, zone: &str| NodeFacts {
+        name: name.to_owned(),
+        labels: [("topology.kubernetes.io/zone".to_owned(), zone.to_owned())].into(),
+        ..NodeFacts::default()
+    };
+    let facts = [
+        fact("n1", "a"),
+        fact("n2", "b"),
+        fact("n3", "b"),
+        fact("n4", "c"),
+    ];
+    let preferring = |preference: &str| {
+        let claim = json!({
+            "metadata": {"name": "c", "annotations": {"torpor.dev/node-preference": preference}},
+            "spec": {"warmPoolRef": {"name": "p"}},
+        });
+        let claim: torpor_api::SandboxClaim = serde_json::from_value(claim).unwrap();
+        let nodes = Nodes::of(&[], &facts, &claim, Timestamp::UNIX_EPOCH);
+        (prefers_labels(&claim), nodes)
+    };
+    for (preference, labels, ranks) in [
+        ("n4, topology.kubernetes.io/zone=b", true, [16, 1, 1, 0]),
+        ("topology.kubernetes.io/zone=c,n3,n4", true, [16, 16, 1, 0]),
+        (
+            "topology.kubernetes.io/zone=d,=,other=a,n2",
+            true,
+            [16, 3, 16, 16],
+        ),
+        ("n3,n1", false, [1, 16, 0, 16]),
+    ] {
+        let (asks, nodes) = preferring(preference);
+        assert_eq!(asks, labels, "{preference}");
+        let rank = |node| nodes.rank(node, Stage::Ready).1;
+        let ranked = ["n1", "n2", "n3", "n4"].map(rank);
+        assert_eq!(ranked, ranks, "{preference}");
+    }
 }
 
 #[test]

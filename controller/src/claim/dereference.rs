@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     blueprint::Blueprint,
-    candidates::{Nodes, Offer, Taken, is_member, pool_of},
+    candidates::{Nodes, Offer, Taken, is_member, pool_of, prefers_labels},
     context::Context,
     template::plan::policy_name,
     watches::extensions::controller_of,
@@ -152,7 +152,7 @@ impl Session {
 
     /// Asks the claim's pool for a member. The member noted on the claim by another controller
     /// comes first: it may be half assigned.
-    pub fn ask_pool(&mut self, context: &Context) {
+    pub async fn ask_pool(&mut self, context: &Context) {
         let observed = &self.observed;
         let (Some(pool), Some(template)) = (&observed.pool, &observed.template) else {
             return;
@@ -169,8 +169,12 @@ impl Session {
         let additions = plan::additions(&observed.claim, template).unwrap_or_default();
         // Stale members are left to the pool. They are held until a good member is found, so that
         // none is offered twice.
+        let facts = match prefers_labels(&observed.claim) {
+            true => context.nodes.for_claim(&context.api).await,
+            false => [].into(),
+        };
         let nodes = context.caches.nodes.filtered(|_| true);
-        let nodes = Nodes::of(&nodes, &observed.claim, Timestamp::now());
+        let nodes = Nodes::of(&nodes, &facts, &observed.claim, Timestamp::now());
         let (mut stale, blueprint) = (Vec::new(), Blueprint::of(template));
         self.observed.offer = loop {
             match context.candidates.take(&pool_uid, &nodes) {
