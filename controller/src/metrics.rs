@@ -249,7 +249,7 @@ impl Metrics {
         );
         registry.register(
             "torpor_controller_repository_older_key_objects",
-            "Indexes and archive records that need an encryption key other than the newest, at the last sweep. A key with 0 may be removed from the Secret",
+            "Indexes and archive records of this cluster that need an encryption key other than the newest, as the last rotation found them",
             self.older_keys.clone(),
         );
     }

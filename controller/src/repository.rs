@@ -32,15 +32,13 @@ pub enum Error {
     NoCluster,
 }
 
-/// Opens the repository of a class for sweeps. They run without keys too: only the rotation of keys
-/// needs them.
-pub async fn for_sweeps(context: &Context, class: &SnapshotClass) -> Result<Repository, Error> {
+/// Opens the repository of a class for sweeps, which need no keys, and for the rotation of `keys`.
+pub async fn for_sweeps(
+    context: &Context,
+    class: &SnapshotClass,
+    keys: Keys,
+) -> Result<Repository, Error> {
     let own = own_cluster(context).await?;
-    let keys = context.keys.read().await.unwrap_or_else(|error| {
-        let error: &dyn std::error::Error = &error;
-        tracing::warn!(error, "cannot read the encryption keys; none are rotated");
-        Keys::default()
-    });
     let settings = settings(class)?;
     let credentials = &context.settings.repositories.credentials;
     Repository::open_for_sweeps(&settings, credentials, keys, own).map_err(invalid(class))

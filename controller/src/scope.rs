@@ -41,6 +41,11 @@ impl Namespaces {
         self.0.is_empty()
     }
 
+    /// Reports whether the controller works in a namespace.
+    pub fn has(&self, namespace: &str) -> bool {
+        self.is_cluster() || self.names().any(|own| own == namespace)
+    }
+
     /// Returns the namespaces; none for the whole cluster.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.iter().map(AsRef::as_ref)

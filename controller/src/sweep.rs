@@ -7,8 +7,8 @@
 //! no SandboxSnapshot that names it, and neither has the apiserver when it is asked. A
 //! SnapshotClass with `deletionPolicy: Retain` is not swept.
 //!
-//! Each sweep also reports images that lack an object ([`scrub`]), and wraps the keys of images
-//! with the newest encryption key ([`rotation`]).
+//! Each sweep also reports images that lack an object ([`scrub`]). After the sweeps the keys of
+//! images are wrapped with the newest encryption key ([`rotation`]).
 
 use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
@@ -18,7 +18,7 @@ use torpor_api::{
     SandboxSnapshot, SnapshotClass,
     snapshot::{DeletionPolicy, REPOSITORY_PROVISIONER},
 };
-use torpor_repository::{ImageLeft, Repository};
+use torpor_repository::{ImageLeft, Keys, Repository};
 
 use self::rotation::Rotation;
 use crate::{calls, context::Context, repository};
@@ -52,6 +52,7 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
         return;
     };
     let mut pause = FIRST.min(interval);
+    let mut rotation = Rotation::default();
     context.caches.snapshots.wait_ready().await;
     loop {
         // Cancel-safe: both arms only wait.
@@ -75,7 +76,6 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
             .iter()
             .map(|class| url(class))
             .collect();
-        context.metrics.forget_older_keys();
         for class in classes.filtered(|class| is_swept(class) && !kept.contains(&url(class))) {
             let swept = tokio::select! {
                 swept = sweep(&context, &class) => swept,
@@ -86,12 +86,16 @@ pub async fn run(context: Arc<Context>, shutdown: CancellationToken) {
                 tracing::warn!(class = class.name_any(), error, "cannot sweep a repository");
             }
         }
+        tokio::select! {
+            () = rotation.round(&context) => {}
+            () = shutdown.cancelled() => return,
+        }
     }
 }
 
 /// Sweeps the repository of a class once.
 pub async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error> {
-    let repository = repository::for_sweeps(context, class).await?;
+    let repository = repository::for_sweeps(context, class, Keys::default()).await?;
     let scope = &context.settings.namespaces;
     let mut namespaces: BTreeSet<String> = repository.namespaces().await?.into_iter().collect();
     // A namespace may have lost all of its objects.
@@ -101,10 +105,9 @@ pub async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error
         .snapshots
         .filtered(|one| one.is_uploaded() && one.spec.snapshot_class_name == of_class);
     namespaces.extend(named.iter().filter_map(|one| one.namespace()));
-    let mut rotation = Rotation::of(&repository);
     for namespace in namespaces {
         // A confined controller does not see the SandboxSnapshots of other namespaces.
-        if !scope.is_cluster() && !scope.names().any(|own| own == namespace) {
+        if !scope.has(&namespace) {
             continue;
         }
         // An error in one namespace does not keep the others from being swept.
@@ -117,9 +120,7 @@ pub async fn sweep(context: &Context, class: &SnapshotClass) -> Result<(), Error
                 "cannot sweep a namespace of a repository"
             );
         }
-        rotation.go_on(&repository, &namespace).await;
     }
-    rotation.report(context, class);
     Ok(())
 }
 

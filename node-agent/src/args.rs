@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use torpor_core::store_limit::PerNamespace;
-use torpor_repository::KeyFile;
 
 mod parse;
 mod runsc;
@@ -46,7 +45,7 @@ pub(crate) enum Command {
     Install(InstallArgs),
     /// Undo what `install` did
     Uninstall(UninstallArgs),
-    /// Print the encryption keys of repositories, each sealed by the newest key of the KMS
+    /// Seal encryption keys of repositories, given on standard input, by the newest key of the KMS
     SealKeys(SealKeysArgs),
     /// Wait for SIGTERM: the container that keeps the installer's Pod running
     Wait,
@@ -158,31 +157,12 @@ pub(crate) struct ImageServerArgs {
     pub(crate) images_address: Option<IpAddr>,
 }
 
-/// Options for the encryption keys of repositories.
-#[derive(Debug, Clone, clap::Args)]
-pub(crate) struct KeyArgs {
-    /// File with the encryption keys of repositories, one on each line, `<id>:<32 bytes in base64>`
-    /// or `<id>:kms:<key that a KMS has sealed>`: the Secret torpor-repository-keys. The first key
-    /// is for new images. Without it images are not encrypted
-    #[arg(long, default_value = "/etc/torpor/repository-keys/keys", value_parser = absolute, env = "TORPOR_REPOSITORY_KEYS")]
-    pub(crate) repository_keys: PathBuf,
-    /// Unix socket of a KMS plug-in (version 2 of Kubernetes' KMS API) that opens sealed keys
-    #[arg(long, value_name = "SOCKET", value_parser = absolute, env = "TORPOR_REPOSITORY_KMS")]
-    pub(crate) repository_kms: Option<PathBuf>,
-}
-
-impl KeyArgs {
-    /// Returns the file of keys. Reads nothing.
-    pub(crate) fn file(&self) -> KeyFile {
-        KeyFile::new(&self.repository_keys, self.repository_kms.as_deref())
-    }
-}
-
 /// Options of `seal-keys`.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct SealKeysArgs {
-    #[command(flatten)]
-    pub(crate) keys: KeyArgs,
+    /// Unix socket of the KMS plug-in (version 2 of Kubernetes' KMS API)
+    #[arg(long, value_name = "SOCKET", value_parser = absolute, env = "TORPOR_REPOSITORY_KMS")]
+    pub(crate) repository_kms: PathBuf,
     /// Put a new random key with this id in front
     #[arg(long, value_name = "ID")]
     pub(crate) add: Option<String>,
@@ -195,8 +175,14 @@ pub(crate) struct RepositoryArgs {
     /// torpor-repository
     #[arg(long, default_value = "/etc/torpor/repository", value_parser = absolute, env = "TORPOR_REPOSITORY_CREDENTIALS")]
     pub(crate) repository_credentials: PathBuf,
-    #[command(flatten)]
-    pub(crate) keys: KeyArgs,
+    /// File with the encryption keys of repositories, one on each line, `<id>:<32 bytes in base64>`
+    /// or `<id>:kms:<key that a KMS has sealed>`: the Secret torpor-repository-keys. The first key
+    /// is for new images
+    #[arg(long, default_value = "/etc/torpor/repository-keys/keys", value_parser = absolute, env = "TORPOR_REPOSITORY_KEYS")]
+    pub(crate) repository_keys: PathBuf,
+    /// Unix socket of a KMS plug-in (version 2 of Kubernetes' KMS API) that opens sealed keys
+    #[arg(long, value_name = "SOCKET", value_parser = absolute, env = "TORPOR_REPOSITORY_KMS")]
+    pub(crate) repository_kms: Option<PathBuf>,
     /// Maximum number of images that are uploaded at once
     #[arg(long, default_value = "2", value_parser = at_least_one, env = "TORPOR_UPLOADS_AT_ONCE")]
     pub(crate) uploads_at_once: usize,

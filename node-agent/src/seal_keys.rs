@@ -1,30 +1,33 @@
-//! `seal-keys`: prints the encryption keys of repositories for the Secret torpor-repository-keys,
-//! sealed by a KMS.
+//! `seal-keys`: seals the encryption keys of repositories by a KMS, for the Secret
+//! torpor-repository-keys.
 
-use std::io::Write;
+use std::io::{Read, Write};
 
 use anyhow::Context;
 use torpor_repository::Kms;
 
 use crate::args::SealKeysArgs;
 
-/// Prints the lines once all of them are sealed. The KMS plug-in is asked for its state first.
+/// Most bytes of keys: the largest Secret.
+const LARGEST: u64 = 1 << 20;
+
+/// Reads lines of keys from standard input, and prints them once all of them are sealed. The KMS
+/// plug-in is asked for its state first.
 pub(crate) fn run(args: &SealKeysArgs) -> anyhow::Result<()> {
-    let socket = args.keys.repository_kms.as_deref();
-    let socket =
-        socket.context("--repository-kms is missing: it names the KMS plug-in's socket")?;
+    let mut text = String::new();
+    let read = std::io::stdin().take(LARGEST).read_to_string(&mut text);
+    read.context("cannot read the keys from standard input")?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     let lines = runtime.block_on(async {
-        let kms = Kms::at(socket);
+        let kms = Kms::at(&args.repository_kms);
         kms.check().await?;
-        anyhow::Ok(args.keys.file().sealed(&kms, args.add.as_deref()).await?)
+        anyhow::Ok(torpor_repository::seal_keys(&text, &kms, args.add.as_deref()).await?)
     })?;
     anyhow::ensure!(
         !lines.is_empty(),
-        "{} has no keys: --add makes one",
-        args.keys.repository_keys.display()
+        "standard input has no keys: pass the lines of the Secret, or --add"
     );
     std::io::stdout().write_all(lines.as_bytes())?;
     Ok(())

@@ -31,7 +31,7 @@ pub enum Error {
         repository: String,
         key: String,
     },
-    #[error("key {key:?} of {repository} is not open: {why}")]
+    #[error("encryption key {key:?} for {repository} is not open: {why}")]
     KeyShut {
         repository: String,
         key: String,

@@ -7,10 +7,11 @@
 //!
 //! The first key seals new objects. All keys open older ones.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -29,11 +30,11 @@ pub struct Keys(Vec<(String, Key)>);
 #[derive(Clone)]
 enum Key {
     Open([u8; KEY]),
-    /// The KMS has not opened the key; holds the reason.
+    /// The key is sealed and was not opened; holds the reason.
     Shut(String),
 }
 
-/// Error: the KMS has not opened a key.
+/// Error: a sealed key was not opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct KeyShut {
     pub(crate) id: String,
@@ -49,20 +50,26 @@ pub enum KeysError {
         #[source]
         source: std::io::Error,
     },
-    #[error("{}: {source}", path.display())]
-    Line { path: PathBuf, source: InvalidKeys },
+    #[error("{}: {invalid}", path.display())]
+    File { path: PathBuf, invalid: InvalidKeys },
+    #[error(transparent)]
+    Lines(#[from] InvalidKeys),
     #[error("key {id:?} is there already: choose another id")]
     Taken { id: String },
     #[error("{id:?} is not an id of a key: it needs a character, and no colon or white space")]
     Id { id: String },
-    #[error("key {id:?}: {source}")]
-    Kms { id: String, source: KmsError },
+    #[error("cannot seal key {id:?}")]
+    Kms {
+        id: String,
+        #[source]
+        source: KmsError,
+    },
 }
 
 /// Error: a text does not hold keys.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "line {line} of the encryption keys is neither `<id>:<32 bytes in base64>` nor `<id>:kms:<sealed key>`"
+    "line {line} of the encryption keys is neither `<id>:<32 bytes in base64>` nor `<id>:kms:<sealed key>` with an id of its own"
 )]
 pub struct InvalidKeys {
     pub line: usize,
@@ -91,7 +98,8 @@ impl Keys {
         self.0.is_empty()
     }
 
-    pub(crate) fn ids(&self) -> impl Iterator<Item = &str> {
+    /// Returns the ids, that of the key for new objects first.
+    pub fn ids(&self) -> impl Iterator<Item = &str> {
         self.0.iter().map(|(id, _)| id.as_str())
     }
 
@@ -130,12 +138,21 @@ impl Keys {
     }
 }
 
+/// Time for which a key that the KMS did not open is not asked for again.
+const SHUT_FOR: Duration = Duration::from_secs(15);
+
 /// A file of keys, and the KMS plug-in that opens those that are sealed.
 pub struct KeyFile {
     path: PathBuf,
     kms: Option<Kms>,
-    /// Keys that the plug-in has opened, so that images can be read while it does not answer.
-    opened: Mutex<HashMap<SealedKey, [u8; KEY]>>,
+    /// Answers of the plug-in. Keys stay open while it does not answer.
+    answers: Mutex<HashMap<SealedKey, Answer>>,
+}
+
+#[derive(Clone)]
+enum Answer {
+    Opened([u8; KEY]),
+    Failed { why: String, at: Instant },
 }
 
 impl std::fmt::Debug for KeyFile {
@@ -151,7 +168,7 @@ impl KeyFile {
         Self {
             path: path.to_owned(),
             kms: kms.map(Kms::at),
-            opened: Mutex::default(),
+            answers: Mutex::default(),
         }
     }
 
@@ -171,56 +188,45 @@ impl KeyFile {
         Ok(Keys(join_all(keys).await))
     }
 
-    /// Returns the lines of the file with each key sealed by the newest key of the KMS, after the
-    /// line of a new random key with the id `add`.
-    ///
-    /// It needs all keys: an error keeps a key from being lost.
-    pub async fn sealed(&self, kms: &Kms, add: Option<&str>) -> Result<String, KeysError> {
-        let mut text = String::new();
-        let mut all = Vec::new();
-        let lines = self.lines()?;
-        if let Some(id) = add {
-            check_id(id, &lines)?;
-            all.push((id.to_owned(), Line::Clear(seal::random_key())));
-        }
-        all.extend(lines);
-        for (id, line) in all {
-            let failed = |source| KeysError::Kms {
-                id: id.clone(),
-                source,
-            };
-            let key = match line {
-                Line::Clear(key) => key,
-                Line::Sealed(sealed) => kms.open(&sealed).await.map_err(failed)?,
-            };
-            let sealed = kms.seal(&key).await.map_err(failed)?;
-            text.push_str(&format!("{id}:kms:{}\n", sealed.text()));
-        }
-        Ok(text)
-    }
-
     async fn opened(&self, sealed: &SealedKey) -> Result<[u8; KEY], String> {
         let Some(kms) = &self.kms else {
             return Err("a KMS has sealed it, and no --repository-kms is set".to_owned());
         };
-        if let Some(key) = self.cache().get(sealed) {
-            return Ok(*key);
+        match self.answers().get(sealed) {
+            Some(Answer::Opened(key)) => return Ok(*key),
+            Some(Answer::Failed { why, at }) if at.elapsed() < SHUT_FOR => return Err(why.clone()),
+            _ => {}
         }
-        let key = kms.open(sealed).await.map_err(|error| error.to_string())?;
-        self.cache().insert(sealed.clone(), key);
-        Ok(key)
+        let (answer, opened) = match kms.open(sealed).await {
+            Ok(key) => (Answer::Opened(key), Ok(key)),
+            Err(error) => {
+                let (why, at) = (error.to_string(), Instant::now());
+                (
+                    Answer::Failed {
+                        why: why.clone(),
+                        at,
+                    },
+                    Err(why),
+                )
+            }
+        };
+        self.answers().insert(sealed.clone(), answer);
+        opened
     }
 
-    fn cache(&self) -> std::sync::MutexGuard<'_, HashMap<SealedKey, [u8; KEY]>> {
-        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
+    fn answers(&self) -> std::sync::MutexGuard<'_, HashMap<SealedKey, Answer>> {
+        self.answers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lines(&self) -> Result<Vec<(String, Line)>, KeysError> {
         let read = || -> std::io::Result<String> {
             let mut text = String::new();
             let file = std::fs::File::open(&self.path)?;
-            file.take(LARGEST).read_to_string(&mut text)?;
-            Ok(text)
+            file.take(LARGEST + 1).read_to_string(&mut text)?;
+            match text.len() as u64 > LARGEST {
+                true => Err(std::io::ErrorKind::FileTooLarge.into()),
+                false => Ok(text),
+            }
         };
         let text = match read() {
             Ok(text) => text,
@@ -230,10 +236,46 @@ impl KeyFile {
                 return Err(KeysError::Read { path, source });
             }
         };
-        lines(&text).map_err(|source| KeysError::Line {
+        lines(&text).map_err(|invalid| KeysError::File {
             path: self.path.clone(),
-            source,
+            invalid,
         })
+    }
+}
+
+/// Returns the lines of `text` with each key sealed by the newest key of the KMS, after the line of
+/// a new random key with the id `add`.
+///
+/// No line is returned unless the KMS has sealed all keys and opens them again.
+pub async fn seal_keys(text: &str, kms: &Kms, add: Option<&str>) -> Result<String, KeysError> {
+    let lines = lines(text)?;
+    let mut all = Vec::new();
+    if let Some(id) = add {
+        check_id(id, &lines)?;
+        all.push((id.to_owned(), Line::Clear(seal::random_key())));
+    }
+    all.extend(lines);
+    let mut sealed = String::new();
+    for (id, line) in all {
+        let word = sealed_word(line, kms).await;
+        let word = word.map_err(|source| KeysError::Kms {
+            id: id.clone(),
+            source,
+        })?;
+        sealed.push_str(&format!("{id}:kms:{word}\n"));
+    }
+    Ok(sealed)
+}
+
+async fn sealed_word(line: Line, kms: &Kms) -> Result<String, KmsError> {
+    let key = match line {
+        Line::Clear(key) => key,
+        Line::Sealed(sealed) => kms.open(&sealed).await?,
+    };
+    let sealed = kms.seal(&key).await?;
+    match kms.open(&sealed).await? == key {
+        true => Ok(sealed.text()),
+        false => Err(kms.failed("seal a key with", "it opens the sealed key as another one")),
     }
 }
 
@@ -243,8 +285,9 @@ enum Line {
     Sealed(SealedKey),
 }
 
-/// Reads lines, each with its id. Empty lines are ignored.
+/// Reads lines, each with an id of its own. Empty lines are ignored.
 fn lines(text: &str) -> Result<Vec<(String, Line)>, InvalidKeys> {
+    let mut ids = HashSet::new();
     let lines = text.lines().map(str::trim).enumerate();
     let lines = lines.filter(|(_, line)| !line.is_empty());
     let parsed = lines.map(|(at, line)| {
@@ -253,7 +296,8 @@ fn lines(text: &str) -> Result<Vec<(String, Line)>, InvalidKeys> {
                 Some(sealed) => Line::Sealed(SealedKey::parse(sealed)?),
                 None => Line::Clear(STANDARD.decode(key).ok()?.try_into().ok()?),
             };
-            (!id.is_empty()).then(|| (id.to_owned(), key))
+            let is_new = !id.is_empty() && ids.insert(id);
+            is_new.then(|| (id.to_owned(), key))
         });
         parsed.ok_or(InvalidKeys { line: at + 1 })
     });
@@ -312,6 +356,12 @@ mod tests {
     }
 
     #[test]
+    fn two_keys_with_one_id_are_refused() {
+        let twice = line("a", 1) + &line("b", 1) + &line("a", 2);
+        assert_eq!(Keys::parse(&twice).err(), Some(InvalidKeys { line: 3 }));
+    }
+
+    #[test]
     fn namespaces_and_clusters_share_no_key() {
         let keys = keys(&line("k", 1));
         let name = |cluster, namespace| {
@@ -351,18 +401,27 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nothing_is_printed_unless_all_keys_are_sealed() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let path = dir.path().join("keys");
-        std::fs::write(&path, line("a", 1)).expect("written");
-        let file = KeyFile::new(&path, None);
-        let kms = Kms::at(&dir.path().join("kms.sock"));
-        let refused = async |add| {
-            let sealed = file.sealed(&kms, add).await;
-            sealed.expect_err("refused").to_string()
+    async fn no_line_is_sealed_unless_all_are() {
+        let kms = Kms::at(Path::new("/nonexistent/kms.sock"));
+        let refused = async |text: &str, add| {
+            let sealed = seal_keys(text, &kms, add).await;
+            let error = sealed.expect_err("refused");
+            let source = std::error::Error::source(&error).map(ToString::to_string);
+            format!("{error} {}", source.unwrap_or_default())
         };
-        assert!(refused(Some("a")).await.contains("is there already"));
-        assert!(refused(Some("b:c")).await.contains("is not an id"));
-        assert!(refused(None).await.contains("kms.sock"));
+        let text = line("a", 1);
+        assert!(refused(&text, Some("a")).await.contains("is there already"));
+        for id in ["b:c", "", "b c"] {
+            assert!(
+                refused(&text, Some(id)).await.contains("is not an id"),
+                "{id}"
+            );
+        }
+        assert!(refused("nonsense", None).await.contains("line 1"));
+        let words = refused(&text, None).await;
+        assert!(
+            words.contains("\"a\"") && words.contains("kms.sock"),
+            "{words}"
+        );
     }
 }

@@ -81,14 +81,7 @@ impl Kms {
         let status: Status = self
             .call(doing, "/v2.KeyManagementService/Status", Empty {})
             .await?;
-        let (version, healthz) = (&status.version, &status.healthz);
-        match version.starts_with("v2") && healthz == "ok" {
-            true => Ok(()),
-            false => Err(self.failed(
-                doing,
-                &format!("its version is {version:?} (v2 is needed) and its state {healthz:?}"),
-            )),
-        }
+        check_status(&status).map_err(|why| self.failed(doing, &why))
     }
 
     /// Seals a key with the KMS' newest key.
@@ -168,12 +161,22 @@ impl Kms {
         endpoint.connect().await
     }
 
-    fn failed(&self, doing: &'static str, why: &str) -> KmsError {
+    pub(crate) fn failed(&self, doing: &'static str, why: &str) -> KmsError {
         KmsError {
             doing,
             socket: self.socket.clone(),
             why: why.to_owned(),
         }
+    }
+}
+
+fn check_status(status: &Status) -> Result<(), String> {
+    let (version, healthz) = (&status.version, &status.healthz);
+    match version.starts_with("v2") && healthz == "ok" {
+        true => Ok(()),
+        false => Err(format!(
+            "its version is {version:?} (v2 is needed) and its state {healthz:?}"
+        )),
     }
 }
 
@@ -219,6 +222,7 @@ struct Status {
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
+#[prost(skip_debug)]
 struct EncryptRequest {
     #[prost(bytes = "vec", tag = "1")]
     plaintext: Vec<u8>,
@@ -249,9 +253,24 @@ struct DecryptRequest {
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
+#[prost(skip_debug)]
 struct DecryptResponse {
     #[prost(bytes = "vec", tag = "1")]
     plaintext: Vec<u8>,
+}
+
+// Both messages have a key in clear.
+
+impl std::fmt::Debug for EncryptRequest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "EncryptRequest({})", self.uid)
+    }
+}
+
+impl std::fmt::Debug for DecryptResponse {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("DecryptResponse")
+    }
 }
 
 #[cfg(test)]
@@ -280,6 +299,38 @@ mod tests {
             let why = check_answer(&bad).expect_err(named);
             assert!(why.contains(named), "{why}");
         }
+    }
+
+    #[test]
+    fn a_plug_in_of_another_version_or_without_its_kms_is_refused() {
+        let status = |version: &str, healthz: &str| Status {
+            version: version.to_owned(),
+            healthz: healthz.to_owned(),
+            key_id: "1".to_owned(),
+        };
+        check_status(&status("v2", "ok")).expect("v2");
+        check_status(&status("v2beta1", "ok")).expect("a version of v2");
+        for bad in [status("v1beta1", "ok"), status("v2", "no connection")] {
+            let why = check_status(&bad).expect_err("refused");
+            assert!(
+                why.contains(&bad.version) && why.contains(&bad.healthz),
+                "{why}"
+            );
+        }
+    }
+
+    #[test]
+    fn messages_with_a_key_do_not_show_it() {
+        let plaintext = vec![77; 3];
+        let shown = format!(
+            "{:?} {:?}",
+            EncryptRequest {
+                plaintext: plaintext.clone(),
+                uid: "u".to_owned()
+            },
+            DecryptResponse { plaintext },
+        );
+        assert!(!shown.contains("77"), "{shown}");
     }
 
     #[test]

@@ -43,7 +43,7 @@ use object_store::ObjectStore;
 
 pub use error::Error;
 pub use fetch::{StoredFile, StoredImage};
-pub use keys::{InvalidKeys, KeyFile, Keys, KeysError};
+pub use keys::{InvalidKeys, KeyFile, Keys, KeysError, seal_keys};
 pub use kms::{Kms, KmsError};
 pub use names::ImageName;
 pub use pace::Pace;
@@ -89,8 +89,8 @@ impl Repository {
         Self::open_for_sweeps(settings, credentials, keys, cluster)
     }
 
-    /// Opens a repository as [`Self::open`] does. Neither reads nor writes images through it need
-    /// to work: sweeps run also without keys.
+    /// Opens a repository for sweeps, which need no keys. Without its key an image is neither read
+    /// nor written.
     pub fn open_for_sweeps(
         settings: &Settings,
         credentials: &Path,

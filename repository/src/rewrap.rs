@@ -12,21 +12,24 @@ use object_store::{PutMode, PutPayload, UpdateVersion};
 
 use crate::names::ImageName;
 use crate::object::{ARCHIVE, IMAGE, Kind, Rewrap};
-use crate::{Error, PARALLEL, Repository};
+use crate::{Error, Repository};
+
+/// Objects that are in memory at once. An index has 64 MiB at most.
+const AT_ONCE: usize = 4;
 
 /// Result of a rotation in one namespace.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rewrapped {
     /// Objects whose key was wrapped anew.
     pub objects: u64,
-    /// Objects that still need an older key, by the key's id: those of uploads under way, those
-    /// that changed meanwhile, and those whose key is missing or shut.
+    /// Objects that still need an older key, by the key's id. They belong to uploads under way,
+    /// have changed meanwhile, cannot be written conditionally, or need a key that cannot be used.
     pub left: BTreeMap<String, u64>,
 }
 
 /// State of one object.
 enum Found {
-    /// It is in clear, needs the newest key only, or is gone.
+    /// It is in clear, needs the newest key only, cannot be read, or is gone.
     Settled,
     Rewrapped,
     /// It needs the older key with this id.
@@ -34,11 +37,6 @@ enum Found {
 }
 
 impl Repository {
-    /// Returns the ids of the keys that only older objects need.
-    pub fn older_keys(&self) -> impl Iterator<Item = &str> {
-        self.keys.ids().skip(1)
-    }
-
     /// Wraps the keys of a namespace's indexes and records with the newest key. An object that
     /// cannot be read is left as it is: sweeps and fetches report it.
     ///
@@ -64,7 +62,7 @@ impl Repository {
                         None => Ok(Found::Settled),
                     }
                 })
-                .try_buffer_unordered(2 * PARALLEL);
+                .try_buffer_unordered(AT_ONCE);
             let found: Vec<Found> = settled.try_collect().await?;
             for one in found {
                 match one {
@@ -98,10 +96,20 @@ impl Repository {
             Rewrap::Impossible { older } => return Ok(Found::Left(older)),
             Rewrap::Done { older, bytes } => (older, bytes),
         };
-        if is_whole && self.replace(path, bytes.into(), version).await? {
-            return Ok(Found::Rewrapped);
+        let is_known = version.e_tag.is_some() || version.version.is_some();
+        if !is_whole || !is_known {
+            return Ok(Found::Left(older));
         }
-        Ok(Found::Left(older))
+        match self.replace(path, bytes.into(), version).await {
+            Ok(true) => Ok(Found::Rewrapped),
+            Ok(false) => Ok(Found::Left(older)),
+            // The other objects are rotated nevertheless.
+            Err(error) => {
+                let error: &dyn std::error::Error = &error;
+                tracing::warn!(error, "cannot rotate the key of an object");
+                Ok(Found::Left(older))
+            }
+        }
     }
 
     /// Writes an object that has not changed since its version was read. Reports whether it was
@@ -118,6 +126,7 @@ impl Repository {
             Ok(_) => Ok(true),
             Err(
                 object_store::Error::Precondition { .. }
+                | object_store::Error::AlreadyExists { .. }
                 | object_store::Error::NotFound { .. }
                 | object_store::Error::NotImplemented { .. }
                 | object_store::Error::NotSupported { .. },
@@ -135,6 +144,42 @@ mod tests {
 
     use super::*;
     use crate::Keys;
+
+    const OLD: &str = "old:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+    const NEW: &str = "new:AQAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+    /// Another key with the id of the old one.
+    const WRONG: &str = "old:AgAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
+
+    #[tokio::test]
+    async fn what_cannot_be_wrapped_anew_is_left_as_it_is() {
+        let keys = Keys::parse(&format!("{NEW}\n{OLD}")).expect("keys");
+        let repository = Repository::in_store(Arc::new(InMemory::new()), "c", keys);
+        let name = |id| ImageName::new("n", id).expect("a name");
+        let sealed = |id, key: Option<&str>| {
+            let keys = Keys::parse(key.unwrap_or_default()).expect("keys");
+            let sealer = keys.newest("c", "n").expect("open");
+            let bytes = IMAGE.encode("c", &name(id), &[], b"{}", sealer.as_ref());
+            Bytes::from(bytes.expect("encoded"))
+        };
+        let names = &repository.names;
+        let objects = [
+            (names.pending(&name("p.1")), sealed("p.1", Some(OLD))),
+            (names.image(&name("p.2")), sealed("p.2", Some(WRONG))),
+            (names.image(&name("p.3")), sealed("p.3", None)),
+            (names.image(&name("p.4")), sealed("p.4", Some(NEW))),
+            (names.image(&name("p.5")), Bytes::from_static(b"nonsense")),
+        ];
+        for (path, bytes) in &objects {
+            repository.put(path, bytes.clone()).await.expect("written");
+        }
+        let rewrapped = repository.rewrap("n").await.expect("looked");
+        let left = [("old".to_owned(), 2)].into();
+        assert_eq!(rewrapped, Rewrapped { objects: 0, left });
+        for (path, bytes) in &objects {
+            let read = repository.read(path, 1 << 20).await.expect("read");
+            assert_eq!(read.as_deref(), Some(&**bytes), "{path}");
+        }
+    }
 
     #[tokio::test]
     async fn an_object_that_was_written_meanwhile_stays() {

@@ -265,7 +265,6 @@ async fn a_rotated_key_is_not_needed_once_all_objects_are_wrapped_anew() {
     let left = alone.rewrap("n").await.expect("looked").left;
     assert_eq!(left, [("k".to_owned(), 2)].into(), "both need the old key");
     let both = with(&format!("{newer}\n{KEY}"));
-    assert_eq!(both.older_keys().collect::<Vec<_>>(), ["k"]);
     let rewrapped = both.rewrap("n").await.expect("rewrapped");
     assert_eq!((rewrapped.objects, rewrapped.left.len()), (2, 0));
     let again = both.rewrap("n").await.expect("looked");

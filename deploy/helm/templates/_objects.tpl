@@ -98,7 +98,7 @@ controller's, which suits a registry with one tag for all four. The base names a
 torpor.kms: gives the Pod of the agent or the controller the socket of the node's KMS plug-in, as deploy/kms does.
 */}}
 {{- define "torpor.kms" -}}
-{{- $mount := dict "name" "kms" "mountPath" "/run/torpor-kms" -}}
+{{- $mount := dict "name" "kms" "mountPath" "/run/torpor-kms" "readOnly" true -}}
 {{- $volume := dict "name" "kms" "hostPath" (dict "path" "/run/torpor-kms" "type" "DirectoryOrCreate") -}}
 {{- $container := first .pod.containers -}}
 {{- $_ := set $container "volumeMounts" (append $container.volumeMounts $mount) -}}

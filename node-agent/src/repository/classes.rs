@@ -68,7 +68,7 @@ impl Repositories {
             client,
             classes,
             credentials: args.repository_credentials.clone(),
-            keys: args.keys.file(),
+            keys: KeyFile::new(&args.repository_keys, args.repository_kms.as_deref()),
             cluster: OnceCell::new(),
         }
     }

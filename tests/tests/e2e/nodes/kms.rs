@@ -26,7 +26,7 @@ const PARTS: [&str; 2] = [
     "deployment/agent-sandbox-controller",
 ];
 const KEYS: &str = "torpor-repository-keys";
-/// Time of the test: Torpor is restarted four times, and a sweep begins a minute after a start.
+/// Time of the test: Torpor is rolled out five times.
 const TEST: std::time::Duration = std::time::Duration::from_secs(900);
 
 /// Torpor's namespace as it was before the test.
@@ -74,19 +74,18 @@ impl System {
         self.rolled_out().await
     }
 
-    /// Puts everything back.
+    /// Puts everything back, as far as possible; returns the first error.
     async fn put_back(&self, case: &Case) -> anyhow::Result<()> {
-        set_keys(case, &self.keys).await?;
+        let mut done = vec![set_keys(case, &self.keys).await];
         for (part, template) in PARTS.iter().zip(&self.templates) {
             let patch = json!({ "spec": { "template": template } }).to_string();
-            self.kubectl
-                .ok(&["patch", part, "--type=merge", "-p", &patch])
-                .await?;
+            let patch = ["patch", part, "--type=merge", "-p", &patch];
+            done.push(self.kubectl.ok(&patch).await.map(drop));
         }
-        self.kubectl
-            .ok(&["delete", "--ignore-not-found", "-f", PLUGIN])
-            .await?;
-        self.restart().await
+        let delete = ["delete", "--ignore-not-found", "-f", PLUGIN];
+        done.push(self.kubectl.ok(&delete).await.map(drop));
+        done.push(self.restart().await);
+        done.into_iter().collect()
     }
 
     /// Restarts Torpor, so that its Pods have the Secret as it is now.
@@ -124,19 +123,13 @@ impl System {
         .await
     }
 
-    /// Runs `torpor-agent seal-keys` in an agent.
-    async fn seal_keys(&self, more: &[&str]) -> anyhow::Result<String> {
-        let command = [
-            "exec",
-            PARTS[0],
-            "-c",
-            "agent",
-            "--",
-            "/torpor-agent",
-            "seal-keys",
-        ];
-        let sealed = self.kubectl.ok(&[&command, more].concat()).await?;
-        Ok(sealed + "\n")
+    /// Seals lines of keys in an agent.
+    async fn seal_keys(&self, lines: &str, more: &[&str]) -> anyhow::Result<String> {
+        let mut command = vec!["exec", "-i", PARTS[0], "-c", "agent", "--"];
+        command.extend(["torpor-agent", "seal-keys"]);
+        command.extend(more);
+        let sealed = self.kubectl.run_with(&command, Some(lines.as_bytes()));
+        Ok(sealed.await?.ok()? + "\n")
     }
 }
 
@@ -186,7 +179,7 @@ async fn keys_are_sealed_and_rotated(case: &Case, system: &System) -> anyhow::Re
 
     system.start_plugin(case).await?;
     system.add_component().await?;
-    let lines = system.seal_keys(&["--add", "sealed"]).await?;
+    let lines = system.seal_keys(&system.keys, &["--add", "sealed"]).await?;
     let ids: Vec<&str> = lines
         .lines()
         .filter_map(|line| line.split(':').next())
@@ -199,7 +192,7 @@ async fn keys_are_sealed_and_rotated(case: &Case, system: &System) -> anyhow::Re
     set_keys(case, &lines).await?;
     system.restart().await?;
 
-    // The first sweep after a start wraps the image's key with the newest key.
+    // The second sweep that finds the new key wraps the image's key with it.
     wait::until("no image needs the older key", LIMIT, async || {
         let keys = keys_in_use(case)?;
         wait::holds(keys == ["sealed"], || format!("{keys:?}"))
