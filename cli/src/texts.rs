@@ -161,6 +161,9 @@ pub fn remedy(reason: &str) -> Option<&'static str> {
         restored::KEY_MISSING => {
             "put the encryption key that the message names back into the Secret torpor-repository-keys"
         }
+        restored::KEY_SERVICE_UNAVAILABLE => {
+            "check the KMS plug-in at the socket that the message names, on the Pod's node; the fetch is retried"
+        }
         restored::NO_ROOM => "make room on the node's disk; the fetch is retried",
         restored::IMAGE_CLAIMED => {
             "bring the agent of the node that the message names back (`kubectl torpor doctor` checks it)"

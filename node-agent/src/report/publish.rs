@@ -374,6 +374,7 @@ fn event_of(reason: &str) -> Option<(EventType, &'static str)> {
         | reasons::restored::REPOSITORY_DENIED
         | reasons::restored::SOURCE_NODE_UNAVAILABLE
         | reasons::restored::KEY_MISSING
+        | reasons::restored::KEY_SERVICE_UNAVAILABLE
         | reasons::restored::NO_ROOM => (EventType::Warning, "Fetch"),
         reasons::hibernated::RUNTIME_NOT_CAPABLE => (EventType::Warning, "Hibernate"),
         reasons::restored::RESTORED => (EventType::Normal, "Restore"),

@@ -137,6 +137,7 @@ fn is_about_fetch(reason: &str) -> bool {
             | reasons::restored::REPOSITORY_DENIED
             | reasons::restored::SOURCE_NODE_UNAVAILABLE
             | reasons::restored::KEY_MISSING
+            | reasons::restored::KEY_SERVICE_UNAVAILABLE
             | reasons::restored::NO_ROOM
     )
 }
