@@ -95,15 +95,20 @@ impl Error {
 
     /// Returns the error with its causes, in one line.
     pub fn words(&self) -> String {
-        let mut words = self.to_string();
-        let mut cause = std::error::Error::source(self);
-        while let Some(error) = cause {
-            words.push_str(": ");
-            words.push_str(error.to_string().lines().next().unwrap_or_default());
-            cause = error.source();
-        }
-        words
+        words(self)
     }
+}
+
+/// Returns an error with its causes, in one line.
+pub(crate) fn words(error: &dyn std::error::Error) -> String {
+    let mut words = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        words.push_str(": ");
+        words.push_str(error.to_string().lines().next().unwrap_or_default());
+        cause = error.source();
+    }
+    words
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
-use crate::names::ChunkName;
+use crate::error::words;
 use crate::seal;
 
 /// Time limit of one call. It is that of `kube-apiserver` by default.
@@ -89,7 +89,7 @@ impl Kms {
         let doing = "seal a key with";
         let request = EncryptRequest {
             plaintext: key.to_vec(),
-            uid: uid(),
+            uid: seal::random_word(),
         };
         let answer: EncryptResponse = self
             .call(doing, "/v2.KeyManagementService/Encrypt", request)
@@ -116,7 +116,7 @@ impl Kms {
         let annotations = annotations.map(|(name, value)| Ok((name.clone(), decoded(value)?)));
         let request = DecryptRequest {
             ciphertext: decoded(&key.ciphertext)?,
-            uid: uid(),
+            uid: seal::random_word(),
             key_id: key.key_id.clone(),
             annotations: annotations.collect::<Result<_, KmsError>>()?,
         };
@@ -194,18 +194,6 @@ fn check_answer(answer: &EncryptResponse) -> Result<(), &'static str> {
         _ if annotations > LARGEST_ANNOTATIONS => Err("its annotations have more than 32 KiB"),
         _ => Ok(()),
     }
-}
-
-/// Returns a random text by which a plug-in's log tells calls apart.
-fn uid() -> String {
-    ChunkName(seal::random_key()).hex()[..16].to_owned()
-}
-
-fn words(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
-    causes.fold(error.to_string(), |words, cause| {
-        format!("{words}: {cause}")
-    })
 }
 
 #[derive(Clone, PartialEq, prost::Message)]

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::keys::{KeyShut, Keys};
 use crate::names::{ChunkName, ImageName};
-use crate::seal::{self, Sealer};
+use crate::seal::{self, KEY, Sealer};
 
 /// Version of all kinds of objects.
 const VERSION: u32 = 2;
@@ -70,6 +70,30 @@ struct WrappedKey {
     id: String,
     /// The object's key, sealed, in base64.
     wrapped: String,
+}
+
+const NOT_OPENED: &str = "it does not open with its key";
+
+impl WrappedKey {
+    /// Wraps the key of an object, by the key with this id.
+    fn of(key: &[u8; KEY], id: String, sealer: &Sealer, about: &[u8]) -> Self {
+        let wrapped = STANDARD.encode(sealer.wrap(key, about));
+        Self { id, wrapped }
+    }
+
+    fn opened(
+        &self,
+        keys: &Keys,
+        cluster: &str,
+        name: &ImageName,
+        about: &[u8],
+    ) -> Result<[u8; KEY], Unreadable> {
+        let sealer = keys.named(&self.id, cluster, name.namespace())?;
+        let sealer = sealer.ok_or_else(|| Unreadable::KeyMissing(self.id.clone()))?;
+        let wrapped = STANDARD.decode(&self.wrapped).map_err(|e| e.to_string())?;
+        let opened = sealer.unwrap(wrapped, about);
+        opened.map_err(|_| Unreadable::Damaged(NOT_OPENED.to_owned()))
+    }
 }
 
 /// Reason why an object cannot be read.
@@ -136,9 +160,7 @@ impl Kind {
         let key = sealer.map(|(id, sealer)| {
             let key = seal::random_key();
             body = seal::seal(&key, std::mem::take(&mut body), &about);
-            let wrapped = STANDARD.encode(sealer.wrap(&key, &about));
-            let id = id.clone();
-            WrappedKey { id, wrapped }
+            WrappedKey::of(&key, id.clone(), sealer, &about)
         });
         let header = Header {
             magic: self.magic.to_owned(),
@@ -149,7 +171,12 @@ impl Kind {
             key,
             chunks: chunks.iter().map(ChunkName::hex).collect(),
         };
-        let mut bytes = serde_json::to_vec(&header).map_err(|e| e.to_string())?;
+        self.joined(&header, &body)
+    }
+
+    /// Returns the bytes of an object, from its header and its body as it is stored.
+    fn joined(self, header: &Header, body: &[u8]) -> Result<Vec<u8>, String> {
+        let mut bytes = serde_json::to_vec(header).map_err(|e| e.to_string())?;
         bytes.push(b'\n');
         bytes.extend(body);
         match bytes.len() as u64 > self.largest {
@@ -175,11 +202,8 @@ impl Kind {
         let about = self.about(cluster, name);
         let mut body = body.to_vec();
         if let Some(key) = &header.key {
-            let sealer = keys.named(&key.id, cluster, name.namespace())?;
-            let sealer = sealer.ok_or_else(|| Unreadable::KeyMissing(key.id.clone()))?;
-            let wrapped = STANDARD.decode(&key.wrapped).map_err(|e| e.to_string())?;
-            let wrong = |_| "it does not open with its key".to_owned();
-            let key = sealer.unwrap(wrapped, &about).map_err(wrong)?;
+            let key = key.opened(keys, cluster, name, &about)?;
+            let wrong = |_| NOT_OPENED.to_owned();
             body = seal::open(&key, body, &about).map_err(wrong)?;
         }
         Ok(Content {
@@ -207,31 +231,16 @@ impl Kind {
             return Rewrap::Settled;
         }
         let older = key.id.clone();
-        let namespace = name.namespace();
-        let (Ok(Some(old)), Ok(Some((id, newest)))) = (
-            keys.named(&older, cluster, namespace),
-            keys.newest(cluster, namespace),
-        ) else {
-            return Rewrap::Impossible { older };
-        };
         let about = self.about(cluster, name);
-        let wrapped = STANDARD.decode(&key.wrapped).ok();
-        let Some(opened) = wrapped.and_then(|wrapped| old.unwrap(wrapped, &about).ok()) else {
+        let opened = key.opened(keys, cluster, name, &about);
+        let newest = keys.newest(cluster, name.namespace());
+        let (Ok(opened), Ok(Some((id, newest)))) = (opened, newest) else {
             return Rewrap::Impossible { older };
         };
-        let wrapped = STANDARD.encode(newest.wrap(&opened, &about));
-        *key = WrappedKey { id, wrapped };
-        let Ok(mut rewrapped) = serde_json::to_vec(&header) else {
-            return Rewrap::Impossible { older };
-        };
-        rewrapped.push(b'\n');
-        rewrapped.extend(body);
-        match rewrapped.len() as u64 > self.largest {
-            true => Rewrap::Impossible { older },
-            false => Rewrap::Done {
-                older,
-                bytes: rewrapped,
-            },
+        *key = WrappedKey::of(&opened, id, &newest, &about);
+        match self.joined(&header, body) {
+            Ok(bytes) => Rewrap::Done { older, bytes },
+            Err(_) => Rewrap::Impossible { older },
         }
     }
 

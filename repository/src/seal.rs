@@ -84,6 +84,11 @@ pub(crate) fn random_key() -> [u8; KEY] {
     key
 }
 
+/// Returns 16 random hexadecimal digits.
+pub(crate) fn random_word() -> String {
+    ChunkName(random_key()).hex()[..16].to_owned()
+}
+
 fn aead(key: &[u8; KEY]) -> LessSafeKey {
     LessSafeKey::new(UnboundKey::new(&AES_256_GCM, key).expect("a key of 32 bytes"))
 }

@@ -224,8 +224,7 @@ impl Repository {
 
     /// Writes a mark, and returns its path.
     async fn mark(&self, namespace: &str) -> Result<Path, Error> {
-        let id = ChunkName(seal::random_key()).hex();
-        let path = self.names.sweeps(namespace).join(&id[..16]);
+        let path = self.names.sweeps(namespace).join(seal::random_word());
         self.put(&path, Bytes::from_static(b"torpor")).await?;
         Ok(path)
     }
