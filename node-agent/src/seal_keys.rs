@@ -15,8 +15,13 @@ const LARGEST: u64 = 1 << 20;
 /// plug-in is asked for its state first.
 pub(crate) fn run(args: &SealKeysArgs) -> anyhow::Result<()> {
     let mut text = String::new();
-    let read = std::io::stdin().take(LARGEST).read_to_string(&mut text);
+    let read = std::io::stdin().take(LARGEST + 1).read_to_string(&mut text);
     read.context("cannot read the keys from standard input")?;
+    // Lines that were cut off would be lost.
+    anyhow::ensure!(
+        text.len() as u64 <= LARGEST,
+        "standard input has more than {LARGEST} bytes, which is more than a Secret"
+    );
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;

@@ -8,7 +8,6 @@
 //! The first key seals new objects. All keys open older ones.
 
 use std::collections::{HashMap, HashSet};
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,6 +16,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use futures::future::join_all;
 
+use crate::file;
 use crate::kms::{Kms, KmsError, SealedKey};
 use crate::seal::{self, KEY, Sealer};
 
@@ -219,23 +219,11 @@ impl KeyFile {
     }
 
     fn lines(&self) -> Result<Vec<(String, Line)>, KeysError> {
-        let read = || -> std::io::Result<String> {
-            let mut text = String::new();
-            let file = std::fs::File::open(&self.path)?;
-            file.take(LARGEST + 1).read_to_string(&mut text)?;
-            match text.len() as u64 > LARGEST {
-                true => Err(std::io::ErrorKind::FileTooLarge.into()),
-                false => Ok(text),
-            }
-        };
-        let text = match read() {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-            Err(source) => {
-                let path = self.path.clone();
-                return Err(KeysError::Read { path, source });
-            }
-        };
+        let text = file::read(&self.path, LARGEST).map_err(|source| KeysError::Read {
+            path: self.path.clone(),
+            source,
+        })?;
+        let text = text.unwrap_or_default();
         lines(&text).map_err(|invalid| KeysError::File {
             path: self.path.clone(),
             invalid,

@@ -21,6 +21,7 @@ mod chunk;
 mod clock;
 mod error;
 mod fetch;
+mod file;
 mod index;
 mod keys;
 mod kms;

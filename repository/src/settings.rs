@@ -1,7 +1,6 @@
 //! Settings of a repository: parameters of a SnapshotClass, and files of credentials.
 
 use std::collections::BTreeMap;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -15,6 +14,7 @@ use object_store::path::Path as ObjectPath;
 use object_store::{Certificate, ClientOptions, ObjectStore, ObjectStoreScheme, RetryConfig};
 use url::Url;
 
+use crate::file;
 use crate::keys::KeysError;
 use crate::names::is_part;
 
@@ -276,20 +276,10 @@ fn options(credentials: &Path) -> Result<Vec<(String, String)>, InvalidSettings>
 }
 
 fn read(path: &Path) -> Result<Option<String>, InvalidSettings> {
-    let read = || -> std::io::Result<String> {
-        let mut text = String::new();
-        let file = std::fs::File::open(path)?;
-        file.take(LARGEST).read_to_string(&mut text)?;
-        Ok(text)
-    };
-    match read() {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(InvalidSettings::Credentials {
-            path: path.to_owned(),
-            source,
-        }),
-    }
+    file::read(path, LARGEST).map_err(|source| InvalidSettings::Credentials {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 #[cfg(test)]
