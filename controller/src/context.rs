@@ -51,6 +51,7 @@ impl Context {
     pub fn new(api: Apiserver, cluster_domain: String, settings: Settings) -> Self {
         let caches = Caches::default();
         let metrics = Metrics::default();
+        let repositories = &settings.repositories;
         metrics.count(Counted {
             sandboxes: caches.sandboxes.clone(),
             pools: caches.pools.clone(),
@@ -61,7 +62,7 @@ impl Context {
             api,
             caches,
             queues: Queues::default(),
-            keys: settings.repositories.key_file(),
+            keys: KeyFile::new(&repositories.keys, repositories.kms.as_deref()),
             settings,
             cluster_domain,
             cluster_uid: OnceCell::new(),

@@ -3,7 +3,6 @@
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use torpor_api::SandboxWarmPool;
-use torpor_repository::KeyFile;
 
 use crate::{network::Cidr, scope::Namespaces};
 
@@ -48,13 +47,6 @@ pub struct RepositorySettings {
     pub kms: Option<PathBuf>,
     /// Interval between sweeps; none without sweeps.
     pub sweep_interval: Option<Duration>,
-}
-
-impl RepositorySettings {
-    /// Returns the file of encryption keys. Reads nothing.
-    pub fn key_file(&self) -> KeyFile {
-        KeyFile::new(&self.keys, self.kms.as_deref())
-    }
 }
 
 /// Network access of sandboxes. Torpor's.
